@@ -106,7 +106,7 @@ mod tests {
     use super::encode;
     use ringspan_train::{
         Tokenizer,
-        data::{Content, Encoder, GIVEN},
+        data::{Content, Encoder, NOT_LEARNED},
     };
     use std::path::Path;
 
@@ -135,7 +135,7 @@ mod tests {
             let trained = Tokenizer::new(inner, Path::new("t")).expect("a tokenizer");
             let encoder = Encoder::new(&trained, None);
             let words = |content| encoder.encode(&content, Path::new("d"), "1").expect("words");
-            let bare = |words: Vec<u32>| words.into_iter().map(|word| word & !GIVEN).collect::<Vec<_>>();
+            let bare = |words: Vec<u32>| words.into_iter().map(|word| word & !NOT_LEARNED).collect::<Vec<_>>();
             let whole = [&prompt[..], &[256]].concat();
             assert_eq!(bare(words(Content::Text("hi".into()))), whole, "one token at the end");
             let pair = Content::Completion { prompt: "h".into(), completion: "i".into() };

@@ -3,7 +3,7 @@
 use crate::{allocator, interrupt, mesh, say};
 use anyhow::{Result, bail};
 use ringspan::comm::ranks::Ranks;
-use ringspan_train::{Error, Observer, Outcome, Silent, Terminal, TrainConfig, plan_on, train_on};
+use ringspan_train::{Error, Observer, Outcome, SilentObserver, TerminalObserver, TrainConfig, plan_on, train_on};
 use std::process::ExitCode;
 
 pub(crate) use ringspan_train::TrainArgs;
@@ -15,13 +15,13 @@ const INTERRUPTED: u8 = 130;
 pub(crate) fn run(args: TrainArgs, ranks: &Ranks) -> Result<ExitCode> {
     let mut config = TrainConfig::from_args(&args)?;
     ranks.check(config.ranks())?;
-    config.place(ranks);
-    config.allocated = Some(allocator::most);
+    config.set_local_ranks(ranks);
+    config.peak_allocated = Some(allocator::most);
     mesh::limit_threads(config.ranks(), config.threads);
     if ranks.local().is_none() {
         allocator::avoid_large_pages(config.ranks());
     }
-    let observer: &mut dyn Observer = if ranks.lead() { &mut Terminal::new() } else { &mut Silent };
+    let observer: &mut dyn Observer = if ranks.lead() { &mut TerminalObserver::new() } else { &mut SilentObserver };
     let done = match args.dry_run {
         true => dry_run(&config, ranks, observer),
         false => train(&config, ranks, observer),
@@ -74,7 +74,7 @@ fn report(outcome: &Outcome) {
             println!("  | {line}");
         }
     }
-    match &outcome.beside {
+    match &outcome.base_model {
         Some(model) => println!("adapter              {out}, beside {}", model.display()),
         None => println!("model                {out}"),
     }

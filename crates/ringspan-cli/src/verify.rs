@@ -10,7 +10,7 @@ use ringspan_candle::loss::IGNORE;
 use ringspan_candle::{DeviceName, Precision, Weights};
 use ringspan_models::{Config, Decoder, Lora, Origin};
 use ringspan_train::data::{Batch, Sequence};
-use ringspan_train::{Settings, TrainConfig, Trial, trial};
+use ringspan_train::{Settings, StepResults, TrainConfig, single_step};
 use std::path::PathBuf;
 
 /// Upper limits on relative differences between the mesh and one rank.
@@ -179,7 +179,7 @@ impl std::fmt::Display for Tolerance {
 pub(crate) fn run(args: &VerifyArgs, ranks: &Ranks) -> Result<()> {
     let mut config = args.config()?;
     ranks.check(config.ranks())?;
-    config.place(ranks);
+    config.set_local_ranks(ranks);
     mesh::limit_threads(config.ranks(), config.threads);
     let (decoder, weights) = match &args.model {
         Some(path) => {
@@ -208,17 +208,17 @@ pub(crate) fn run(args: &VerifyArgs, ranks: &Ranks) -> Result<()> {
     say::line(format_args!(
         "{rows} rows of {} tokens in {} documents, {} of them tokens to predict: 1 rank against {mesh}, {}, {}",
         args.sequence_length,
-        batch.pieces.len(),
+        batch.segments.len(),
         batch.valid_targets(),
         config.strategy,
         config.layout
     ))?;
     // The mesh runs first: where ranks are processes, only one of them has anything to do afterwards.
-    let Some(actual) = trial(ranks, &config, (&decoder, &weights), &batch)? else { return Ok(()) };
-    actual.blocks.iter().for_each(say::note);
+    let Some(actual) = single_step(ranks, &config, (&decoder, &weights), &batch)? else { return Ok(()) };
+    actual.block_transport.iter().for_each(say::note);
     let alone = |dtype: Precision| {
         let config = args.alone(dtype)?;
-        trial(&Ranks::threads(), &config, (&decoder, &weights), &batch)?.context("a rank of its own")
+        single_step(&Ranks::threads(), &config, (&decoder, &weights), &batch)?.context("a rank of its own")
     };
     let (expected, tolerance) = (alone(Precision::F32)?, Tolerance::of(config.dtype));
     // How far rounding leads depends on the model, so the mesh may differ by as much as one rank that rounds to bf16 does.
@@ -238,7 +238,7 @@ pub(crate) fn run(args: &VerifyArgs, ranks: &Ranks) -> Result<()> {
 type Compared = (String, f64, f64);
 
 /// Compares all quantities of two trials.
-fn compared(expected: &Trial, actual: &Trial, tolerance: Tolerance) -> Result<Vec<Compared>> {
+fn compared(expected: &StepResults, actual: &StepResults, tolerance: Tolerance) -> Result<Vec<Compared>> {
     let Tolerance { values, gradients } = tolerance;
     let mut all = vec![("loss".to_owned(), (expected.loss - actual.loss).abs() / expected.loss.abs(), values)];
     all.push(("logits".to_owned(), difference(&expected.logits, &actual.logits), values));
@@ -325,16 +325,16 @@ fn random(rows: usize, len: usize, vocabulary: usize, seed: u64) -> Result<Batch
     let kinds = [vec![half, third, len - half - third], vec![len / 3 + 1, (len - len / 3 - 1) * 2 / 3]];
     let mut random = ChaCha8Rng::seed_from_u64(seed);
     let mut sequence = |row: usize| {
-        let pieces: Vec<usize> = kinds[row % 2].iter().copied().filter(|len| *len > 0).collect();
+        let segments: Vec<usize> = kinds[row % 2].iter().copied().filter(|len| *len > 0).collect();
         let tokens: Vec<u32> =
-            (0..pieces.iter().sum()).map(|_| (random.next_u64() % vocabulary as u64) as u32).collect();
+            (0..segments.iter().sum()).map(|_| (random.next_u64() % vocabulary as u64) as u32).collect();
         let mut targets: Vec<u32> = tokens[1..].iter().copied().chain([IGNORE]).collect();
         let mut end = 0;
-        for piece in &pieces {
+        for piece in &segments {
             end += piece;
             targets[end - 1] = IGNORE;
         }
-        Sequence { tokens, targets, pieces }
+        Sequence { tokens, targets, segment_lengths: segments }
     };
     Ok(Batch::new(&(0..rows).map(&mut sequence).collect::<Vec<_>>(), len))
 }

@@ -2,13 +2,13 @@
 
 use crate::{
     checkpoint::Identity,
-    config::{Source, TextSource, TrainConfig},
+    config::{DataSource, TextSource, TrainConfig},
     data::{
-        Corpus, Encoder, Fit, GIVEN, Mixture, Overlong, Packer, Position, Reading, Sequence, Store, Template,
-        fingerprint, read_tokens,
+        Corpus, DocumentStore, Encoder, Mixture, NOT_LEARNED, Overlong, PackableSpans, Packer, PackerPosition,
+        Sequence, SourceReader, Template, fingerprint, read_tokens,
     },
+    data_loader::DataLoader,
     error::{Error, Result},
-    feed::Feed,
     observer::{Observer, grouped},
     setup::model_error,
     tokenizer::Tokenizer,
@@ -26,7 +26,7 @@ use std::{
 
 /// The data of a run: training batches, evaluation sequences and a description.
 pub(crate) struct Dataset {
-    pub(crate) feed: Feed,
+    pub(crate) data_loader: DataLoader,
     /// The sequences of the held-out (evaluation) split.
     pub(crate) held_out: Vec<Sequence>,
     pub(crate) identity: Identity,
@@ -35,35 +35,35 @@ pub(crate) struct Dataset {
     /// Lines for the user about things that deserve a look.
     pub(crate) warnings: Vec<String>,
     /// The token that ends a document or an answer, where there is one.
-    pub(crate) end: Option<u32>,
+    pub(crate) end_token: Option<u32>,
 }
 
 /// Whether a run may go on when the token cache cannot be written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Tokens {
+pub(crate) enum CachePolicy {
     /// The run may not: [`Dataset::open`] fails.
-    MustBeKept,
+    Required,
     /// The run may: tokens are written to a temporary folder that is removed at the end. A plan (`--dry-run`) needs nothing more.
-    MayBeLost,
+    TemporaryAllowed,
 }
 
 /// Reports the progress of tokenization to an observer, and lets `stop` interrupt it.
-pub(crate) struct Watcher<'a> {
+pub(crate) struct TokenizationMonitor<'a> {
     observer: Mutex<&'a mut dyn Observer>,
     stop: &'a AtomicBool,
 }
 
-impl<'a> Watcher<'a> {
+impl<'a> TokenizationMonitor<'a> {
     /// `stop` may be set at any time.
     pub(crate) fn new(observer: &'a mut dyn Observer, stop: &'a AtomicBool) -> Self {
         Self { observer: Mutex::new(observer), stop }
     }
 
-    fn see(&self, source: &Path, done: u64, bytes: u64) -> ControlFlow<()> {
+    fn report(&self, source: &Path, done: u64, bytes: u64) -> ControlFlow<()> {
         if self.stop.load(Ordering::SeqCst) {
             return ControlFlow::Break(());
         }
-        self.observer.lock().unwrap_or_else(PoisonError::into_inner).reading(source, done, bytes);
+        self.observer.lock().unwrap_or_else(PoisonError::into_inner).tokenizing(source, done, bytes);
         ControlFlow::Continue(())
     }
 }
@@ -80,23 +80,23 @@ impl Dataset {
         tokenizer: Option<&Tokenizer>,
         vocabulary: usize,
         threads: usize,
-        tokens: Tokens,
-        watcher: &Watcher<'_>,
+        cache_policy: CachePolicy,
+        monitor: &TokenizationMonitor<'_>,
     ) -> Result<Self> {
         match (&config.source, tokenizer) {
-            (Source::Tokens(path), _) => Self::batch(path, vocabulary),
-            (Source::Text(sources), Some(tokenizer)) => {
-                let folder = TokenFolder::new(&config.token_cache, tokens)?;
-                pool::run(threads, || Self::text(config, sources, tokenizer, vocabulary, &folder, watcher))?
+            (DataSource::Tokens(path), _) => Self::from_token_file(path, vocabulary),
+            (DataSource::Text(sources), Some(tokenizer)) => {
+                let folder = CacheFolder::new(&config.token_cache, cache_policy)?;
+                pool::run(threads, || Self::from_text(config, sources, tokenizer, vocabulary, &folder, monitor))?
             }
-            (Source::Text(sources), None) => Err(Error::Data {
+            (DataSource::Text(sources), None) => Err(Error::Data {
                 path: sources.first().map(|source| source.path.clone()).unwrap_or_default(),
                 problem: "text needs a tokenizer, and there is none".into(),
             }),
         }
     }
 
-    fn batch(path: &Path, vocabulary: usize) -> Result<Self> {
+    fn from_token_file(path: &Path, vocabulary: usize) -> Result<Self> {
         let batch = read_tokens(path, vocabulary)?;
         let identity = Identity {
             summary: format!(
@@ -104,56 +104,61 @@ impl Dataset {
                 batch.rows,
                 batch.length,
                 path.display(),
-                read_and_learned(batch.real_tokens(), batch.valid_targets())
+                token_counts_text(batch.real_tokens(), batch.valid_targets())
             ),
             fingerprint: fingerprint(batch.tokens.iter().map(|&t| u64::from(t)).chain([batch.length as u64])),
         };
-        Ok(Self::fed(Feed::Tokens(batch), identity))
+        Ok(Self::from_loader(DataLoader::Tokens(batch), identity))
     }
 
-    /// A dataset of `feed` with no held-out sequences.
-    pub(crate) fn fed(feed: Feed, identity: Identity) -> Self {
+    /// A dataset of `data_loader` with no held-out sequences.
+    pub(crate) fn from_loader(data_loader: DataLoader, identity: Identity) -> Self {
         let (held_out, notes, warnings) = Default::default();
-        Self { feed, held_out, identity, notes, warnings, end: None }
+        Self { data_loader, held_out, identity, notes, warnings, end_token: None }
     }
 
-    fn text(
+    fn from_text(
         config: &TrainConfig,
         sources: &[TextSource],
         tokenizer: &Tokenizer,
         vocabulary: usize,
-        folder: &TokenFolder,
-        watcher: &Watcher<'_>,
+        folder: &CacheFolder,
+        monitor: &TokenizationMonitor<'_>,
     ) -> Result<Self> {
-        let reader = Reader::new(config, tokenizer, vocabulary, folder, watcher)?;
-        let learned = sources.iter().map(|source| reader.learned(source)).collect::<Result<Vec<_>>>()?;
-        let judges = config.eval_data.as_ref().map(|path| reader.judges(path)).transpose()?;
-        reader.template_has_effect(learned.iter().chain(&judges), sources)?;
+        let reader = DatasetReader::new(config, tokenizer, vocabulary, folder, monitor)?;
+        let learned = sources.iter().map(|source| reader.training_source(source)).collect::<Result<Vec<_>>>()?;
+        let evaluation = config.eval_data.as_ref().map(|path| reader.evaluation_source(path)).transpose()?;
+        reader.check_template_is_used(learned.iter().chain(&evaluation), sources)?;
         let weights = shares(&learned);
         let mut warnings: Vec<String> = folder.warning.iter().cloned().collect();
-        warnings.extend(learned.iter().flat_map(SourceOfText::warnings));
-        let end = learned.iter().find_map(|source| source.end(tokenizer).0.filter(|_| source.only_chats()));
-        let held_out = match &judges {
-            Some(judges) => judges.look(&judges.corpus.train, config, 1.0),
+        warnings.extend(learned.iter().flat_map(TokenizedSource::warnings));
+        let end = learned.iter().find_map(|source| source.end_token(tokenizer).0.filter(|_| source.only_chats()));
+        let held_out = match &evaluation {
+            Some(evaluation) => evaluation.evaluation_sequences(&evaluation.corpus.train, config, 1.0),
             None => {
                 let each = learned.iter().zip(&weights);
-                each.flat_map(|(source, share)| source.look(&source.corpus.held_out, config, *share)).collect()
+                each.flat_map(|(source, share)| source.evaluation_sequences(&source.corpus.held_out, config, *share))
+                    .collect()
             }
         };
-        let (summary, notes) = described(config, &learned, judges.as_ref(), &weights, tokenizer);
-        let packer = |source: &SourceOfText| {
-            let packer =
-                Packer::new(source.corpus.train.clone(), config.sequence_length, config.seed, Position::default());
-            packer.fitted(source.fit.clone())
+        let (summary, notes) = describe(config, &learned, evaluation.as_ref(), &weights, tokenizer);
+        let packer = |source: &TokenizedSource| {
+            let packer = Packer::new(
+                source.corpus.train.clone(),
+                config.sequence_length,
+                config.seed,
+                PackerPosition::default(),
+            );
+            packer.with_spans(source.spans.clone())
         };
         let packers = learned.iter().map(packer).zip(weights.iter().copied()).collect();
         Ok(Self {
             held_out,
-            identity: Identity { summary, fingerprint: identity(&learned, judges.as_ref(), &weights) },
+            identity: Identity { summary, fingerprint: data_fingerprint(&learned, evaluation.as_ref(), &weights) },
             notes,
             warnings,
-            end: end.or(tokenizer.end_of_text()),
-            feed: Feed::Text {
+            end_token: end.or(tokenizer.end_of_text()),
+            data_loader: DataLoader::Text {
                 mixture: Mixture::new(packers, config.packing),
                 length: config.sequence_length,
                 batch_size: config.batch_size,
@@ -163,122 +168,124 @@ impl Dataset {
 }
 
 /// Reads and tokenizes the sources of a run.
-struct Reader<'a, 'w> {
+struct DatasetReader<'a, 'w> {
     config: &'a TrainConfig,
     tokenizer: &'a Tokenizer,
     vocabulary: usize,
     folder: &'a Path,
     template: Option<Template>,
     /// Why the model's template cannot be used, where it has one.
-    no_template: Option<String>,
-    watcher: &'a Watcher<'w>,
+    template_error: Option<String>,
+    monitor: &'a TokenizationMonitor<'w>,
 }
 
 /// A source with its tokens.
-struct SourceOfText {
+struct TokenizedSource {
     path: PathBuf,
     weight: Option<f64>,
     corpus: Corpus,
     /// How documents are cut and packed for training.
-    fit: Fit,
+    spans: PackableSpans,
     /// What was wrong with the cached tokens, in words for the user.
-    said: Vec<String>,
+    cache_remarks: Vec<String>,
 }
 
 /// The chat template that the model's own file holds, where it is a GGUF file.
-fn template_of_file(config: &TrainConfig) -> Result<Option<Template>> {
+fn gguf_chat_template(config: &TrainConfig) -> Result<Option<Template>> {
     let Some(path) = &config.model else { return Ok(None) };
     let template = Origin::at(path).and_then(|origin| origin.chat_template()).map_err(model_error)?;
-    template.map(|template| Template::of_file(template, path)).transpose()
+    template.map(|template| Template::from_gguf(template, path)).transpose()
 }
 
-impl<'a, 'w> Reader<'a, 'w> {
+impl<'a, 'w> DatasetReader<'a, 'w> {
     fn new(
         config: &'a TrainConfig,
         tokenizer: &'a Tokenizer,
         vocabulary: usize,
-        folder: &'a TokenFolder,
-        watcher: &'a Watcher<'w>,
+        folder: &'a CacheFolder,
+        monitor: &'a TokenizationMonitor<'w>,
     ) -> Result<Self> {
-        let (template, no_template) = match (&config.chat_template, tokenizer.folder()) {
+        let (template, template_error) = match (&config.chat_template, tokenizer.folder()) {
             (Some(file), folder) => (Some(Template::read(file, folder)?), None),
             // A template that is damaged or unsupported is an error only once a conversation is met, so its error is kept for
             // then.
-            (None, Some(folder)) => match Template::of_model(folder) {
+            (None, Some(folder)) => match Template::from_model_folder(folder) {
                 Ok(template) => (template, None),
                 Err(error) => (None, Some(error.to_string())),
             },
-            (None, None) => match template_of_file(config) {
+            (None, None) => match gguf_chat_template(config) {
                 Ok(template) => (template, None),
                 Err(error) => (None, Some(error.to_string())),
             },
         };
-        Ok(Self { config, tokenizer, vocabulary, folder: &folder.path, template, no_template, watcher })
+        Ok(Self { config, tokenizer, vocabulary, folder: &folder.path, template, template_error, monitor })
     }
 
-    fn learned(&self, source: &TextSource) -> Result<SourceOfText> {
+    fn training_source(&self, source: &TextSource) -> Result<TokenizedSource> {
         let not_learned = [Some(self.config.out.clone()), self.config.eval_data.clone()];
         let exclude: Vec<PathBuf> = not_learned.into_iter().flatten().collect();
         let read = self.read(&source.path, &exclude, self.config.held_out)?;
-        if read.fit.is_empty() {
+        if read.spans.is_empty() {
             let length = self.config.sequence_length;
             let problem = format!(
                 "every document is longer than {length} tokens, and nothing is left of them: {}; raise --sequence-length, or \
                  give --overlong split",
-                read.fit
+                read.spans
             );
             return Err(Error::Data { path: source.path.clone(), problem });
         }
-        Ok(SourceOfText { weight: source.weight, ..read })
+        Ok(TokenizedSource { weight: source.weight, ..read })
     }
 
-    fn judges(&self, path: &Path) -> Result<SourceOfText> {
+    fn evaluation_source(&self, path: &Path) -> Result<TokenizedSource> {
         self.read(path, std::slice::from_ref(&self.config.out), 0.0)
     }
 
-    fn read(&self, path: &Path, exclude: &[PathBuf], held_out: f64) -> Result<SourceOfText> {
+    fn read(&self, path: &Path, exclude: &[PathBuf], held_out: f64) -> Result<TokenizedSource> {
         let encoder = Encoder::new(self.tokenizer, self.template.as_ref());
-        let encoder = match &self.no_template {
+        let encoder = match &self.template_error {
             Some(why) => encoder.without_template(why),
             None => encoder,
         };
-        let reading = Reading {
+        let reader = SourceReader {
             source: path,
             exclude,
             held_out,
             encoder,
-            folder: self.folder,
-            check: self.config.check_data,
+            cache_folder: self.folder,
+            check_contents: self.config.check_data,
             deadline: self.config.deadline,
-            watch: &|done, bytes| self.watcher.see(path, done, bytes),
+            on_progress: &|done, bytes| self.monitor.report(path, done, bytes),
         };
-        let (corpus, said) = reading.corpus()?;
-        self.known(&corpus)?;
-        let fit = fit(self.config, &corpus.train, corpus.about.stays_whole());
-        Ok(SourceOfText { path: path.into(), weight: None, corpus, fit, said })
+        let (corpus, cache_remarks) = reader.load_or_tokenize()?;
+        self.check_vocabulary(&corpus)?;
+        let spans = packable_spans(self.config, &corpus.train, corpus.summary.must_stay_whole());
+        Ok(TokenizedSource { path: path.into(), weight: None, corpus, spans, cache_remarks })
     }
 
     /// Refuses a token for which the model's embedding has no row. Some tokenizers know more tokens than their model, for inputs
     /// such as images; that is harmless until one occurs in the data.
-    fn known(&self, corpus: &Corpus) -> Result<()> {
-        let Some(largest) = corpus.largest.filter(|&token| token as usize >= self.vocabulary) else { return Ok(()) };
+    fn check_vocabulary(&self, corpus: &Corpus) -> Result<()> {
+        let Some(largest) = corpus.largest_token.filter(|&token| token as usize >= self.vocabulary) else {
+            return Ok(());
+        };
         let name = self.tokenizer.spelling(largest).unwrap_or_default();
         let problem = format!(
             "has {} tokens, and its token {largest} ({name}) is in the data, but the model's vocabulary is {}",
-            self.tokenizer.vocabulary(),
+            self.tokenizer.vocabulary_size(),
             self.vocabulary
         );
         Err(Error::Tokenizer { path: self.tokenizer.path().into(), problem })
     }
 
     /// Refuses a `--chat-template` when the data holds no conversations to apply it to.
-    fn template_has_effect<'b>(
+    fn check_template_is_used<'b>(
         &self,
-        mut all: impl Iterator<Item = &'b SourceOfText>,
+        mut all: impl Iterator<Item = &'b TokenizedSource>,
         sources: &[TextSource],
     ) -> Result<()> {
         let Some(file) = &self.config.chat_template else { return Ok(()) };
-        if all.any(|source| source.corpus.about.chats > 0) {
+        if all.any(|source| source.corpus.summary.chats > 0) {
             return Ok(());
         }
         let paths: Vec<String> = sources.iter().map(|source| source.path.display().to_string()).collect();
@@ -290,179 +297,180 @@ impl<'a, 'w> Reader<'a, 'w> {
     }
 }
 
-fn fit(config: &TrainConfig, documents: &Store, whole: bool) -> Fit {
-    let default = if whole { Overlong::Truncate } else { Overlong::Split };
-    Fit::new(documents, config.sequence_length, whole, config.overlong.unwrap_or(default))
+fn packable_spans(config: &TrainConfig, documents: &DocumentStore, must_stay_whole: bool) -> PackableSpans {
+    let default = if must_stay_whole { Overlong::Truncate } else { Overlong::Split };
+    PackableSpans::new(documents, config.sequence_length, must_stay_whole, config.overlong.unwrap_or(default))
 }
 
-impl SourceOfText {
+impl TokenizedSource {
     /// The sequences of one evaluation: `share` of the `config.eval_tokens` tokens that an evaluation reads at most.
-    fn look(&self, documents: &Store, config: &TrainConfig, share: f64) -> Vec<Sequence> {
-        let fit = fit(config, documents, self.corpus.about.stays_whole());
-        let most = (config.eval_tokens as f64 * share).ceil() as usize;
-        Packer::once(documents, &fit, config.sequence_length, most)
+    fn evaluation_sequences(&self, documents: &DocumentStore, config: &TrainConfig, share: f64) -> Vec<Sequence> {
+        let spans = packable_spans(config, documents, self.corpus.summary.must_stay_whole());
+        let max_tokens = (config.eval_tokens as f64 * share).ceil() as usize;
+        Packer::pack_once(documents, &spans, config.sequence_length, max_tokens)
     }
 
     /// Number of training tokens that are read, and number of those that are learned (that are targets of the loss).
-    fn tokens(&self) -> (u64, u64) {
-        let (unseen, unlearned) = self.fit.lost();
-        (self.corpus.train.tokens() as u64 - unseen, self.corpus.learned[0] - unlearned)
+    fn token_counts(&self) -> (u64, u64) {
+        let (lost, unlearned) = self.spans.lost_token_counts();
+        (self.corpus.train.tokens() as u64 - lost, self.corpus.learned_tokens[0] - unlearned)
     }
 
     fn only_chats(&self) -> bool {
-        self.corpus.about.chats == self.corpus.about.documents()
+        self.corpus.summary.chats == self.corpus.summary.documents()
     }
 
     /// The token that ends what is learned, and a line about it for the printed plan.
-    fn end(&self, tokenizer: &Tokenizer) -> (Option<u32>, String) {
+    fn end_token(&self, tokenizer: &Tokenizer) -> (Option<u32>, String) {
         if self.only_chats() {
             // The last learned special token of the first document is the one that the template writes after an answer; every
             // document has an answer.
             let words = if self.corpus.train.is_empty() { &[] } else { self.corpus.train.document(0) };
-            let mut learned = words.iter().rev().copied().filter(|word| word & GIVEN == 0);
-            return match learned.find_map(|word| tokenizer.special(word).map(|name| (word, name))) {
+            let mut learned = words.iter().rev().copied().filter(|word| word & NOT_LEARNED == 0);
+            return match learned.find_map(|word| tokenizer.special_token(word).map(|name| (word, name))) {
                 Some((id, name)) => (Some(id), format!("answers end with {name} (token {id}), as the template says")),
                 None => (tokenizer.end_of_text(), "answers end as the template says, with no special token".into()),
             };
         }
-        match tokenizer.end() {
+        match tokenizer.end_token() {
             Some(end) => (Some(end.id), format!("texts end with {end}")),
             None => (None, "nothing marks the end of a text: the tokenizer has no token for it".into()),
         }
     }
 
     fn warnings(&self) -> Vec<String> {
-        let suspect = |name: &String| {
+        let warning = |name: &String| {
             format!("{name} is learned like all others: name a file to be judged by with --eval-data, and move it away")
         };
-        self.corpus.about.suspects.iter().map(suspect).collect()
+        self.corpus.summary.evaluation_like_files.iter().map(warning).collect()
     }
 
     /// Lines about documents that were left out, and about what was wrong with the cached tokens.
     fn remarks(&self) -> Vec<String> {
-        self.corpus.about.skipped.words().into_iter().chain(self.said.iter().cloned()).collect()
+        self.corpus.summary.skipped.describe().into_iter().chain(self.cache_remarks.iter().cloned()).collect()
     }
 }
 
 /// Each source's share of the sequences: its weight, or its number of tokens where no source has a weight, over the sum.
-fn shares(learned: &[SourceOfText]) -> Vec<f64> {
-    let weight = |source: &SourceOfText| source.weight.unwrap_or(source.tokens().0 as f64);
+fn shares(learned: &[TokenizedSource]) -> Vec<f64> {
+    let weight = |source: &TokenizedSource| source.weight.unwrap_or(source.token_counts().0 as f64);
     let sum: f64 = learned.iter().map(weight).sum();
     learned.iter().map(|source| weight(source) / sum).collect()
 }
 
 /// Describes the data for the user: a summary line, and notes below it.
-fn described(
+fn describe(
     config: &TrainConfig,
-    learned: &[SourceOfText],
-    judges: Option<&SourceOfText>,
+    learned: &[TokenizedSource],
+    evaluation: Option<&TokenizedSource>,
     shares: &[f64],
     tokenizer: &Tokenizer,
 ) -> (String, Vec<String>) {
-    let held_out = match judges {
-        Some(judges) => {
-            format!("{} held out in {}", grouped(judges.corpus.train.tokens() as u64), judges.path.display())
+    let held_out = match evaluation {
+        Some(evaluation) => {
+            format!("{} held out in {}", grouped(evaluation.corpus.train.tokens() as u64), evaluation.path.display())
         }
         None => {
             let tokens = learned.iter().map(|source| source.corpus.held_out.tokens() as u64).sum();
             format!("{} held out", grouped(tokens))
         }
     };
-    let of_judges = judges.map(SourceOfText::remarks).unwrap_or_default();
+    let evaluation_remarks = evaluation.map(TokenizedSource::remarks).unwrap_or_default();
     let remarks = |all: Vec<String>| if all.is_empty() { String::new() } else { format!(" ({})", all.join("; ")) };
-    let documents = |source: &SourceOfText| {
-        format!("{} documents of {}", grouped(source.corpus.about.documents()), source.path.display())
+    let documents = |source: &TokenizedSource| {
+        format!("{} documents of {}", grouped(source.corpus.summary.documents()), source.path.display())
     };
     if let [source] = learned {
-        let (read, learned) = source.tokens();
-        let said = remarks([source.remarks(), of_judges].concat());
-        let summary = format!("{}: {}, {held_out}{said}", documents(source), read_and_learned(read, learned));
-        return (summary, vec![source.end(tokenizer).1, source.fit.to_string()]);
+        let (read, learned) = source.token_counts();
+        let remarks_text = remarks([source.remarks(), evaluation_remarks].concat());
+        let summary = format!("{}: {}, {held_out}{remarks_text}", documents(source), token_counts_text(read, learned));
+        return (summary, vec![source.end_token(tokenizer).1, source.spans.to_string()]);
     }
-    let (read, of_them) = learned.iter().map(SourceOfText::tokens).fold((0, 0), |sum, of| (sum.0 + of.0, sum.1 + of.1));
-    let by = if config.weighted() { "weight" } else { "size" };
+    let (read, learned_tokens) =
+        learned.iter().map(TokenizedSource::token_counts).fold((0, 0), |sum, of| (sum.0 + of.0, sum.1 + of.1));
+    let by = if config.mixes_by_weight() { "weight" } else { "size" };
     let summary = format!(
         "{} sources, mixed by {by}: {}, {held_out}{}",
         learned.len(),
-        read_and_learned(read, of_them),
-        remarks(of_judges)
+        token_counts_text(read, learned_tokens),
+        remarks(evaluation_remarks)
     );
     let mut notes = Vec::new();
     for (source, share) in learned.iter().zip(shares) {
-        let (read, learned) = source.tokens();
+        let (read, learned) = source.token_counts();
         notes.push(format!(
             "{:.1} % of the sequences: {}: {}{}",
             share * 100.0,
             documents(source),
-            read_and_learned(read, learned),
+            token_counts_text(read, learned),
             remarks(source.remarks())
         ));
-        notes.push(format!("  {}; {}", source.end(tokenizer).1, source.fit));
+        notes.push(format!("  {}; {}", source.end_token(tokenizer).1, source.spans));
     }
     (summary, notes)
 }
 
-fn read_and_learned(read: u64, learned: u64) -> String {
+fn token_counts_text(read: u64, learned: u64) -> String {
     format!("{} tokens read, {} tokens learned", grouped(read), grouped(learned))
 }
 
 /// A fingerprint of everything that decides which tokens a step is fed.
-fn identity(learned: &[SourceOfText], judges: Option<&SourceOfText>, shares: &[f64]) -> u64 {
-    let of_source = |source: &SourceOfText| {
+fn data_fingerprint(learned: &[TokenizedSource], evaluation: Option<&TokenizedSource>, shares: &[f64]) -> u64 {
+    let source_identity = |source: &TokenizedSource| {
         // The same corpus, cut in another way, makes other sequences.
-        let way = source.fit.identity().into_iter().flatten();
-        way.chain([source.corpus.fingerprint]).collect::<Vec<u64>>()
+        let packing_identity = source.spans.identity().into_iter().flatten();
+        packing_identity.chain([source.corpus.fingerprint]).collect::<Vec<u64>>()
     };
-    let of_judges = judges.map(of_source).unwrap_or_default();
-    match (learned, &of_judges[..]) {
-        ([source], []) => match source.fit.identity() {
+    let evaluation_identity = evaluation.map(source_identity).unwrap_or_default();
+    match (learned, &evaluation_identity[..]) {
+        ([source], []) => match source.spans.identity() {
             None => source.corpus.fingerprint,
             // No separate entry for the held-out split: it is cut in the same way.
-            Some(way) => fingerprint(way.into_iter().chain(of_source(source))),
+            Some(packing_identity) => fingerprint(packing_identity.into_iter().chain(source_identity(source))),
         },
         (sources, _) => {
             let each = sources
                 .iter()
                 .zip(shares)
-                .flat_map(|(source, share)| of_source(source).into_iter().chain([share.to_bits()]));
-            fingerprint(each.chain(of_judges))
+                .flat_map(|(source, share)| source_identity(source).into_iter().chain([share.to_bits()]));
+            fingerprint(each.chain(evaluation_identity))
         }
     }
 }
 
 /// The folder of the token cache, or a temporary one that is removed when this is dropped.
-struct TokenFolder {
+struct CacheFolder {
     path: PathBuf,
     /// Why the token cache cannot be used, in words; set where `path` is a temporary folder.
     warning: Option<String>,
     /// Folders that were created on the way to the token cache, the innermost first.
-    made: Vec<PathBuf>,
+    created: Vec<PathBuf>,
 }
 
-impl Drop for TokenFolder {
+impl Drop for CacheFolder {
     fn drop(&mut self) {
         if self.warning.is_some() {
             // A failure is ignored: the files are in the system's temporary folder.
             let _ = std::fs::remove_dir_all(&self.path);
         }
         // Only empty folders can be removed so: a refused run leaves none behind, and a folder with cached tokens stays.
-        self.made.iter().for_each(|folder| drop(std::fs::remove_dir(folder)));
+        self.created.iter().for_each(|folder| drop(std::fs::remove_dir(folder)));
     }
 }
 
-impl TokenFolder {
-    fn new(path: &Path, tokens: Tokens) -> Result<Self> {
-        let made: Vec<PathBuf> = path.ancestors().take_while(|at| !at.exists()).map(Path::to_path_buf).collect();
+impl CacheFolder {
+    fn new(path: &Path, cache_policy: CachePolicy) -> Result<Self> {
+        let created: Vec<PathBuf> = path.ancestors().take_while(|at| !at.exists()).map(Path::to_path_buf).collect();
         let probe = path.join(format!(".{}.probe", std::process::id()));
         let written = std::fs::create_dir_all(path).map_err(Error::io("create", path));
         let written = written.and_then(|()| std::fs::write(&probe, "").map_err(Error::io("write", &probe)));
         let _ = std::fs::remove_file(&probe);
-        match (written, tokens) {
-            (Ok(()), _) => Ok(Self { path: path.into(), warning: None, made }),
-            (Err(error), Tokens::MustBeKept) => Err(error),
-            (Err(error), Tokens::MayBeLost) => {
+        match (written, cache_policy) {
+            (Ok(()), _) => Ok(Self { path: path.into(), warning: None, created }),
+            (Err(error), CachePolicy::Required) => Err(error),
+            (Err(error), CachePolicy::TemporaryAllowed) => {
                 let path = std::env::temp_dir().join(format!("ringspan-tokens-{}", std::process::id()));
-                Ok(Self { path, warning: Some(format!("the tokens are not kept: {error}")), made })
+                Ok(Self { path, warning: Some(format!("the tokens are not kept: {error}")), created })
             }
         }
     }

@@ -7,7 +7,7 @@ use ringspan_models::Decoder;
 use serde_json::{Value, json};
 
 /// Standard deviation of the default model's new embedding.
-const EMBEDDING: f64 = 0.5;
+const EMBEDDING_STD: f64 = 0.5;
 
 /// `config.json` of a new byte-level Qwen3 for sequences of `length` tokens.
 ///
@@ -50,18 +50,18 @@ pub(crate) fn config(length: usize) -> Value {
 pub(crate) fn weights(decoder: &Decoder, seed: u64) -> Result<Weights> {
     let mut weights = decoder.init(seed).map_err(model_error)?;
     for (name, tensor) in &mut weights {
-        let wanted = match *tensor.dims() {
-            [_, _] if name == decoder.embedding_name() => EMBEDDING,
+        let std = match *tensor.dims() {
+            [_, _] if name == decoder.embedding_name() => EMBEDDING_STD,
             [_, inputs] if name != decoder.head_name() => 1.0 / (inputs as f64).sqrt(),
             _ => continue,
         };
-        *tensor = scaled_to(tensor, wanted)?;
+        *tensor = scale_to_std(tensor, std)?;
     }
     Ok(weights)
 }
 
-fn scaled_to(tensor: &Tensor, wanted: f64) -> Result<Tensor> {
+fn scale_to_std(tensor: &Tensor, std: f64) -> Result<Tensor> {
     let mean_square: f32 = tensor.sqr()?.mean_all()?.to_scalar()?;
-    let factor = wanted / f64::from(mean_square).sqrt().max(f64::MIN_POSITIVE);
+    let factor = std / f64::from(mean_square).sqrt().max(f64::MIN_POSITIVE);
     Ok((tensor * factor)?)
 }

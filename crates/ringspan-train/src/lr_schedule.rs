@@ -6,7 +6,7 @@ use std::{fmt, str::FromStr};
 /// How the learning rate develops after the warm-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Decay {
+pub enum LrDecay {
     /// The rate falls to 0 along half a cosine.
     #[default]
     Cosine,
@@ -14,7 +14,7 @@ pub enum Decay {
     Constant,
 }
 
-impl FromStr for Decay {
+impl FromStr for LrDecay {
     type Err = ringspan::Error;
 
     fn from_str(given: &str) -> Result<Self, Self::Err> {
@@ -26,7 +26,7 @@ impl FromStr for Decay {
     }
 }
 
-impl fmt::Display for Decay {
+impl fmt::Display for LrDecay {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Cosine => "cosine",
@@ -48,7 +48,7 @@ pub struct LrSchedule {
     /// Number of steps in all.
     pub steps: u64,
     /// How the rate develops after the rise.
-    pub decay: Decay,
+    pub decay: LrDecay,
 }
 
 impl LrSchedule {
@@ -59,11 +59,11 @@ impl LrSchedule {
             return self.peak * (t + 1) as f64 / self.warmup as f64;
         }
         match self.decay {
-            Decay::Constant => self.peak,
-            Decay::Cosine => {
+            LrDecay::Constant => self.peak,
+            LrDecay::Cosine => {
                 let span = self.steps.saturating_sub(self.warmup).max(1) as f64;
-                let gone = ((t - self.warmup) as f64 / span).min(1.0);
-                self.peak * 0.5 * (1.0 + (std::f64::consts::PI * gone).cos())
+                let elapsed_share = ((t - self.warmup) as f64 / span).min(1.0);
+                self.peak * 0.5 * (1.0 + (std::f64::consts::PI * elapsed_share).cos())
             }
         }
     }
@@ -75,7 +75,7 @@ mod tests {
 
     #[test]
     fn it_rises_in_a_line_to_the_peak_and_falls_along_a_cosine() {
-        let s = LrSchedule { peak: 2.0, warmup: 4, steps: 14, decay: Decay::Cosine };
+        let s = LrSchedule { peak: 2.0, warmup: 4, steps: 14, decay: LrDecay::Cosine };
         let close = |t, x: f64| assert!((s.at(t) - x).abs() < 1e-12, "step {t}: {} is not {x}", s.at(t));
         close(0, 0.5);
         close(2, 1.5);
@@ -89,16 +89,16 @@ mod tests {
 
     #[test]
     fn constant_stays_and_no_warmup_starts_at_the_peak() {
-        let s = LrSchedule { peak: 0.1, warmup: 0, steps: 5, decay: Decay::Constant };
+        let s = LrSchedule { peak: 0.1, warmup: 0, steps: 5, decay: LrDecay::Constant };
         assert!((0..9).all(|t| s.at(t) == 0.1));
-        assert_eq!(LrSchedule { decay: Decay::Cosine, ..s }.at(0), 0.1);
+        assert_eq!(LrSchedule { decay: LrDecay::Cosine, ..s }.at(0), 0.1);
         assert_eq!(LrSchedule { warmup: 9, ..s }.at(7), 0.1 * 8.0 / 9.0);
     }
 
     #[test]
     fn an_unknown_schedule_is_told_what_is_possible() {
-        assert_eq!("cosine".parse::<Decay>().unwrap(), Decay::Cosine);
-        let message = "linear".parse::<Decay>().unwrap_err().to_string();
+        assert_eq!("cosine".parse::<LrDecay>().unwrap(), LrDecay::Cosine);
+        let message = "linear".parse::<LrDecay>().unwrap_err().to_string();
         assert!(message.contains("'linear'") && message.contains("cosine, constant"), "{message}");
     }
 }

@@ -4,7 +4,7 @@ use crate::{
     config::{Sharding, TrainConfig},
     error::{Error, Result},
     setup::model_error,
-    shards::Sharing,
+    shards::ShardPlacement,
 };
 use ringspan::mesh::{Experts, Grid, Topology, Training};
 use ringspan_candle::ParallelRank;
@@ -14,7 +14,7 @@ use ringspan_models::Decoder;
 pub(crate) struct RunMesh {
     pub(crate) topology: Topology,
     /// How the ranks of one copy of the model, which are neighbours, share its parameters.
-    pub(crate) sharing: Sharing,
+    pub(crate) placement: ShardPlacement,
     ranks: Vec<ParallelRank>,
 }
 
@@ -30,27 +30,31 @@ impl RunMesh {
                 )));
             }
         }
-        let training = training(config, sparse)?;
+        let training = training_axes(config, sparse)?;
         let topology = training.topology()?;
-        let of_copy = config.dp_shard * config.ring * config.ulysses * config.tp;
+        let replica_ranks = config.dp_shard * config.ring * config.ulysses * config.tp;
         let (ep, moe_tp) = match training.experts {
             Some(Experts { ep, moe_dp }) => (ep, topology.world() / (ep * moe_dp)),
             None => (1, 1),
         };
-        if !of_copy.is_multiple_of(ep * moe_tp) {
+        if !replica_ranks.is_multiple_of(ep * moe_tp) {
             return Err(Error::Settings(format!(
-                "ep {ep} x moe_tp {moe_tp} ranks share the experts, which does not divide the {of_copy} ranks of a copy of the \
+                "ep {ep} x moe_tp {moe_tp} ranks share the experts, which does not divide the {replica_ranks} ranks of a copy of the \
                  model (dp_shard {} x ring {} x ulysses {} x tp {}): choose --ep and --moe-dp so that it does",
                 config.dp_shard, config.ring, config.ulysses, config.tp
             )));
         }
         decoder.all_parameters().check(config.tp, ep, moe_tp).map_err(model_error)?;
-        let place = |rank| {
+        let parallel_rank_of = |rank| {
             let coordinates = topology.coordinates(rank);
-            let at = |name| coordinates.iter().find(|(axis, _)| *axis == name).map_or(0, |(_, at)| *at);
-            ParallelRank { tp: (at("tp"), config.tp), ep: (at("moe_ep"), ep), moe_tp: (at("moe_tp"), moe_tp) }
+            let coordinate = |name| coordinates.iter().find(|(axis, _)| *axis == name).map_or(0, |(_, at)| *at);
+            ParallelRank {
+                tp: (coordinate("tp"), config.tp),
+                ep: (coordinate("moe_ep"), ep),
+                moe_tp: (coordinate("moe_tp"), moe_tp),
+            }
         };
-        let ranks: Vec<ParallelRank> = (0..of_copy).map(place).collect();
+        let ranks: Vec<ParallelRank> = (0..replica_ranks).map(parallel_rank_of).collect();
         for rank in &ranks {
             let heads = decoder.head_counts().of_rank(rank.tp).map_err(model_error)?.queries.len();
             let (ulysses, tp) = (config.ulysses, config.tp);
@@ -66,8 +70,8 @@ impl RunMesh {
                 return Err(ringspan::Error::UlyssesHeads { ulysses, heads, ranks: config.ring * ulysses }.into());
             }
         }
-        let sharing = Sharing::new(decoder, ranks.clone(), config.sharding == Sharding::Full)?;
-        Ok(Self { topology, sharing, ranks })
+        let placement = ShardPlacement::new(decoder, ranks.clone(), config.sharding == Sharding::Full)?;
+        Ok(Self { topology, placement, ranks })
     }
 
     /// This rank's index in each group that shares layers (tensor parallel, expert parallel).
@@ -82,7 +86,7 @@ impl RunMesh {
 }
 
 /// The axes of a run. Without `--ep` and `--moe-dp`, the experts' width is cut over tp like that of other layers.
-fn training(config: &TrainConfig, sparse: bool) -> Result<Training> {
+fn training_axes(config: &TrainConfig, sparse: bool) -> Result<Training> {
     let TrainConfig { dp_replicate, dp_shard, ring, ulysses, tp, ep, moe_dp, .. } = *config;
     let ranks = config.ranks();
     let experts = match (ep, moe_dp) {

@@ -73,7 +73,7 @@ pub struct MetricsFile {
 }
 
 #[derive(Deserialize)]
-struct AnyLine {
+struct LineStep {
     step: u64,
 }
 
@@ -91,7 +91,7 @@ impl MetricsFile {
         };
         let kept: String = before
             .split_inclusive('\n')
-            .filter(|line| line.ends_with('\n') && serde_json::from_str(line).is_ok_and(|l: AnyLine| l.step <= step))
+            .filter(|line| line.ends_with('\n') && serde_json::from_str(line).is_ok_and(|l: LineStep| l.step <= step))
             .collect();
         write_file(path, kept.as_bytes())?;
         let file = OpenOptions::new().append(true).open(path).map_err(Error::io("write", path))?;
@@ -176,7 +176,7 @@ mod tests {
         let mut file = MetricsFile::open(&path, 3).unwrap();
         file.append(&step(4)).unwrap();
         let text = fs::read_to_string(&path).unwrap();
-        let steps: Vec<u64> = text.lines().map(|l| serde_json::from_str::<AnyLine>(l).unwrap().step).collect();
+        let steps: Vec<u64> = text.lines().map(|l| serde_json::from_str::<LineStep>(l).unwrap().step).collect();
         assert_eq!(steps, [1, 2, 3, 3, 4]);
         // Losses come back bit for bit.
         assert_eq!(serde_json::from_str::<StepMetrics>(text.lines().next().unwrap()).unwrap(), step(1));

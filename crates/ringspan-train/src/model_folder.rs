@@ -1,14 +1,14 @@
 //! Writes a trained model as a folder that other programs read: at the end of a run, and from any of its checkpoints.
 
 use crate::{
-    beside,
     checkpoint::Checkpoints,
+    companion_files,
     config::TrainConfig,
     error::{Error, Result},
-    given::Given,
+    initial_model::InitialModel,
     settings::{Settings, TrainArgs},
-    setup::{identity, model_error, same_configuration},
-    shards::whole_piece,
+    setup::{check_same_configuration, identity, model_error},
+    shards::whole_portion,
 };
 use candle_core::{Device, Tensor};
 use ringspan_candle::{ParallelRank, Unit, Weights};
@@ -20,35 +20,35 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 
 /// Bytes of data per file: larger models are split into several files, as Hugging Face does.
-const FILE: u64 = 5_000_000_000;
+const MAX_FILE_BYTES: u64 = 5_000_000_000;
 
-/// Writes the model to `config.out`, unit by unit; `whole` returns a unit's unsharded weights. `whole` may be a collective, so
+/// Writes the model to `config.out`, unit by unit; `gather_unit` returns a unit's unsharded weights. `gather_unit` may be a collective, so
 /// ranks on which `writes` is false call it as well. With adapters, writes these, and the merged model if that is asked for.
 pub(crate) fn write(
     config: &TrainConfig,
     decoder: &Decoder,
     json: &Value,
     writes: bool,
-    whole: impl Fn(Unit) -> Result<Weights>,
+    gather_unit: impl Fn(Unit) -> Result<Weights>,
 ) -> Result<()> {
     let out = &config.out;
     let mut writer = None;
     if writes && (config.lora.is_none() || config.lora_merge) {
         // The trained tensors are adapters: once merged, they are no tensors of the model.
-        let plain = |name: &String| decoder.lora().is_none() || !decoder.trains(name);
-        let shapes = decoder.shapes().into_iter().filter(|(name, _)| plain(name)).collect();
+        let is_model_tensor = |name: &String| decoder.lora().is_none() || !decoder.trains(name);
+        let shapes = decoder.shapes().into_iter().filter(|(name, _)| is_model_tensor(name)).collect();
         let saved = config.export_dtype.unwrap_or_else(|| SavedType::of(json));
-        writer = Some(Writer::new(out, json, &shapes, saved, FILE).map_err(model_error)?);
+        writer = Some(Writer::new(out, json, &shapes, saved, MAX_FILE_BYTES).map_err(model_error)?);
     }
     let mut adapters = Weights::new();
     for unit in decoder.units() {
-        let mut weights = whole(unit)?;
+        let mut weights = gather_unit(unit)?;
         if !writes {
             continue;
         }
         if let Some(lora) = decoder.lora() {
-            let of_unit = weights.iter().filter(|(name, _)| decoder.trains(name));
-            adapters.extend(of_unit.map(|(name, tensor)| (name.clone(), tensor.clone())));
+            let trained = weights.iter().filter(|(name, _)| decoder.trains(name));
+            adapters.extend(trained.map(|(name, tensor)| (name.clone(), tensor.clone())));
             if writer.is_some() {
                 weights = lora.merge(weights).map_err(model_error)?;
             }
@@ -60,7 +60,7 @@ pub(crate) fn write(
     if let Some(writer) = writer {
         writer.finish().map_err(model_error)?;
     }
-    if let (true, Some(lora), Some(base)) = (writes, decoder.lora(), base(config)?) {
+    if let (true, Some(lora), Some(base)) = (writes, decoder.lora(), base_model(config)?) {
         let base = base.canonicalize().unwrap_or(base);
         adapter::save(out, &base, lora, &adapters).map_err(model_error)?;
     }
@@ -68,7 +68,7 @@ pub(crate) fn write(
 }
 
 /// The base model of the adapters that are trained; none where the model itself is trained.
-pub(crate) fn base(config: &TrainConfig) -> Result<Option<PathBuf>> {
+pub(crate) fn base_model(config: &TrainConfig) -> Result<Option<PathBuf>> {
     let Some(model) = config.model.as_ref().filter(|_| config.lora.is_some()) else { return Ok(None) };
     Origin::at(model).map(|origin| Some(origin.base().path().to_owned())).map_err(model_error)
 }
@@ -94,34 +94,34 @@ pub fn export(run: &Path, step: Option<u64>, out: Option<&Path>, dtype: Option<S
     let resumed = Settings { resume: Some(run.to_owned()), ..Settings::default() };
     let mut config = TrainConfig::from_args(&TrainArgs { settings: resumed, ..TrainArgs::default() })?;
     config.export_dtype = dtype.or(config.export_dtype);
-    let (mut given, first) = Given::new(&config)?;
-    let tokenizer = given.tokenizer(&config)?;
-    let (decoder, start) = given.begin(first, &config, 1)?;
+    let (mut initial_model, weights) = InitialModel::new(&config)?;
+    let tokenizer = initial_model.tokenizer(&config)?;
+    let (decoder, parameters) = initial_model.build(weights, &config, 1)?;
     let checkpoints = Checkpoints::new(&config.out, config.keep);
-    let saved = checkpoints.of_model(step, &identity(decoder.config(), &decoder.shapes()))?;
-    same_configuration(&config, &saved, &given.json)?;
+    let saved = checkpoints.for_model(step, &identity(decoder.config(), &decoder.shapes()))?;
+    check_same_configuration(&config, &saved, &initial_model.json)?;
     let (step, end) = (saved.progress.step, saved.progress.end);
-    let start = start.with_checkpoint(saved, &decoder)?;
+    let parameters = parameters.with_checkpoint(saved, &decoder)?;
     if let Some(out) = out {
-        refuse_used(out)?;
+        refuse_used_folder(out)?;
         config.out = out.to_owned();
     }
-    let place = ParallelRank { tp: (0, 1), ep: (0, 1), moe_tp: (0, 1) };
-    let whole = |unit| {
-        let portions = decoder.all_parameters().portions(unit, place).map_err(model_error)?;
+    let single_rank = ParallelRank { tp: (0, 1), ep: (0, 1), moe_tp: (0, 1) };
+    let gather_unit = |unit| {
+        let portions = decoder.all_parameters().portions(unit, single_rank).map_err(model_error)?;
         let tensor = |portion: &ringspan_candle::Portion| {
-            let values = start.read(&decoder, &whole_piece(portion))?;
+            let values = parameters.read(&decoder, &whole_portion(portion))?;
             Ok((portion.name.clone(), Tensor::from_vec(values, portion.whole.clone(), &Device::Cpu)?))
         };
         portions.iter().map(tensor).collect()
     };
-    write(&config, &decoder, &given.json, true, whole)?;
-    beside::keep(&config, tokenizer.as_ref(), &given.json, end)?;
+    write(&config, &decoder, &initial_model.json, true, gather_unit)?;
+    companion_files::write(&config, tokenizer.as_ref(), &initial_model.json, end)?;
     Ok(Exported { step, out: config.out })
 }
 
 /// Refuses an export to a folder that already holds a run or a model.
-fn refuse_used(out: &Path) -> Result<()> {
+fn refuse_used_folder(out: &Path) -> Result<()> {
     let names = ["model.safetensors", "model.safetensors.index.json", "config.json", adapter::CONFIG, "checkpoints"];
     match names.into_iter().find(|name| out.join(name).exists()) {
         None => Ok(()),

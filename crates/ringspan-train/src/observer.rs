@@ -15,16 +15,16 @@ use std::{
 pub trait Observer: Send {
     /// Text of `source` is being tokenized: `done` of the `bytes` of its files are read. Called before
     /// [`planned`](Self::planned), many times a second, for one source after the other.
-    fn reading(&mut self, source: &Path, done: u64, bytes: u64) {
+    fn tokenizing(&mut self, source: &Path, done: u64, bytes: u64) {
         let _ = (source, done, bytes);
     }
     /// The plan of the run is made. Called once, before any step.
     fn planned(&mut self, plan: &Plan) {
         let _ = plan;
     }
-    /// Ranks that are processes have found out how blocks travel between their GPUs, as `blocks` says. Called before any step.
-    fn connected(&mut self, blocks: &str) {
-        let _ = blocks;
+    /// Ranks that are processes have found out how blocks travel between their GPUs, as `block_transport` says. Called before any step.
+    fn connected(&mut self, block_transport: &str) {
+        let _ = block_transport;
     }
     /// A step is done, and its line is in the metrics file.
     fn stepped(&mut self, metrics: &StepMetrics) {
@@ -42,24 +42,24 @@ pub trait Observer: Send {
 
 /// An observer that ignores all events.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Silent;
+pub struct SilentObserver;
 
-impl Observer for Silent {}
+impl Observer for SilentObserver {}
 
 /// Time between plain lines, so that a log of hours stays readable.
 const PLAIN_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Writes to standard error: a progress bar where it is a terminal, plain lines where it is not.
-pub struct Terminal {
+pub struct TerminalObserver {
     bar: Option<ProgressBar>,
-    reading: Option<Reading>,
+    tokenization: Option<TokenizationProgress>,
     steps: u64,
     first: Option<u64>,
     last_line: Option<Instant>,
     began: Instant,
 }
 
-impl Terminal {
+impl TerminalObserver {
     /// Checks whether standard error is a terminal.
     #[must_use]
     pub fn new() -> Self {
@@ -70,12 +70,12 @@ impl Terminal {
             bar.set_prefix("?");
             bar
         });
-        Self { bar, reading: None, steps: 0, first: None, last_line: None, began: Instant::now() }
+        Self { bar, tokenization: None, steps: 0, first: None, last_line: None, began: Instant::now() }
     }
 
     /// Removes the progress bar of tokenization, so that lines about steps can follow.
-    fn end_reading(&mut self) {
-        if let Some(Reading { bar: Some(bar), .. }) = self.reading.take() {
+    fn end_tokenization(&mut self) {
+        if let Some(TokenizationProgress { bar: Some(bar), .. }) = self.tokenization.take() {
             bar.finish_and_clear();
         }
     }
@@ -88,16 +88,16 @@ impl Terminal {
     }
 
     /// Time that the remaining steps take at the pace so far, in words.
-    fn left(&mut self, step: u64) -> String {
+    fn time_left(&mut self, step: u64) -> String {
         let first = *self.first.get_or_insert(step.saturating_sub(1));
         let done = step.saturating_sub(first).max(1);
         let each = self.began.elapsed().as_secs_f64() / done as f64;
-        time(each * self.steps.saturating_sub(step) as f64)
+        duration_text(each * self.steps.saturating_sub(step) as f64)
     }
 }
 
 /// A duration in seconds, in words.
-fn time(seconds: f64) -> String {
+fn duration_text(seconds: f64) -> String {
     let seconds = seconds.round() as u64;
     match (seconds / 3600, seconds / 60 % 60, seconds % 60) {
         (0, 0, s) => format!("{s} s"),
@@ -107,14 +107,14 @@ fn time(seconds: f64) -> String {
 }
 
 /// Progress of a source that is being tokenized.
-struct Reading {
+struct TokenizationProgress {
     source: PathBuf,
     bar: Option<ProgressBar>,
     began: Instant,
     last_line: Instant,
 }
 
-impl Reading {
+impl TokenizationProgress {
     fn new(source: &Path, in_terminal: bool) -> Self {
         let bar = in_terminal.then(|| {
             let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
@@ -128,10 +128,10 @@ impl Reading {
         Self { source: source.into(), bar, began: now, last_line: now }
     }
 
-    fn tell(&mut self, done: u64, bytes: u64) {
+    fn report(&mut self, done: u64, bytes: u64) {
         let left = match done {
             0 => "?".into(),
-            _ => time(self.began.elapsed().as_secs_f64() * bytes.saturating_sub(done) as f64 / done as f64),
+            _ => duration_text(self.began.elapsed().as_secs_f64() * bytes.saturating_sub(done) as f64 / done as f64),
         };
         if let Some(bar) = &self.bar {
             bar.set_length(bytes);
@@ -145,25 +145,25 @@ impl Reading {
     }
 }
 
-impl Default for Terminal {
+impl Default for TerminalObserver {
     fn default() -> Self {
         Self::new()
     }
 }
 
-impl Observer for Terminal {
-    fn reading(&mut self, source: &Path, done: u64, bytes: u64) {
-        if self.reading.as_ref().is_none_or(|reading| reading.source != source) {
-            self.end_reading();
-            self.reading = Some(Reading::new(source, self.bar.is_some()));
+impl Observer for TerminalObserver {
+    fn tokenizing(&mut self, source: &Path, done: u64, bytes: u64) {
+        if self.tokenization.as_ref().is_none_or(|progress| progress.source != source) {
+            self.end_tokenization();
+            self.tokenization = Some(TokenizationProgress::new(source, self.bar.is_some()));
         }
-        if let Some(reading) = &mut self.reading {
-            reading.tell(done, bytes);
+        if let Some(progress) = &mut self.tokenization {
+            progress.report(done, bytes);
         }
     }
 
     fn planned(&mut self, plan: &Plan) {
-        self.end_reading();
+        self.end_tokenization();
         self.line(&plan.to_string());
         self.steps = plan.steps;
         self.began = Instant::now();
@@ -173,12 +173,12 @@ impl Observer for Terminal {
         }
     }
 
-    fn connected(&mut self, blocks: &str) {
-        self.line(blocks);
+    fn connected(&mut self, block_transport: &str) {
+        self.line(block_transport);
     }
 
     fn stepped(&mut self, m: &StepMetrics) {
-        let left = self.left(m.step);
+        let left = self.time_left(m.step);
         let speed = grouped(m.tokens_per_second.round() as u64);
         let share = m.peak_share.map_or_else(String::new, |share| format!("{:.0}% of peak, ", 100.0 * share));
         let text = format!("loss {:.4}, {speed} tokens/s ({share}{:.0}% waiting)", m.loss, 100.0 * m.waited);
@@ -191,8 +191,8 @@ impl Observer for Terminal {
             }
             return;
         }
-        let due = self.last_line.is_none_or(|last| last.elapsed() >= PLAIN_INTERVAL);
-        if due || m.step == self.steps {
+        let is_due = self.last_line.is_none_or(|last| last.elapsed() >= PLAIN_INTERVAL);
+        if is_due || m.step == self.steps {
             self.last_line = Some(Instant::now());
             eprintln!("step {}/{}: {text}, {left} left", m.step, self.steps);
         }

@@ -11,7 +11,7 @@ use std::{collections::BTreeMap, fmt, str::FromStr, sync::Arc};
 /// An optimiser's algorithm, with its constants.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Method {
+pub enum OptimizerConfig {
     /// Adam with decoupled weight decay (Loshchilov and Hutter, 2019).
     AdamW {
         /// Decay rate of the running mean of gradients.
@@ -36,10 +36,10 @@ pub enum Method {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum OptimizerKind {
-    /// [`Method::AdamW`].
+    /// [`OptimizerConfig::AdamW`].
     #[default]
     AdamW,
-    /// [`Method::Sgd`].
+    /// [`OptimizerConfig::Sgd`].
     Sgd,
 }
 
@@ -67,11 +67,11 @@ impl fmt::Display for OptimizerKind {
 /// Optimizer state by name: `exp_avg.<parameter>`, `exp_avg_sq.<parameter>` or `momentum_buffer.<parameter>`, flat f32.
 ///
 /// The tensors are shared, so that a checkpoint can be written from them while training goes on: a step copies those in use.
-pub type State = BTreeMap<String, Arc<Vec<f32>>>;
+pub type OptimizerState = BTreeMap<String, Arc<Vec<f32>>>;
 
 /// The arguments of a step besides the parameter and its gradient.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Update {
+pub struct UpdateArguments {
     /// Number of the step, from 0; AdamW's bias correction depends on it.
     pub step: u64,
     /// Learning rate of the step.
@@ -79,21 +79,21 @@ pub struct Update {
     /// Factor of the gradient, applied before anything else: gradient clipping.
     pub scale: f32,
     /// Whether weight decay applies to the parameter.
-    pub decays: bool,
+    pub has_weight_decay: bool,
 }
 
 /// An optimiser and its state.
 #[derive(Debug, Clone)]
 pub struct Optimizer {
-    method: Method,
-    state: State,
+    method: OptimizerConfig,
+    state: OptimizerState,
 }
 
 impl Optimizer {
     /// An optimiser that has not stepped yet.
     #[must_use]
-    pub fn new(method: Method) -> Self {
-        Self { method, state: State::new() }
+    pub fn new(method: OptimizerConfig) -> Self {
+        Self { method, state: OptimizerState::new() }
     }
 
     /// An optimiser that goes on from `state`, which must be what [`Self::state`] returned for the same parameters.
@@ -101,16 +101,16 @@ impl Optimizer {
     /// # Errors
     /// [`Error::Settings`] when state is missing, of another optimiser, or of another size.
     pub fn resume<'a>(
-        method: Method,
-        state: State,
+        method: OptimizerConfig,
+        state: OptimizerState,
         parameters: impl IntoIterator<Item = (&'a str, usize)>,
     ) -> Result<Self> {
-        let kinds = kinds(&method);
+        let state_names = state_names(&method);
         let mut expected = 0;
         for (name, size) in parameters {
-            for kind in kinds {
+            for state_name in state_names {
                 expected += 1;
-                let key = format!("{kind}.{name}");
+                let key = format!("{state_name}.{name}");
                 match state.get(&key).map(|values| values.len()) {
                     Some(actual) if actual == size => {}
                     Some(actual) => {
@@ -133,27 +133,29 @@ impl Optimizer {
 
     /// The state, for a checkpoint.
     #[must_use]
-    pub fn state(&self) -> &State {
+    pub fn state(&self) -> &OptimizerState {
         &self.state
     }
 
     /// The state of one parameter, with the names it has in a checkpoint.
-    pub(crate) fn state_of(&self, parameter: &str) -> impl Iterator<Item = (&String, &Arc<Vec<f32>>)> {
-        kinds(&self.method).iter().filter_map(move |kind| self.state.get_key_value(&format!("{kind}.{parameter}")))
+    pub(crate) fn parameter_state(&self, parameter: &str) -> impl Iterator<Item = (&String, &Arc<Vec<f32>>)> {
+        state_names(&self.method)
+            .iter()
+            .filter_map(move |state_name| self.state.get_key_value(&format!("{state_name}.{parameter}")))
     }
 
     /// Bytes of optimizer state that a parameter of `size` elements takes.
     #[must_use]
-    pub fn state_bytes(method: &Method, size: usize) -> usize {
-        kinds(method).len() * size * 4
+    pub fn state_bytes(method: &OptimizerConfig, size: usize) -> usize {
+        state_names(method).len() * size * 4
     }
 
     /// Takes one step on one parameter `p` with its gradient `g`.
     ///
     /// # Errors
     /// [`Error::Settings`] when the sizes of parameter and gradient differ.
-    pub fn update(&mut self, name: &str, at: Update, p: &mut [f32], g: &[f32]) -> Result<()> {
-        let Update { step, lr, scale, decays } = at;
+    pub fn update(&mut self, name: &str, arguments: UpdateArguments, p: &mut [f32], g: &[f32]) -> Result<()> {
+        let UpdateArguments { step, lr, scale, has_weight_decay } = arguments;
         if p.len() != g.len() {
             return Err(Error::Settings(format!(
                 "gradient of `{name}` has {} elements, the parameter {}",
@@ -162,32 +164,36 @@ impl Optimizer {
             )));
         }
         match self.method {
-            Method::AdamW { beta1, beta2, eps, weight_decay } => {
-                let [mut m, mut v] = ["exp_avg", "exp_avg_sq"].map(|kind| take(&mut self.state, kind, name, p.len()));
+            OptimizerConfig::AdamW { beta1, beta2, eps, weight_decay } => {
+                let [mut m, mut v] = ["exp_avg", "exp_avg_sq"]
+                    .map(|state_name| take_or_zeros(&mut self.state, state_name, name, p.len()));
                 let count = (step + 1) as f64;
                 let step_size = (lr / (1.0 - beta1.powf(count))) as f32;
-                let root = (1.0 - beta2.powf(count)).sqrt() as f32;
-                let shrink = if decays { (1.0 - lr * weight_decay) as f32 } else { 1.0 };
+                let root_correction = (1.0 - beta2.powf(count)).sqrt() as f32;
+                let decay_factor = if has_weight_decay { (1.0 - lr * weight_decay) as f32 } else { 1.0 };
                 let (mix, keep, add, eps) = ((1.0 - beta1) as f32, beta2 as f32, (1.0 - beta2) as f32, eps as f32);
                 let (m_now, v_now) = (Arc::make_mut(&mut m), Arc::make_mut(&mut v));
-                let part = pool::part(p.len(), 1);
-                let slices =
-                    p.chunks_mut(part).zip(g.chunks(part)).zip(m_now.chunks_mut(part)).zip(v_now.chunks_mut(part));
+                let chunk_len = pool::part(p.len(), 1);
+                let slices = p
+                    .chunks_mut(chunk_len)
+                    .zip(g.chunks(chunk_len))
+                    .zip(m_now.chunks_mut(chunk_len))
+                    .zip(v_now.chunks_mut(chunk_len));
                 pool::map(slices.collect(), |(((p, g), m), v): Slices<'_>| {
                     pool::vectorized(|| {
                         for (((p, g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
                             let g = g * scale;
                             *m += mix * (g - *m);
                             *v = *v * keep + add * g * g;
-                            *p = *p * shrink - step_size * (*m / (v.sqrt() / root + eps));
+                            *p = *p * decay_factor - step_size * (*m / (v.sqrt() / root_correction + eps));
                         }
                     });
                 });
                 self.state.insert(format!("exp_avg.{name}"), m);
                 self.state.insert(format!("exp_avg_sq.{name}"), v);
             }
-            Method::Sgd { momentum, weight_decay } => {
-                let decay = if decays { weight_decay as f32 } else { 0.0 };
+            OptimizerConfig::Sgd { momentum, weight_decay } => {
+                let decay = if has_weight_decay { weight_decay as f32 } else { 0.0 };
                 let (lr, keep) = (lr as f32, momentum as f32);
                 if momentum == 0.0 {
                     for (p, g) in p.iter_mut().zip(g) {
@@ -195,7 +201,7 @@ impl Optimizer {
                     }
                 } else {
                     // The buffer starts at 0, so the first step takes the gradient whole, as torch does.
-                    let mut buffer = take(&mut self.state, "momentum_buffer", name, p.len());
+                    let mut buffer = take_or_zeros(&mut self.state, "momentum_buffer", name, p.len());
                     for ((p, g), b) in p.iter_mut().zip(g).zip(Arc::make_mut(&mut buffer)) {
                         *b = *b * keep + (g * scale + decay * *p);
                         *p -= lr * *b;
@@ -212,17 +218,17 @@ impl Optimizer {
 type Slices<'a> = (((&'a mut [f32], &'a [f32]), &'a mut [f32]), &'a mut [f32]);
 
 /// Names of the state tensors that a parameter has.
-pub(crate) fn kinds(method: &Method) -> &'static [&'static str] {
+pub(crate) fn state_names(method: &OptimizerConfig) -> &'static [&'static str] {
     match method {
-        Method::AdamW { .. } => &["exp_avg", "exp_avg_sq"],
-        Method::Sgd { momentum, .. } if *momentum != 0.0 => &["momentum_buffer"],
-        Method::Sgd { .. } => &[],
+        OptimizerConfig::AdamW { .. } => &["exp_avg", "exp_avg_sq"],
+        OptimizerConfig::Sgd { momentum, .. } if *momentum != 0.0 => &["momentum_buffer"],
+        OptimizerConfig::Sgd { .. } => &[],
     }
 }
 
-fn take(state: &mut State, kind: &str, name: &str, size: usize) -> Arc<Vec<f32>> {
-    let kept = state.remove(&format!("{kind}.{name}")).filter(|values| values.len() == size);
-    kept.unwrap_or_else(|| Arc::new(vec![0.0; size]))
+fn take_or_zeros(state: &mut OptimizerState, state_name: &str, name: &str, size: usize) -> Arc<Vec<f32>> {
+    let found = state.remove(&format!("{state_name}.{name}")).filter(|values| values.len() == size);
+    found.unwrap_or_else(|| Arc::new(vec![0.0; size]))
 }
 
 /// The sum of squares of all gradients together, in f64 in the order given: the square of their L2 norm.
@@ -260,15 +266,15 @@ mod tests {
 
     const GRADIENTS: [[f32; 3]; 3] = [[0.1, -0.2, 3.0], [0.3, 0.0, -1.0], [-0.5, 0.25, 0.125]];
 
-    fn at(step: u64, lr: f64, scale: f32, decays: bool) -> Update {
-        Update { step, lr, scale, decays }
+    fn arguments(step: u64, lr: f64, scale: f32, has_weight_decay: bool) -> UpdateArguments {
+        UpdateArguments { step, lr, scale, has_weight_decay }
     }
 
-    fn run(method: Method, decays: bool) -> Vec<f32> {
+    fn run(method: OptimizerConfig, has_weight_decay: bool) -> Vec<f32> {
         let mut optimizer = Optimizer::new(method);
         let mut p = vec![1.0f32, -2.0, 0.5];
         for (t, g) in GRADIENTS.iter().enumerate() {
-            optimizer.update("w", at(t as u64, 0.1, 1.0, decays), &mut p, g).unwrap();
+            optimizer.update("w", arguments(t as u64, 0.1, 1.0, has_weight_decay), &mut p, g).unwrap();
         }
         p
     }
@@ -283,8 +289,8 @@ mod tests {
     #[test]
     fn three_steps_equal_pytorch() {
         // torch.optim of PyTorch 2.15 with these constants, parameter and gradients.
-        let adamw = |beta2, eps, weight_decay| Method::AdamW { beta1: 0.9, beta2, eps, weight_decay };
-        let sgd = |momentum, weight_decay| Method::Sgd { momentum, weight_decay };
+        let adamw = |beta2, eps, weight_decay| OptimizerConfig::AdamW { beta1: 0.9, beta2, eps, weight_decay };
+        let sgd = |momentum, weight_decay| OptimizerConfig::Sgd { momentum, weight_decay };
         close(&run(adamw(0.95, 1e-8, 0.1), true), &[0.798_148_9, -1.792_867_5, 0.312_899_1]);
         close(&run(adamw(0.999, 1e-3, 0.0), true), &[0.825_665_06, -1.851_433_5, 0.326_609_25]);
         close(&run(sgd(0.0, 0.1), true), &[0.980_798, -1.945_996, 0.277_619_48]);
@@ -293,18 +299,18 @@ mod tests {
 
     #[test]
     fn a_parameter_that_does_not_decay_steps_as_without_decay() {
-        let adamw = |weight_decay| Method::AdamW { beta1: 0.9, beta2: 0.999, eps: 1e-3, weight_decay };
+        let adamw = |weight_decay| OptimizerConfig::AdamW { beta1: 0.9, beta2: 0.999, eps: 1e-3, weight_decay };
         assert_eq!(run(adamw(0.5), false), run(adamw(0.0), true));
         assert_ne!(run(adamw(0.5), true), run(adamw(0.0), true));
-        let sgd = |weight_decay| Method::Sgd { momentum: 0.9, weight_decay };
+        let sgd = |weight_decay| OptimizerConfig::Sgd { momentum: 0.9, weight_decay };
         assert_eq!(run(sgd(0.5), false), run(sgd(0.0), true));
     }
 
     #[test]
     fn a_frozen_scale_clips_the_gradient_before_anything_else() {
-        let method = Method::Sgd { momentum: 0.0, weight_decay: 0.0 };
+        let method = OptimizerConfig::Sgd { momentum: 0.0, weight_decay: 0.0 };
         let mut p = vec![1.0];
-        Optimizer::new(method).update("w", at(0, 0.5, 0.25, true), &mut p, &[2.0]).unwrap();
+        Optimizer::new(method).update("w", arguments(0, 0.5, 0.25, true), &mut p, &[2.0]).unwrap();
         assert_eq!(p, [0.75]);
     }
 
@@ -319,22 +325,23 @@ mod tests {
 
     #[test]
     fn an_optimiser_resumes_only_from_its_own_state() {
-        let adamw = Method::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+        let adamw = OptimizerConfig::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
         let mut optimizer = Optimizer::new(adamw);
         let mut p = vec![1.0, 2.0];
-        optimizer.update("w", at(0, 0.1, 1.0, true), &mut p, &[1.0, 1.0]).unwrap();
+        optimizer.update("w", arguments(0, 0.1, 1.0, true), &mut p, &[1.0, 1.0]).unwrap();
         let state = optimizer.state().clone();
         let mut again = Optimizer::resume(adamw, state.clone(), [("w", 2)]).unwrap();
         let mut q = p.clone();
-        optimizer.update("w", at(1, 0.1, 1.0, true), &mut p, &[1.0, -1.0]).unwrap();
-        again.update("w", at(1, 0.1, 1.0, true), &mut q, &[1.0, -1.0]).unwrap();
+        optimizer.update("w", arguments(1, 0.1, 1.0, true), &mut p, &[1.0, -1.0]).unwrap();
+        again.update("w", arguments(1, 0.1, 1.0, true), &mut q, &[1.0, -1.0]).unwrap();
         assert_eq!(p, q);
-        let message =
-            |m, s: &State, n: &str, size| Optimizer::resume(m, s.clone(), [(n, size)]).unwrap_err().to_string();
+        let message = |m, s: &OptimizerState, n: &str, size| {
+            Optimizer::resume(m, s.clone(), [(n, size)]).unwrap_err().to_string()
+        };
         assert!(message(adamw, &state, "w", 3).contains("has 2 elements, expected 3"));
         assert!(message(adamw, &state, "u", 2).contains("no `exp_avg.u`"));
-        let sgd = Method::Sgd { momentum: 0.0, weight_decay: 0.0 };
+        let sgd = OptimizerConfig::Sgd { momentum: 0.0, weight_decay: 0.0 };
         assert!(message(sgd, &state, "w", 2).contains("has 2 tensors"));
-        assert!(optimizer.update("w", at(2, 0.1, 1.0, true), &mut p, &[1.0]).is_err());
+        assert!(optimizer.update("w", arguments(2, 0.1, 1.0, true), &mut p, &[1.0]).is_err());
     }
 }

@@ -3,7 +3,7 @@
 use crate::{
     config::TrainConfig,
     error::Result,
-    hidden::hidden,
+    hidden_states::hidden_states,
     setup::{Setup, model_error},
 };
 use rand_chacha::{
@@ -27,11 +27,11 @@ use ringspan_models::{Decoder, Origin};
 use std::sync::Arc;
 
 /// Number of tokens of held-out text that the sample continues.
-const PROMPT: usize = 48;
+const PROMPT_TOKENS: usize = 48;
 /// Number of tokens that the model sees; without a KV cache each new token costs a forward pass over all of them.
-const WINDOW: usize = 256;
+const CONTEXT_TOKENS: usize = 256;
 /// Floating-point operations that a sample may cost: seconds on one core. Larger models are sampled with `ringspan generate`.
-const BUDGET: u64 = 1_000_000_000_000;
+const MAX_OPERATIONS: u64 = 1_000_000_000_000;
 const TEMPERATURE: f64 = 0.7;
 
 /// A piece of held-out text and the model's continuation.
@@ -47,10 +47,10 @@ pub struct Sample {
 /// in seconds.
 pub(crate) fn sample(config: &TrainConfig, setup: &Setup, device: &RankDevice) -> Result<Option<Sample>> {
     let parameters: u64 = setup.shapes.values().map(|s| s.iter().product::<usize>() as u64).sum();
-    let affordable = (BUDGET / (2 * parameters.max(1) * WINDOW as u64)) as usize;
+    let affordable = (MAX_OPERATIONS / (2 * parameters.max(1) * CONTEXT_TOKENS as u64)) as usize;
     let (Some(tokenizer), Some(sequence)) = (&setup.tokenizer, setup.held_out.first()) else { return Ok(None) };
-    let piece = sequence.pieces.first().copied().unwrap_or(0);
-    let mut tokens = sequence.tokens[..piece.min(PROMPT)].to_vec();
+    let segment = sequence.segment_lengths.first().copied().unwrap_or(0);
+    let mut tokens = sequence.tokens[..segment.min(PROMPT_TOKENS)].to_vec();
     let prompt = tokens.len();
     let count = affordable.min(config.sample_tokens);
     // A few words of a large model would tell nothing.
@@ -61,19 +61,19 @@ pub(crate) fn sample(config: &TrainConfig, setup: &Setup, device: &RankDevice) -
     let decoder = Decoder::new(model).map_err(model_error)?;
     let weights = on_device(&stored(weights), device).map_err(model_error)?;
     let options = Options { deadline: config.deadline, ..Options::default() };
-    let one = |world: Arc<dyn Communicator>| {
+    let generate = |world: Arc<dyn Communicator>| {
         let group = Arc::new(Group::new(world, (1, 1), device.kernel(config.threads)?)?);
         let mut random = ChaCha8Rng::seed_from_u64(config.seed);
         let mut tokens = tokens.clone();
         for _ in 0..count {
-            let window = &tokens[tokens.len().saturating_sub(WINDOW)..];
+            let window = &tokens[tokens.len().saturating_sub(CONTEXT_TOKENS)..];
             let layout = Layout::new(LayoutKind::Contiguous, &Documents::batch(1, window.len()), 1)?;
             let context = Context::new(group.clone(), Arc::new(layout), Strategy::Ring)?;
-            let hidden = hidden(&decoder, &weights, window, &context).map_err(model_error)?;
+            let hidden = hidden_states(&decoder, &weights, window, &context).map_err(model_error)?;
             let last = hidden.narrow(0, window.len() - 1, 1)?;
             let last = decoder.norm(&weights, &last).map_err(model_error)?;
             let logits: Vec<f32> = decoder.model().head().logits(&last, &weights)?.flatten_all()?.to_vec1()?;
-            let next = draw(&logits, &mut random);
+            let next = draw_token(&logits, &mut random);
             if Some(next) == tokenizer.end_of_text() {
                 break;
             }
@@ -81,8 +81,8 @@ pub(crate) fn sample(config: &TrainConfig, setup: &Setup, device: &RankDevice) -
         }
         Result::Ok(tokens)
     };
-    let grown = threads::run(1, options, |world| pool::run(config.threads, || one(world))?)?;
-    tokens = grown.into_iter().next().unwrap_or(tokens);
+    let generated = threads::run(1, options, |world| pool::run(config.threads, || generate(world))?)?;
+    tokens = generated.into_iter().next().unwrap_or(tokens);
     Ok(Some(Sample {
         prompt: tokenizer.decode(&tokens[..prompt])?,
         continuation: tokenizer.decode(&tokens[prompt..])?,
@@ -90,9 +90,9 @@ pub(crate) fn sample(config: &TrainConfig, setup: &Setup, device: &RankDevice) -
 }
 
 /// Draws one token from the softmax of the logits at the fixed temperature.
-fn draw(logits: &[f32], random: &mut ChaCha8Rng) -> u32 {
-    let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let weight = |&l: &f32| (f64::from(l - most) / TEMPERATURE).exp();
+fn draw_token(logits: &[f32], random: &mut ChaCha8Rng) -> u32 {
+    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let weight = |&l: &f32| (f64::from(l - max) / TEMPERATURE).exp();
     let total: f64 = logits.iter().map(weight).sum();
     let mut left = (random.next_u64() >> 11) as f64 / (1u64 << 53) as f64 * total;
     for (token, logit) in logits.iter().enumerate() {
@@ -114,7 +114,7 @@ mod tests {
         let mut random = ChaCha8Rng::seed_from_u64(1);
         let mut counts = [0.0; 4];
         for _ in 0..20_000 {
-            counts[draw(&logits, &mut random) as usize] += 1.0 / 20_000.0;
+            counts[draw_token(&logits, &mut random) as usize] += 1.0 / 20_000.0;
         }
         let total = 1.0 + 1f64.exp() + (-1f64).exp();
         for (count, expected) in counts.iter().zip([1.0 / total, 1f64.exp() / total, 0.0, (-1f64).exp() / total]) {

@@ -280,7 +280,7 @@ impl Settings {
     ///
     /// # Errors
     /// A number that TOML cannot hold.
-    pub fn over(&self, base: &Self) -> Result<Self> {
+    pub fn overriding(&self, base: &Self) -> Result<Self> {
         let mut table = base.table()?;
         // A run's length is given either by `steps` or by `epochs`.
         for (given, other) in [(self.steps.is_some(), "epochs"), (self.epochs.is_some(), "steps")] {
@@ -298,7 +298,7 @@ impl Settings {
     ///
     /// # Errors
     /// A number that TOML cannot hold.
-    pub fn given(&self) -> Result<Vec<String>> {
+    pub fn keys(&self) -> Result<Vec<String>> {
         Ok(self.table()?.into_iter().map(|(key, _)| key).collect())
     }
 
@@ -306,7 +306,7 @@ impl Settings {
     ///
     /// # Errors
     /// A number that TOML cannot hold.
-    pub fn values(&self) -> Result<Vec<(String, String)>> {
+    pub fn entries(&self) -> Result<Vec<(String, String)>> {
         Ok(self.table()?.into_iter().map(|(key, value)| (key, value.to_string())).collect())
     }
 

@@ -1,19 +1,19 @@
 //! Everything read and checked before ranks start: model, data, the checkpoint to go on from, the plan.
 
 use crate::{
-    checkpoint::{Checkpoint, Checkpoints, Identity, Losses},
-    config::{Length, RUN_FILE, Source, TextSource, TrainConfig},
+    checkpoint::{Checkpoint, Checkpoints, Identity, LossStatistics},
+    config::{DataSource, RUN_FILE, TextSource, TrainConfig, TrainingLength},
     data::{Batch, Sequence, fingerprint},
-    dataset::{Dataset, Tokens, Watcher},
+    data_loader::DataLoader,
+    dataset::{CachePolicy, Dataset, TokenizationMonitor},
     error::{Error, Result},
-    feed::Feed,
-    given::Given,
+    initial_model::InitialModel,
+    initial_parameters::InitialParameters,
     lr_schedule::LrSchedule,
     mesh::RunMesh,
     observer::grouped,
     plan::Plan,
     settings::Settings,
-    start::Start,
     tokenizer::Tokenizer,
 };
 use ringspan_candle::gpu_memory::GpuMemoryUse;
@@ -34,9 +34,9 @@ pub(crate) struct Setup {
     pub(crate) mesh: RunMesh,
     pub(crate) shapes: BTreeMap<String, Vec<usize>>,
     /// The source of the parameters before the first step.
-    pub(crate) start: Start,
+    pub(crate) initial_parameters: InitialParameters,
     pub(crate) tokenizer: Option<Tokenizer>,
-    pub(crate) feed: Feed,
+    pub(crate) data_loader: DataLoader,
     /// Learning rates, and with them the number of steps.
     pub(crate) lr: LrSchedule,
     /// Held-out sequences; empty for a file of tokens.
@@ -44,9 +44,9 @@ pub(crate) struct Setup {
     /// Steps done before this run.
     pub(crate) first_step: u64,
     /// Tokens seen before this run.
-    pub(crate) tokens: u64,
+    pub(crate) tokens_seen: u64,
     /// The watchdog's statistics of the losses before this run.
-    pub(crate) losses: Losses,
+    pub(crate) losses: LossStatistics,
     pub(crate) model: Identity,
     pub(crate) data: Identity,
     /// Lines for the user: which token ends documents, and how documents are packed.
@@ -54,7 +54,7 @@ pub(crate) struct Setup {
     /// Lines for the user about things in the data that deserve a look before training.
     pub(crate) warnings: Vec<String>,
     /// The token that ends a document or an answer, where there is one.
-    pub(crate) end: Option<u32>,
+    pub(crate) end_token: Option<u32>,
     pub(crate) plan: Plan,
     /// The activations that are recomputed for the backward pass.
     pub(crate) recompute: Recompute,
@@ -62,31 +62,35 @@ pub(crate) struct Setup {
 
 /// Whether the frozen base of adapters stays in its stored (quantized) format. On GPUs it is f32, and so is a base that adapters
 /// are merged into.
-fn keeps_stored(config: &TrainConfig) -> bool {
+fn keeps_stored_format(config: &TrainConfig) -> bool {
     config.lora.is_some() && !config.lora_merge && config.device == DeviceName::Cpu
 }
 
 impl Setup {
     /// Reads and checks everything; writes nothing but the token cache.
-    pub(crate) fn new(config: &TrainConfig, tokens: Tokens, watcher: &Watcher<'_>) -> Result<Self> {
-        let (mut given, first) = Given::new(config)?;
-        let (decoder, start) = given.begin(first, config, ranks_here(config))?;
+    pub(crate) fn new(
+        config: &TrainConfig,
+        cache_policy: CachePolicy,
+        monitor: &TokenizationMonitor<'_>,
+    ) -> Result<Self> {
+        let (mut initial_model, weights) = InitialModel::new(config)?;
+        let (decoder, initial_parameters) = initial_model.build(weights, config, local_rank_count(config))?;
         // An unsuitable mesh is refused before anything is read that takes long.
         let mut mesh = RunMesh::new(config, &decoder)?;
-        if keeps_stored(config) {
-            mesh.sharing = mesh.sharing.with_stored(&decoder, start.formats(&decoder))?;
+        if keeps_stored_format(config) {
+            mesh.placement = mesh.placement.with_stored(&decoder, initial_parameters.stored_formats(&decoder))?;
         }
         check_offload(config, &decoder)?;
-        let tokenizer = given.tokenizer(config)?;
-        let Given { config: model_config, json: config_json, .. } = given;
-        let threads = config.threads * ranks_here(config);
-        let data = Dataset::open(config, tokenizer.as_ref(), model_config.vocab_size, threads, tokens, watcher)?;
-        let feed = data.feed.clone();
-        let lr = config.lr(steps(config, &feed))?;
-        let mut setup = Self::of(config_json, decoder, mesh, start, tokenizer, data, lr);
+        let tokenizer = initial_model.tokenizer(config)?;
+        let InitialModel { config: model_config, json: config_json, .. } = initial_model;
+        let threads = config.threads * local_rank_count(config);
+        let data = Dataset::open(config, tokenizer.as_ref(), model_config.vocab_size, threads, cache_policy, monitor)?;
+        let data_loader = data.data_loader.clone();
+        let lr = config.lr(steps(config, &data_loader))?;
+        let mut setup = Self::without_plan(config_json, decoder, mesh, initial_parameters, tokenizer, data, lr);
         if config.resume {
             let saved = Checkpoints::new(&config.out, config.keep).newest(&setup.model, &setup.data)?;
-            same_configuration(config, &saved, &setup.config_json)?;
+            check_same_configuration(config, &saved, &setup.config_json)?;
             if saved.progress.step >= lr.steps {
                 return Err(Error::Settings(format!(
                     "the run in {out} has done {} of {} steps: to go on, give more with --steps or --epochs; `ringspan export {out}` writes \
@@ -96,18 +100,18 @@ impl Setup {
                     out = config.out.display()
                 )));
             }
-            setup.feed = feed.at(&saved.progress.places());
+            setup.data_loader = data_loader.resume_at(&saved.progress.source_positions());
             setup.first_step = saved.progress.step;
-            setup.tokens = saved.progress.tokens;
+            setup.tokens_seen = saved.progress.tokens;
             setup.losses = saved.progress.losses;
-            setup.start = setup.start.with_checkpoint(saved, &setup.decoder)?;
+            setup.initial_parameters = setup.initial_parameters.with_checkpoint(saved, &setup.decoder)?;
         }
         setup.make_plan(config, Vec::new())?;
         Ok(setup)
     }
 
     /// The setup of a loaded model and one batch, without a plan.
-    pub(crate) fn of_batch(config: &TrainConfig, decoder: Decoder, weights: Weights, batch: Batch) -> Result<Self> {
+    pub(crate) fn for_batch(config: &TrainConfig, decoder: Decoder, weights: Weights, batch: Batch) -> Result<Self> {
         let Some(recompute) = config.recompute else {
             let possible = Recompute::ALL.map(|recompute| recompute.to_string()).join(", ");
             return Err(Error::Settings(format!(
@@ -116,20 +120,21 @@ impl Setup {
         };
         let mesh = RunMesh::new(config, &decoder)?;
         check_offload(config, &decoder)?;
-        let start = Start::weights(stored(weights), ranks_here(config), config.seed);
+        let initial_parameters =
+            InitialParameters::from_weights(stored(weights), local_rank_count(config), config.seed);
         let identity = Identity { summary: "a batch".into(), fingerprint: 0 };
-        let data = Dataset::fed(Feed::Tokens(batch), identity);
-        let lr = config.lr(steps(config, &data.feed))?;
-        Ok(Self { recompute, ..Self::of(Value::Null, decoder, mesh, start, None, data, lr) })
+        let data = Dataset::from_loader(DataLoader::Tokens(batch), identity);
+        let lr = config.lr(steps(config, &data.data_loader))?;
+        Ok(Self { recompute, ..Self::without_plan(Value::Null, decoder, mesh, initial_parameters, None, data, lr) })
     }
 
     /// Makes the plan, and checks it against the free memory of the GPUs of this process's ranks, as far as that is known. Where
     /// the configuration does not say which activations are recomputed, the plan recomputes as few as memory allows.
     pub(crate) fn make_plan(&mut self, config: &TrainConfig, gpus: Vec<GpuMemoryUse>) -> Result<()> {
         let auto = || Recompute::ALL.into_iter().rev().collect();
-        for recompute in config.recompute.map_or_else(auto, |given| vec![given]) {
+        for recompute in config.recompute.map_or_else(auto, |chosen| vec![chosen]) {
             self.make_plan_with(recompute, config, gpus.clone())?;
-            if self.plan.leaves_room() {
+            if self.plan.has_headroom() {
                 break;
             }
         }
@@ -146,44 +151,44 @@ impl Setup {
         self.recompute = recompute;
         let mut plan = Plan::new(config, self, self.decoder.config())?;
         if !gpus.is_empty() {
-            plan.meet(config, self, gpus)?;
+            plan.check_gpus(config, self, gpus)?;
         }
         self.plan = plan;
         Ok(())
     }
 
     /// A setup without a plan, at the first step.
-    fn of(
+    fn without_plan(
         config_json: Value,
         decoder: Decoder,
         mesh: RunMesh,
-        start: Start,
+        initial_parameters: InitialParameters,
         tokenizer: Option<Tokenizer>,
         data: Dataset,
         lr: LrSchedule,
     ) -> Self {
         let shapes = decoder.shapes();
         let model = identity(decoder.config(), &shapes);
-        let Dataset { feed, held_out, identity: data, notes, warnings, end } = data;
+        let Dataset { data_loader, held_out, identity: data, notes, warnings, end_token } = data;
         Self {
             plan: Plan::default(),
             recompute: Recompute::default(),
             config_json,
             decoder,
             mesh,
-            start,
+            initial_parameters,
             tokenizer,
             held_out,
             first_step: 0,
-            tokens: 0,
-            losses: Losses::default(),
+            tokens_seen: 0,
+            losses: LossStatistics::default(),
             lr,
             model,
             data,
             notes,
             warnings,
-            end,
-            feed,
+            end_token,
+            data_loader,
             shapes,
         }
     }
@@ -191,8 +196,8 @@ impl Setup {
     /// The batch whose shape the plan is made for: the fullest of a whole pass where batches differ, else the fullest of the
     /// first step.
     pub(crate) fn fullest_batch(&self, accumulation: usize) -> Option<Batch> {
-        let first = self.feed.clone().next_step(accumulation).into_iter().max_by_key(Batch::real_tokens);
-        self.feed.fullest().or(first)
+        let first = self.data_loader.clone().next_step(accumulation).into_iter().max_by_key(Batch::real_tokens);
+        self.data_loader.fullest_batch().or(first)
     }
 }
 
@@ -210,23 +215,25 @@ fn check_offload(config: &TrainConfig, decoder: &Decoder) -> Result<()> {
 }
 
 /// Number of steps of the run, those before it was resumed included.
-fn steps(config: &TrainConfig, feed: &Feed) -> u64 {
+fn steps(config: &TrainConfig, data_loader: &DataLoader) -> u64 {
     match config.length {
-        Length::Steps(steps) => steps,
+        TrainingLength::Steps(steps) => steps,
         // The last step of a pass, where the pass does not fill it, takes the rest from the next pass.
-        Length::Epochs(epochs) => (epochs * feed.steps_of_pass(config.grad_accumulation)).ceil().max(1.0) as u64,
+        TrainingLength::Epochs(epochs) => {
+            (epochs * data_loader.steps_per_epoch(config.grad_accumulation)).ceil().max(1.0) as u64
+        }
     }
 }
 
 /// Number of ranks in this process.
-fn ranks_here(config: &TrainConfig) -> usize {
+fn local_rank_count(config: &TrainConfig) -> usize {
     if config.local_ranks.is_some() { 1 } else { config.ranks() }
 }
 
 /// The identity of a model, by which its checkpoints are recognised.
 pub(crate) fn identity(model: &Config, shapes: &BTreeMap<String, Vec<usize>>) -> Identity {
     let parameters: usize = shapes.values().map(|shape| shape.iter().product::<usize>()).sum();
-    let numbers = |(name, shape): (&String, &Vec<usize>)| -> Vec<u64> {
+    let shape_numbers = |(name, shape): (&String, &Vec<usize>)| -> Vec<u64> {
         name.bytes().map(u64::from).chain(shape.iter().map(|&d| d as u64)).collect()
     };
     Identity {
@@ -240,13 +247,13 @@ pub(crate) fn identity(model: &Config, shapes: &BTreeMap<String, Vec<usize>>) ->
             model.vocab_size,
             grouped(parameters as u64)
         ),
-        fingerprint: fingerprint(shapes.iter().flat_map(numbers)),
+        fingerprint: fingerprint(shapes.iter().flat_map(shape_numbers)),
     }
 }
 
 /// Refuses a configuration that computes something else than the checkpoint's: where names and shapes are the same, its weights
 /// would be taken for those of another model. Keys that do not affect computation may change.
-pub(crate) fn same_configuration(config: &TrainConfig, saved: &Checkpoint, now: &Value) -> Result<()> {
+pub(crate) fn check_same_configuration(config: &TrainConfig, saved: &Checkpoint, now: &Value) -> Result<()> {
     let refuse = |problem: String| Err(Error::Checkpoint { path: saved.path.clone(), problem });
     let before = &saved.progress.config;
     if before.is_null() {
@@ -265,16 +272,16 @@ pub(crate) fn same_configuration(config: &TrainConfig, saved: &Checkpoint, now: 
     }
     let keys = |json: &Value| json.as_object().into_iter().flat_map(|keys| keys.keys().cloned()).collect::<Vec<_>>();
     let all: BTreeSet<String> = keys(before).into_iter().chain(keys(&now)).collect();
-    let matters = |key: &&String| {
-        let mut back = now.clone();
-        back[*key] = before.get(*key).cloned().unwrap_or_default();
-        before.get(*key) != now.get(*key) && parse(&back).ok().as_ref() != Some(&new)
+    let affects_computation = |key: &&String| {
+        let mut reverted = now.clone();
+        reverted[*key] = before.get(*key).cloned().unwrap_or_default();
+        before.get(*key) != now.get(*key) && parse(&reverted).ok().as_ref() != Some(&new)
     };
-    let words = |json: &Value, key: &str| json.get(key).map_or("absent".into(), Value::to_string);
+    let value_text = |json: &Value, key: &str| json.get(key).map_or("absent".into(), Value::to_string);
     let changes: Vec<String> = all
         .iter()
-        .filter(matters)
-        .map(|key| format!("{key} was {}, now {}", words(before, key), words(&now, key)))
+        .filter(affects_computation)
+        .map(|key| format!("{key} was {}, now {}", value_text(before, key), value_text(&now, key)))
         .collect();
     let file = config.model_config.as_ref().or(config.model.as_ref()).map(|path| path.display().to_string());
     refuse(format!(
@@ -296,7 +303,7 @@ pub(crate) fn write_settings(config: &TrainConfig, lr: &LrSchedule) -> Result<()
     settings.out = None;
     // These defaults follow from other settings, which a resumed run may change: it keeps the values it began with.
     (settings.steps, settings.epochs, settings.warmup) = (Some(lr.steps), None, Some(lr.warmup));
-    if let Source::Text(_) = config.source {
+    if let DataSource::Text(_) = config.source {
         settings.batch_size = Some(config.batch_size);
     }
     let Settings { model, model_config, tokenizer, chat_template, eval_data, token_cache, tensorboard, .. } =
@@ -311,11 +318,11 @@ pub(crate) fn write_settings(config: &TrainConfig, lr: &LrSchedule) -> Result<()
         *path = std::path::absolute(&*path).map_err(Error::io("read", &*path))?;
     }
     match &config.source {
-        Source::Text(sources) => {
+        DataSource::Text(sources) => {
             let with_weight = |source: &TextSource| Ok(source.with_path(absolute(&source.path)?));
             settings.data = Some(sources.iter().map(with_weight).collect::<Result<_>>()?);
         }
-        Source::Tokens(path) => settings.tokens = Some(absolute(path)?),
+        DataSource::Tokens(path) => settings.tokens = Some(absolute(path)?),
     }
     crate::checkpoint::write_file(&config.out.join(RUN_FILE), settings.to_toml()?.as_bytes())
 }

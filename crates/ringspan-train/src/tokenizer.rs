@@ -3,7 +3,7 @@
 use crate::{
     data::special_tokens,
     error::{Error, Result},
-    windows::{self, Token, Window},
+    token_windows::{self, PositionedToken, Window},
 };
 use ringspan_models::special_tokens::{self, SpecialTokens};
 use serde_json::{Value, json};
@@ -18,29 +18,29 @@ use std::{
 const END_OF_TEXT: [&str; 6] = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>"];
 
 /// Sources that name the token that ends a document, in words: a configuration file, or the token's own name.
-const NAMED: &str = "eos_token of tokenizer_config.json";
-const USUAL: &str = "by its name";
+const FROM_CONFIG: &str = "eos_token of tokenizer_config.json";
+const FROM_NAME: &str = "by its name";
 
 /// Hugging Face's file next to `tokenizer.json`: special tokens by purpose, and often the chat template.
 pub(crate) const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
 /// Number of tokens of the byte-level tokenizer.
-pub(crate) const BYTE_LEVEL: usize = 257;
+pub(crate) const BYTE_LEVEL_TOKENS: usize = 257;
 
 /// The token that ends a document, and the source that names it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct End {
+pub struct EndToken {
     /// The token's id.
     pub id: u32,
     /// The token's spelling.
     pub token: String,
     /// The source that names the token, in words.
-    pub said: &'static str,
+    pub source: &'static str,
 }
 
-impl fmt::Display for End {
+impl fmt::Display for EndToken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} (token {}, {})", self.token, self.id, self.said)
+        write!(f, "{} (token {}, {})", self.token, self.id, self.source)
     }
 }
 
@@ -50,8 +50,8 @@ pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     special_tokens: SpecialTokens,
     /// A copy that encodes text which spells a special token as that token. It is large, so it is made on first use.
-    templated: OnceLock<tokenizers::Tokenizer>,
-    end: Option<End>,
+    with_special_tokens: OnceLock<tokenizers::Tokenizer>,
+    end: Option<EndToken>,
     path: PathBuf,
     /// The folder of the files that belong to it; none for the byte-level tokenizer, and for one that a GGUF file holds.
     folder: Option<PathBuf>,
@@ -74,30 +74,30 @@ impl Tokenizer {
         if let Some(named) = named.as_ref().and_then(Value::as_str)
             && let Some(id) = read.inner.token_to_id(named)
         {
-            read.end = Some(End { id, token: named.into(), said: NAMED });
+            read.end = Some(EndToken { id, token: named.into(), source: FROM_CONFIG });
         }
         let config = ringspan_models::folder::config_json(folder).ok().unwrap_or_default();
         let ends = special_tokens::end_tokens(&[folder.as_path()], &config).map_err(|e| Error::Model(e.to_string()))?;
-        Ok(read.or_ends(&ends))
+        Ok(read.or_end_tokens(&ends))
     }
 
     /// This tokenizer, with the first special token of `ends` (a model's `eos_token_id`) as the token that ends documents, unless
     /// a file next to the tokenizer names one.
     #[must_use]
-    pub fn or_ends(mut self, ends: &[u32]) -> Self {
-        let asked = self.end.as_ref().is_none_or(|end| end.said == USUAL);
-        if let Some(end) = ends.iter().find_map(|&id| self.end_if_special(id, "eos_token_id")).filter(|_| asked) {
+    pub fn or_end_tokens(mut self, ends: &[u32]) -> Self {
+        let may_replace = self.end.as_ref().is_none_or(|end| end.source == FROM_NAME);
+        if let Some(end) = ends.iter().find_map(|&id| self.end_if_special(id, "eos_token_id")).filter(|_| may_replace) {
             self.end = Some(end);
         }
         self
     }
 
-    fn end_if_special(&self, id: u32, said: &'static str) -> Option<End> {
-        self.special(id).map(|token| End { id, token: token.into(), said })
+    fn end_if_special(&self, id: u32, source: &'static str) -> Option<EndToken> {
+        self.special_token(id).map(|token| EndToken { id, token: token.into(), source })
     }
 
     /// The spelling of a special token; none for other tokens.
-    pub(crate) fn special(&self, id: u32) -> Option<&str> {
+    pub(crate) fn special_token(&self, id: u32) -> Option<&str> {
         let added = self.inner.get_added_vocabulary().get_added_tokens_decoder();
         added.get(&id).filter(|token| token.special).map(|token| token.content.as_str())
     }
@@ -142,9 +142,9 @@ impl Tokenizer {
         inner.set_encode_special_tokens(true);
         let special_tokens = SpecialTokens::of(&inner).map_err(wrong)?;
         let read =
-            Self { inner, special_tokens, templated: OnceLock::new(), end: None, path: path.into(), folder: None };
+            Self { inner, special_tokens, with_special_tokens: OnceLock::new(), end: None, path: path.into(), folder: None };
         let usual = END_OF_TEXT.iter().filter_map(|name| read.inner.token_to_id(name));
-        let end = usual.into_iter().find_map(|id| read.end_if_special(id, USUAL));
+        let end = usual.into_iter().find_map(|id| read.end_if_special(id, FROM_NAME));
         Ok(Self { end, ..read })
     }
 
@@ -153,59 +153,59 @@ impl Tokenizer {
     /// # Errors
     /// [`Error::Tokenizer`] when the model of the tokenizer has no token for a part of the text.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
-        if windows::is_long(text) {
-            return windows::encode(text, |part| self.tokens_of(part));
+        if token_windows::is_long(text) {
+            return token_windows::encode(text, |part| self.encode_part(part));
         }
         match self.inner.encode_fast(text, false) {
             Ok(encoding) => Ok(encoding.get_ids().to_vec()),
-            Err(e) => Err(self.failed(&e)),
+            Err(e) => Err(self.encoding_error(&e)),
         }
     }
 
     /// The tokens of a window of a text, each with the byte at which it begins. Where the window is the whole text, nothing is
     /// joined to it, and all positions are 0.
-    pub(crate) fn tokens_of_window(&self, window: &Window) -> Result<Vec<Token>> {
+    pub(crate) fn encode_window(&self, window: &Window) -> Result<Vec<PositionedToken>> {
         match window.is_whole() {
             true => Ok(self.encode(&window.text)?.into_iter().map(|id| (id, 0)).collect()),
-            false => self.tokens_of(&window.text),
+            false => self.encode_part(&window.text),
         }
     }
 
     /// The tokens of a part of a text, each with the byte at which it begins.
-    pub(crate) fn tokens_of(&self, part: &str) -> Result<Vec<Token>> {
-        let encoding = self.inner.encode(part, false).map_err(|e| self.failed(&e))?;
+    pub(crate) fn encode_part(&self, part: &str) -> Result<Vec<PositionedToken>> {
+        let encoding = self.inner.encode(part, false).map_err(|e| self.encoding_error(&e))?;
         Ok(encoding.get_ids().iter().zip(encoding.get_offsets()).map(|(&id, &(start, _))| (id, start)).collect())
     }
 
-    fn failed(&self, error: &tokenizers::Error) -> Error {
+    fn encoding_error(&self, error: &tokenizers::Error) -> Error {
         Error::Tokenizer { path: self.path.clone(), problem: error.to_string() }
     }
 
     /// Special tokens that stand before a text, such as `<s>`.
     #[must_use]
-    pub fn before(&self) -> &[u32] {
+    pub fn prefix_tokens(&self) -> &[u32] {
         &self.special_tokens.prefix
     }
 
     /// Special tokens that stand after a text: the post-processor's, then the one that ends a document unless it is among them.
     #[must_use]
-    pub fn behind(&self) -> Vec<u32> {
-        let mut behind = self.special_tokens.suffix.clone();
-        behind.extend(self.end_of_text().filter(|end| !behind.contains(end)));
-        behind
+    pub fn suffix_tokens(&self) -> Vec<u32> {
+        let mut suffix = self.special_tokens.suffix.clone();
+        suffix.extend(self.end_of_text().filter(|end| !suffix.contains(end)));
+        suffix
     }
 
     /// The tokens of text that a chat template wrote, in which special tokens are spelled out, each with its range of bytes.
     ///
     /// # Errors
     /// [`Error::Tokenizer`] when the model of the tokenizer has no token for a part of the text.
-    pub(crate) fn encode_templated(&self, text: &str) -> Result<Vec<(u32, Range<usize>)>> {
-        let templated = self.templated.get_or_init(|| {
+    pub(crate) fn encode_with_special_tokens(&self, text: &str) -> Result<Vec<(u32, Range<usize>)>> {
+        let with_special_tokens = self.with_special_tokens.get_or_init(|| {
             let mut inner = self.inner.clone();
             inner.set_encode_special_tokens(false);
             inner
         });
-        let encoding = templated
+        let encoding = with_special_tokens
             .encode(text, false)
             .map_err(|e| Error::Tokenizer { path: self.path.clone(), problem: e.to_string() })?;
         let token = |(&id, &(start, end)): (&u32, &(usize, usize))| match start < end {
@@ -240,7 +240,7 @@ impl Tokenizer {
 
     /// Like [`end_of_text`](Self::end_of_text), with the token's spelling and the source that names it.
     #[must_use]
-    pub fn end(&self) -> Option<&End> {
+    pub fn end_token(&self) -> Option<&EndToken> {
         self.end.as_ref()
     }
 
@@ -256,7 +256,7 @@ impl Tokenizer {
 
     /// Number of tokens, added ones included.
     #[must_use]
-    pub fn vocabulary(&self) -> usize {
+    pub fn vocabulary_size(&self) -> usize {
         self.inner.get_vocab_size(true)
     }
 
@@ -299,7 +299,7 @@ mod tests {
             assert_eq!(tokens, bytes);
             assert_eq!(tokenizer.decode(&tokens).unwrap(), text);
         }
-        assert_eq!((tokenizer.end_of_text(), tokenizer.vocabulary()), (Some(256), BYTE_LEVEL));
+        assert_eq!((tokenizer.end_of_text(), tokenizer.vocabulary_size()), (Some(256), BYTE_LEVEL_TOKENS));
         assert_eq!(tokenizer.decode(&[104, 105, 256]).unwrap(), "hi");
     }
 
@@ -309,9 +309,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("tokenizer.json");
         std::fs::write(&path, tokenizer.to_json().unwrap()).unwrap();
-        let again = Tokenizer::read(&path).unwrap();
-        assert_eq!(again.encode("Ünï\n").unwrap(), tokenizer.encode("Ünï\n").unwrap());
-        assert_eq!(again.to_json().unwrap(), tokenizer.to_json().unwrap());
+        let read_back = Tokenizer::read(&path).unwrap();
+        assert_eq!(read_back.encode("Ünï\n").unwrap(), tokenizer.encode("Ünï\n").unwrap());
+        assert_eq!(read_back.to_json().unwrap(), tokenizer.to_json().unwrap());
     }
 
     /// A tokenizer in which `</s>` is an HTML tag, as in Gemma's, with two special tokens.
@@ -334,16 +334,16 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = with_tag(folder.path());
         let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();
-        let end = || Tokenizer::read(&path).unwrap().end().map(|end| (end.token.clone(), end.said));
-        assert_eq!(end(), Some(("<eos>".into(), USUAL)));
+        let end = || Tokenizer::read(&path).unwrap().end_token().map(|end| (end.token.clone(), end.source));
+        assert_eq!(end(), Some(("<eos>".into(), FROM_NAME)));
         write("config.json", r#"{"eos_token_id": [256, 258]}"#);
         assert_eq!(end(), Some(("<turn>".into(), "eos_token_id")));
         write("generation_config.json", r#"{"eos_token_id": 257}"#);
         assert_eq!(end(), Some(("<eos>".into(), "eos_token_id")));
         write("tokenizer_config.json", r#"{"eos_token": {"content": "<turn>"}}"#);
-        assert_eq!(end(), Some(("<turn>".into(), NAMED)));
+        assert_eq!(end(), Some(("<turn>".into(), FROM_CONFIG)));
         // The files next to a tokenizer win over the `eos_token_id` of the model in an adapter's folder.
-        assert_eq!(Tokenizer::read(&path).unwrap().or_ends(&[257]).end_of_text(), Some(258));
+        assert_eq!(Tokenizer::read(&path).unwrap().or_end_tokens(&[257]).end_of_text(), Some(258));
         write("generation_config.json", "{");
         let message = Tokenizer::read(&path).unwrap_err().to_string();
         assert!(message.contains("generation_config.json"), "{message}");
@@ -362,7 +362,7 @@ mod tests {
         for len in [3, 100] {
             let text = "x".repeat(len);
             assert_eq!(tokenizer.encode(&text).unwrap().len(), len);
-            assert_eq!(tokenizer.encode_templated(&text).unwrap().len(), len);
+            assert_eq!(tokenizer.encode_with_special_tokens(&text).unwrap().len(), len);
         }
         let saved: Value = serde_json::from_str(&tokenizer.to_json().unwrap()).unwrap();
         assert_eq!((&saved["truncation"], &saved["padding"]), (&Value::Null, &Value::Null));

@@ -1,18 +1,18 @@
 //! Runs a training, from its configuration to a trained model folder.
 
 use crate::{
-    beside,
     checkpoint::Identity,
+    companion_files,
     config::TrainConfig,
-    dataset::{Tokens, Watcher},
+    dataset::{CachePolicy, TokenizationMonitor},
     error::{Error, Result},
     events::EventFile,
-    memory::{Allocated, InUse},
     metrics::{EvaluationMetrics, MetricsFile},
     model_folder,
-    observer::{Observer, Silent},
+    observer::{Observer, SilentObserver},
+    peak_memory::{PeakAllocated, PeakGpuMemory},
     plan::Plan,
-    rank::{Host, Rank},
+    rank::{Rank, RankZero},
     sample::{Sample, sample},
     setup::{Setup, write_settings},
     tokenizer::Tokenizer,
@@ -47,7 +47,7 @@ pub struct Outcome {
     /// The model's tokenizer, where it has one.
     pub tokenizer: Option<Tokenizer>,
     /// The base model of the adapters, if the folder holds adapters only.
-    pub beside: Option<PathBuf>,
+    pub base_model: Option<PathBuf>,
     /// Predicted bytes of all ranks of this process.
     pub predicted_memory: u64,
     /// Most bytes that this process had allocated at once since its plan was made, where its allocator counts them.
@@ -78,7 +78,7 @@ pub fn train(config: &TrainConfig, stop: &AtomicBool, observer: &mut dyn Observe
 /// # Errors
 /// Errors of [`train`]; a training that does not fit into memory is no error here, but said in the plan.
 pub fn plan(config: &TrainConfig) -> Result<Plan> {
-    plan_on(&Ranks::threads(), config, &AtomicBool::new(false), &mut Silent)
+    plan_on(&Ranks::threads(), config, &AtomicBool::new(false), &mut SilentObserver)
 }
 
 /// Like [`plan`], for ranks that may be processes. All of them must call this. `stop` may be set during tokenization, whose
@@ -87,13 +87,13 @@ pub fn plan(config: &TrainConfig) -> Result<Plan> {
 /// # Errors
 /// As [`plan`], and [`Error::Interrupted`]. A GPU that cannot be opened is no error: the plan says so.
 pub fn plan_on(ranks: &Ranks, config: &TrainConfig, stop: &AtomicBool, observer: &mut dyn Observer) -> Result<Plan> {
-    let mut setup = Setup::new(config, Tokens::MayBeLost, &Watcher::new(observer, stop))?;
+    let mut setup = Setup::new(config, CachePolicy::TemporaryAllowed, &TokenizationMonitor::new(observer, stop))?;
     if config.device != DeviceName::Cpu {
         let opened = Devices::open(config.device, ranks.local_rank());
         // A process without a GPU calls it as well: in this collective, processes find out who shares a GPU.
-        let rooms = opened.as_ref().unwrap_or(&Devices::CPU).gpu_memory_use(ranks, config.ranks())?;
+        let gpu_memory = opened.as_ref().unwrap_or(&Devices::CPU).gpu_memory_use(ranks, config.ranks())?;
         match opened {
-            Ok(_) => setup.make_plan(config, rooms)?,
+            Ok(_) => setup.make_plan(config, gpu_memory)?,
             Err(error) => setup.plan.gpus_unknown = error.to_string(),
         }
     }
@@ -113,20 +113,20 @@ pub fn train_on(
     stop: &AtomicBool,
     observer: &mut dyn Observer,
 ) -> Result<Outcome> {
-    let mut setup = Setup::new(config, Tokens::MustBeKept, &Watcher::new(observer, stop))?;
-    possible(&setup.plan)?;
+    let mut setup = Setup::new(config, CachePolicy::Required, &TokenizationMonitor::new(observer, stop))?;
+    check_fits(&setup.plan)?;
     if ranks.local().is_some() {
-        ranks.agree(&identity(config, &setup)?)?;
+        ranks.agree(&process_settings(config, &setup)?)?;
     }
     let devices = Devices::open(config.device, ranks.local_rank())?.computing_in(config.dtype);
     if devices.are_gpus() {
-        let rooms = devices.gpu_memory_use(ranks, config.ranks())?;
-        setup.make_plan(config, rooms)?;
-        possible(&setup.plan)?;
+        let gpu_memory = devices.gpu_memory_use(ranks, config.ranks())?;
+        setup.make_plan(config, gpu_memory)?;
+        check_fits(&setup.plan)?;
     }
     agree_on_recompute(ranks, config, &mut setup)?;
-    let on_a_gpu = config.local_ranks.map_or(config.ranks().div_ceil(devices.count()), |_| 1);
-    let predicted_gpu_memory = setup.plan.gpu_bytes() * on_a_gpu as u64;
+    let ranks_per_gpu = config.local_ranks.map_or(config.ranks().div_ceil(devices.count()), |_| 1);
+    let predicted_gpu_memory = setup.plan.gpu_bytes() * ranks_per_gpu as u64;
     let predicted_memory = setup.plan.rank_bytes() * config.local_ranks.map_or(config.ranks(), |_| 1) as u64;
     // No process checks any more whether the run's folder is free, so it may be written to.
     let metrics_path = config.out.join("metrics.jsonl");
@@ -140,31 +140,31 @@ pub fn train_on(
         }
         metrics = Some(file);
     }
-    let host = Mutex::new(Host {
+    let rank_zero = Mutex::new(RankZero {
         observer,
         metrics,
-        allocated: Allocated::new(config.allocated),
-        in_use: InUse::new(&devices),
+        peak_allocated: PeakAllocated::new(config.peak_allocated),
+        peak_gpu_memory: PeakGpuMemory::new(&devices),
     });
     let options = Options { deadline: config.deadline, ..Options::default() };
-    let (connected, blocks) = devices.connect(ranks, config.deadline)?;
-    if let (Some(blocks), true) = (blocks, ranks.lead()) {
-        host.lock().unwrap_or_else(PoisonError::into_inner).observer.connected(&blocks);
+    let (connected, block_transport) = devices.connect(ranks, config.deadline)?;
+    if let (Some(block_transport), true) = (block_transport, ranks.lead()) {
+        rank_zero.lock().unwrap_or_else(PoisonError::into_inner).observer.connected(&block_transport);
     }
     let ends = connected.run(config.ranks(), options, |world| {
-        pool::run(config.threads, || Rank::new(config, &setup, &devices, world)?.train(stop, &host))?
+        pool::run(config.threads, || Rank::new(config, &setup, &devices, world)?.train(stop, &rank_zero))?
     })?;
     // The lead does the rest alone: the ranks of all other processes have ended.
     drop(connected);
     let Some(end) = ends.into_iter().next() else {
         return Err(Error::Settings("a training needs at least one rank".into()));
     };
-    let mut host = host.into_inner().unwrap_or_else(PoisonError::into_inner);
-    let (peak_allocated, peak_gpu_memory) = (host.allocated.most(), host.in_use.most()?);
-    let mut shown = None;
+    let mut rank_zero = rank_zero.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let (peak_allocated, peak_gpu_memory) = (rank_zero.peak_allocated.peak(), rank_zero.peak_gpu_memory.peak()?);
+    let mut generated_sample = None;
     if !end.interrupted && ranks.lead() {
-        beside::keep(config, setup.tokenizer.as_ref(), &setup.config_json, setup.end)?;
-        shown = sample(config, &setup, devices.of(0))?;
+        companion_files::write(config, setup.tokenizer.as_ref(), &setup.config_json, setup.end_token)?;
+        generated_sample = sample(config, &setup, devices.of(0))?;
     }
     Ok(Outcome {
         step: end.step,
@@ -173,9 +173,9 @@ pub fn train_on(
         out: config.out.clone(),
         metrics: metrics_path,
         evaluation: end.evaluation,
-        sample: shown,
+        sample: generated_sample,
         tokenizer: setup.tokenizer,
-        beside: model_folder::base(config)?.filter(|_| !config.lora_merge),
+        base_model: model_folder::base_model(config)?.filter(|_| !config.lora_merge),
         predicted_memory,
         peak_allocated,
         peak_memory: ringspan::memory::peak(),
@@ -189,35 +189,36 @@ pub fn train_on(
 fn agree_on_recompute(ranks: &Ranks, config: &TrainConfig, setup: &mut Setup) -> Result<()> {
     let (Some(comm), None) = (ranks.comm(), config.recompute) else { return Ok(()) };
     let own = Recompute::ALL.iter().position(|recompute| *recompute == setup.recompute).unwrap_or(0);
-    let all = comm.all_gather(Buffer::U8(vec![own as u8]))?;
-    let chosen = all.iter().filter_map(|buffer| match &**buffer {
+    let choices = comm.all_gather(Buffer::U8(vec![own as u8]))?;
+    let chosen = choices.iter().filter_map(|buffer| match &**buffer {
         Buffer::U8(chosen) => chosen.first().map(|chosen| usize::from(*chosen)),
         _ => None,
     });
-    let most = chosen.min().unwrap_or(own);
-    if most < own {
+    let chosen_index = chosen.min().unwrap_or(own);
+    if chosen_index < own {
         let gpus = std::mem::take(&mut setup.plan.gpus);
-        setup.make_plan_with(Recompute::ALL[most], config, gpus)?;
+        setup.make_plan_with(Recompute::ALL[chosen_index], config, gpus)?;
     }
     Ok(())
 }
 
 /// Refuses a plan that does not fit into memory, before any work.
-fn possible(plan: &Plan) -> Result<()> {
+fn check_fits(plan: &Plan) -> Result<()> {
     let refused = |refusal| Err(Error::Settings(format!("{refusal}\n{plan}")));
     plan.refusal.as_ref().map_or(Ok(()), refused)
 }
 
 /// Everything that all processes must agree on: every setting that was given, and fingerprints of what was read.
-fn identity(config: &TrainConfig, setup: &Setup) -> Result<Vec<Setting>> {
-    let mut all = vec![("version".to_owned(), env!("CARGO_PKG_VERSION").to_owned())];
-    all.extend(config.settings.values()?.into_iter().map(|(key, value)| (format!("--{key}"), value)));
-    let in_words = |identity: &Identity| format!("{} ({:016x})", identity.summary, identity.fingerprint);
-    all.push(("the model".into(), in_words(&setup.model)));
+fn process_settings(config: &TrainConfig, setup: &Setup) -> Result<Vec<Setting>> {
+    let mut settings = vec![("version".to_owned(), env!("CARGO_PKG_VERSION").to_owned())];
+    settings.extend(config.settings.entries()?.into_iter().map(|(key, value)| (format!("--{key}"), value)));
+    let identity_text = |identity: &Identity| format!("{} ({:016x})", identity.summary, identity.fingerprint);
+    settings.push(("the model".into(), identity_text(&setup.model)));
     let keys = setup.config_json.as_object().into_iter().flatten();
-    all.extend(keys.map(|(key, value)| (format!("the model's {key}"), value.to_string())));
-    all.push(("the model's weights".into(), format!("{:016x}", setup.start.fingerprint(&setup.shapes)?)));
-    all.push(("the data".into(), in_words(&setup.data)));
-    all.push(("the first step".into(), setup.first_step.to_string()));
-    Ok(all)
+    settings.extend(keys.map(|(key, value)| (format!("the model's {key}"), value.to_string())));
+    settings
+        .push(("the model's weights".into(), format!("{:016x}", setup.initial_parameters.fingerprint(&setup.shapes)?)));
+    settings.push(("the data".into(), identity_text(&setup.data)));
+    settings.push(("the first step".into(), setup.first_step.to_string()));
+    Ok(settings)
 }

@@ -4,13 +4,13 @@ use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 /// Number of losses in the first mean: before it is complete, a loss is compared with nothing.
-const FIRST: u32 = 10;
+const WARMUP_LOSSES: u32 = 10;
 /// Weight of the old mean when a loss enters the running mean.
-const KEPT: f64 = 0.98;
+const MEAN_DECAY: f64 = 0.98;
 
 /// Statistics of the losses so far. They are kept in checkpoints, so that a resumed run knows which losses are high.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
-pub struct Losses {
+pub struct LossStatistics {
     /// Running mean of the losses.
     pub mean: f64,
     /// Number of losses in the mean.
@@ -24,18 +24,18 @@ pub struct Losses {
 pub(crate) struct Watchdog {
     factor: Option<f64>,
     patience: u64,
-    losses: Losses,
+    losses: LossStatistics,
 }
 
 impl Watchdog {
     /// A watchdog that gives an error after `patience` consecutive steps above `factor` times the mean; never without a factor.
     /// `losses` are the statistics of the steps before.
-    pub(crate) fn new(factor: Option<f64>, patience: u64, losses: Losses) -> Self {
+    pub(crate) fn new(factor: Option<f64>, patience: u64, losses: LossStatistics) -> Self {
         Self { factor, patience, losses }
     }
 
     /// The statistics of the losses so far.
-    pub(crate) fn losses(&self) -> Losses {
+    pub(crate) fn losses(&self) -> LossStatistics {
         self.losses
     }
 
@@ -45,12 +45,12 @@ impl Watchdog {
     /// # Errors
     /// [`Error::Spike`]. The statistics then begin anew, for a run that is resumed: the loss may have settled at its new level,
     /// and the old mean, which would no longer move, would stop each further run as well.
-    pub(crate) fn look(&mut self, step: u64, loss: f64) -> Result<()> {
-        let Losses { mean, seen, high } = &mut self.losses;
-        if let Some(factor) = self.factor.filter(|factor| *seen >= FIRST && loss > factor * *mean) {
+    pub(crate) fn check(&mut self, step: u64, loss: f64) -> Result<()> {
+        let LossStatistics { mean, seen, high } = &mut self.losses;
+        if let Some(factor) = self.factor.filter(|factor| *seen >= WARMUP_LOSSES && loss > factor * *mean) {
             *high += 1;
             if *high >= self.patience {
-                let Losses { mean, high: steps, .. } = std::mem::take(&mut self.losses);
+                let LossStatistics { mean, high: steps, .. } = std::mem::take(&mut self.losses);
                 return Err(Error::Spike { step, loss, steps, factor, mean });
             }
             return Ok(());
@@ -58,8 +58,8 @@ impl Watchdog {
         *high = 0;
         *seen = seen.saturating_add(1);
         // The mean is a plain one at first, so that the first loss, the highest, does not keep the largest weight.
-        let share = (1.0 / f64::from(*seen)).max(1.0 - KEPT);
-        *mean += (loss - *mean) * share;
+        let weight = (1.0 / f64::from(*seen)).max(1.0 - MEAN_DECAY);
+        *mean += (loss - *mean) * weight;
         Ok(())
     }
 }
@@ -69,11 +69,11 @@ mod tests {
     use super::*;
 
     fn watchdog(factor: Option<f64>, patience: u64) -> Watchdog {
-        Watchdog::new(factor, patience, Losses::default())
+        Watchdog::new(factor, patience, LossStatistics::default())
     }
 
     fn feed(watchdog: &mut Watchdog, losses: &[f64]) -> Option<(usize, Error)> {
-        losses.iter().enumerate().find_map(|(i, &loss)| watchdog.look(i as u64 + 1, loss).err().map(|e| (i + 1, e)))
+        losses.iter().enumerate().find_map(|(i, &loss)| watchdog.check(i as u64 + 1, loss).err().map(|e| (i + 1, e)))
     }
 
     #[test]
@@ -97,7 +97,7 @@ mod tests {
 
     /// A run that is stopped and resumed anywhere notices the same spike; one that had no limit has a mean when it is given one.
     #[test]
-    fn what_was_seen_before_counts() {
+    fn a_resumed_run_goes_on_with_the_saved_statistics() {
         let losses: Vec<f64> = (0..20).map(|i| 3.0 + f64::from(i % 3)).chain([30.0, 31.0, 32.0]).collect();
         let noticed = feed(&mut watchdog(Some(2.0), 3), &losses).map(|(step, _)| step);
         assert_eq!(noticed, Some(23));
@@ -113,7 +113,7 @@ mod tests {
                 let from = if factor.is_some() { cut } else { cut.min(20) };
                 let noticed = feed(&mut second, &losses[from..]).map(|(step, _)| step + from);
                 assert_eq!(noticed, Some(23), "cut at {cut}, {factor:?}");
-                assert_eq!(second.losses(), Losses::default(), "who goes on begins anew");
+                assert_eq!(second.losses(), LossStatistics::default(), "who goes on begins anew");
             }
         }
     }

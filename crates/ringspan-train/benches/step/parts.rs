@@ -17,7 +17,7 @@ use ringspan_candle::stored_activation::{Storage, StoredActivation};
 use ringspan_candle::tensor_parallel::NO_TENSOR_PARALLEL;
 use ringspan_candle::{Attend, AttentionInputs, Context, Recompute, cotangent, loss, pool};
 use ringspan_models::Config;
-use ringspan_train::{Method, Optimizer, Update};
+use ringspan_train::{Optimizer, OptimizerConfig, UpdateArguments};
 use std::sync::Arc;
 
 /// Least seconds of a measurement, large against the clock's resolution.
@@ -192,11 +192,11 @@ fn of_rank(case: &Case, config: &Config) -> Result<Vec<Part>> {
         })?;
     }
 
-    let method = Method::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+    let method = OptimizerConfig::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
     let mut optimizer = Optimizer::new(method);
     let mut weights = vec![0.5f32; head.elem_count()];
     let gradient = Tensor::ones(weights.len(), DType::F32, &Device::Cpu)?.to_vec1::<f32>()?;
-    let at = Update { step: 0, lr: 1e-4, scale: 1.0, decays: true };
+    let at = UpdateArguments { step: 0, lr: 1e-4, scale: 1.0, has_weight_decay: true };
     // Ranks share the parameters.
     let times = super::parameters(config)? as f64 / weights.len() as f64 / case.ranks as f64;
     clock.part("optimiser", times, 0.0, || Ok(optimizer.update("w", at, &mut weights, &gradient)?))?;

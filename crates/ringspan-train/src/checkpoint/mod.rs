@@ -3,12 +3,12 @@
 mod storage;
 mod tensors;
 
-pub use crate::watchdog::Losses;
+pub use crate::watchdog::LossStatistics;
 pub use storage::{Disk, Sink, Storage};
 pub use tensors::{Columns, Numbers, Region, Slice, Tensors};
 
 use crate::{
-    data::{Dealt, Position},
+    data::{PackerPosition, SourcePosition},
     error::{Error, Result},
 };
 use serde::{Deserialize, Serialize};
@@ -42,10 +42,10 @@ pub struct Progress {
     /// Steps done.
     pub step: u64,
     /// Position at which the next batch begins in the text, or in the first of several sources.
-    pub position: Position,
+    pub position: PackerPosition,
     /// Positions at which it begins in each of several sources.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub sources: Vec<Dealt>,
+    pub sources: Vec<SourcePosition>,
     /// The seed of all random draws.
     pub seed: u64,
     /// Tokens seen so far.
@@ -56,7 +56,7 @@ pub struct Progress {
     pub data: Identity,
     /// The watchdog's statistics of the losses; empty in older checkpoints.
     #[serde(default)]
-    pub losses: Losses,
+    pub losses: LossStatistics,
     /// The model's `config.json`, which says more than names and shapes. Null in older checkpoints.
     #[serde(default)]
     pub config: serde_json::Value,
@@ -68,15 +68,15 @@ pub struct Progress {
 impl Progress {
     /// The state of a run at `step`, in the current format.
     #[must_use]
-    pub fn new(step: u64, position: Position, seed: u64, tokens: u64, model: Identity, data: Identity) -> Self {
-        let (losses, config) = (Losses::default(), serde_json::Value::Null);
+    pub fn new(step: u64, position: PackerPosition, seed: u64, tokens: u64, model: Identity, data: Identity) -> Self {
+        let (losses, config) = (LossStatistics::default(), serde_json::Value::Null);
         let sources = Vec::new();
         Self { format: FORMAT, step, position, sources, seed, tokens, model, data, losses, config, end: None }
     }
 
     /// Sets the position in each source of the data.
     #[must_use]
-    pub fn with_sources(self, sources: Vec<Dealt>) -> Self {
+    pub fn with_sources(self, sources: Vec<SourcePosition>) -> Self {
         let position = sources.first().map_or(self.position, |source| source.position);
         // A single source is saved as its position alone, which older versions read, too.
         let sources = if sources.len() == 1 { Vec::new() } else { sources };
@@ -85,16 +85,16 @@ impl Progress {
 
     /// The position in each source of the data.
     #[must_use]
-    pub fn places(&self) -> Vec<Dealt> {
+    pub fn source_positions(&self) -> Vec<SourcePosition> {
         match &self.sources[..] {
-            [] => vec![Dealt { position: self.position, sequences: 0 }],
+            [] => vec![SourcePosition { position: self.position, sequences: 0 }],
             sources => sources.to_vec(),
         }
     }
 
     /// Sets the watchdog's statistics of the losses.
     #[must_use]
-    pub fn with_losses(self, losses: Losses) -> Self {
+    pub fn with_losses(self, losses: LossStatistics) -> Self {
         Self { losses, ..self }
     }
 
@@ -276,9 +276,9 @@ impl Checkpoints {
     /// Reads the newest checkpoint, which must be of this model and this data.
     ///
     /// # Errors
-    /// As [`of_model`](Self::of_model), and for a checkpoint of other data.
+    /// As [`for_model`](Self::for_model), and for a checkpoint of other data.
     pub fn newest(&self, model: &Identity, data: &Identity) -> Result<Checkpoint> {
-        let checkpoint = self.of_model(None, model)?;
+        let checkpoint = self.for_model(None, model)?;
         if checkpoint.progress.data.fingerprint != data.fingerprint {
             let advice =
                 "a run goes on only over the same text; to train its model on new text, start one with --model";
@@ -291,7 +291,7 @@ impl Checkpoints {
     ///
     /// # Errors
     /// [`Error::Checkpoint`] when there is none, it is damaged, of another format, or of another model.
-    pub fn of_model(&self, step: Option<u64>, model: &Identity) -> Result<Checkpoint> {
+    pub fn for_model(&self, step: Option<u64>, model: &Identity) -> Result<Checkpoint> {
         let steps = self.steps()?;
         let refuse = |problem: String| Err(Error::Checkpoint { path: self.folder.clone(), problem });
         let found = match step {

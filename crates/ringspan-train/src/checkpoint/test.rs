@@ -43,7 +43,7 @@ fn identity(name: &str) -> Identity {
 }
 
 fn progress(step: u64) -> Progress {
-    let position = Position { epoch: 1, document: 2, offset: step as usize };
+    let position = PackerPosition { epoch: 1, document: 2, offset: step as usize };
     Progress::new(step, position, 7, 100 * step, identity("a model"), identity("the data"))
 }
 

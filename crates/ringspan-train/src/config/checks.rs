@@ -3,7 +3,7 @@
 use super::RUN_FILE;
 use crate::{
     error::{Error, Result},
-    optimizer::{Method, OptimizerKind},
+    optimizer::{OptimizerConfig, OptimizerKind},
     settings::Settings,
 };
 use ringspan_models::{Lora, Names, adapter};
@@ -21,7 +21,7 @@ pub(super) fn lora(s: &Settings) -> Result<Option<Lora>> {
         };
     };
     if !merged {
-        return going_on(s, folder).map(Some);
+        return continued_lora(s, folder).map(Some);
     }
     let given = [
         ("lora-rank", s.lora_rank.is_some()),
@@ -40,7 +40,7 @@ pub(super) fn lora(s: &Settings) -> Result<Option<Lora>> {
 }
 
 /// The adapter in a folder, whose training goes on with its rank and its target layers.
-fn going_on(s: &Settings, folder: &Path) -> Result<Lora> {
+fn continued_lora(s: &Settings, folder: &Path) -> Result<Lora> {
     let refuse = |problem: String| Err(Error::Settings(problem));
     let path = folder.display();
     let described = adapter::describe(folder).map_err(|error| Error::Model(error.to_string()))?;
@@ -48,17 +48,17 @@ fn going_on(s: &Settings, folder: &Path) -> Result<Lora> {
         return refuse(format!("the adapter in {path} cannot be trained on: {why}"));
     }
     let lora = described.lora;
-    let differs = |flag: &str, given: &dyn Display, own: &dyn Display| {
+    let refuse_difference = |flag: &str, given: &dyn Display, own: &dyn Display| {
         refuse(format!(
             "--{flag} {given} contradicts the adapter in {path}, which is trained on and has {own}; leave --{flag} out, or train \
              all of its model with --merge-adapter"
         ))
     };
     if let Some(rank) = s.lora_rank.filter(|rank| *rank != lora.rank) {
-        return differs("lora-rank", &rank, &format!("rank {}", lora.rank));
+        return refuse_difference("lora-rank", &rank, &format!("rank {}", lora.rank));
     }
     if let Some(alpha) = s.lora_alpha.filter(|alpha| *alpha != lora.alpha) {
-        return differs("lora-alpha", &alpha, &format!("alpha {}", lora.alpha));
+        return refuse_difference("lora-alpha", &alpha, &format!("alpha {}", lora.alpha));
     }
     if let Some(names) = &s.lora_targets {
         let mut given = targets(names);
@@ -73,7 +73,7 @@ fn going_on(s: &Settings, folder: &Path) -> Result<Lora> {
             Names::Matching(_) => false,
         };
         if !same {
-            return differs("lora-targets", names, &format!("others: {}", lora.targets()));
+            return refuse_difference("lora-targets", names, &format!("others: {}", lora.targets()));
         }
     }
     match s.lora_dropout {
@@ -113,7 +113,7 @@ fn new_lora(s: &Settings) -> Result<Option<Lora>> {
 }
 
 /// Checks that the model is either given or new, and that a tokenizer is named only for a new one.
-pub(super) fn shape(s: &Settings) -> Result<()> {
+pub(super) fn check_model_source(s: &Settings) -> Result<()> {
     let refuse = |problem: &str| Err(Error::Settings(problem.into()));
     match (&s.model, &s.model_config, &s.tokenizer) {
         (Some(_), Some(_), _) => {
@@ -142,12 +142,12 @@ pub(super) fn held_out(s: &Settings) -> Result<f64> {
                 .into(),
         ));
     }
-    let looks = [
+    let evaluation_flags = [
         ("eval-every", s.eval_every.is_some_and(|steps| steps > 0)),
         ("eval-tokens", s.eval_tokens.is_some()),
         ("sample-tokens", s.sample_tokens.is_some_and(|tokens| tokens > 0)),
     ];
-    match looks.into_iter().find(|(_, given)| *given && share == 0.0 && s.eval_data.is_none()) {
+    match evaluation_flags.into_iter().find(|(_, given)| *given && share == 0.0 && s.eval_data.is_none()) {
         Some((flag, _)) => Err(Error::Settings(format!(
             "--{flag} has no effect with --held-out 0: nothing is there to look at; leave it out, or give --eval-data"
         ))),
@@ -155,7 +155,7 @@ pub(super) fn held_out(s: &Settings) -> Result<f64> {
     }
 }
 
-pub(super) fn method(kind: OptimizerKind, s: &Settings, adapters: bool) -> Result<Method> {
+pub(super) fn optimizer(kind: OptimizerKind, s: &Settings, adapters: bool) -> Result<OptimizerConfig> {
     let wrong = |flag: &str, other: &str| {
         Err(Error::Settings(format!("--{flag} has no effect with --optimizer {kind}: it belongs to {other}")))
     };
@@ -172,7 +172,7 @@ pub(super) fn method(kind: OptimizerKind, s: &Settings, adapters: bool) -> Resul
             below_one("beta2", beta2)?;
             within("eps", eps, 0.0, 1.0)?;
             within("weight-decay", weight_decay, 0.0, f64::MAX)?;
-            Ok(Method::AdamW { beta1, beta2, eps, weight_decay })
+            Ok(OptimizerConfig::AdamW { beta1, beta2, eps, weight_decay })
         }
         OptimizerKind::Sgd => {
             for (flag, given) in [("beta1", s.beta1), ("beta2", s.beta2), ("eps", s.eps)] {
@@ -183,7 +183,7 @@ pub(super) fn method(kind: OptimizerKind, s: &Settings, adapters: bool) -> Resul
             let (momentum, weight_decay) = (s.momentum.unwrap_or(0.0), s.weight_decay.unwrap_or(0.0));
             below_one("momentum", momentum)?;
             within("weight-decay", weight_decay, 0.0, f64::MAX)?;
-            Ok(Method::Sgd { momentum, weight_decay })
+            Ok(OptimizerConfig::Sgd { momentum, weight_decay })
         }
     }
 }

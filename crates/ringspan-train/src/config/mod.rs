@@ -7,8 +7,8 @@ mod source;
 use crate::{
     data::{Overlong, Packing},
     error::{Error, Result},
-    lr_schedule::{Decay, LrSchedule},
-    optimizer::Method,
+    lr_schedule::{LrDecay, LrSchedule},
+    optimizer::OptimizerConfig,
     settings::{Settings, TrainArgs},
 };
 use checks::refuse_used_folder;
@@ -17,7 +17,7 @@ use ringspan::{LayoutKind, Strategy};
 use ringspan_candle::stored_activation::Storage;
 use ringspan_candle::{DeviceName, Precision, Recompute};
 use ringspan_models::{Lora, RopeScaling, folder::SavedType};
-pub use source::{Source, TextSource};
+pub use source::{DataSource, TextSource};
 use std::{path::PathBuf, str::FromStr, time::Duration};
 
 /// The file with a run's settings, kept in its folder so that the run can be resumed.
@@ -88,7 +88,7 @@ impl FromStr for Sharding {
 
 /// The tokens over which the router's auxiliary loss counts the load of experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum RouterLossOver {
+pub enum RouterLossScope {
     /// All tokens of a step.
     #[default]
     Step,
@@ -96,7 +96,7 @@ pub enum RouterLossOver {
     MicroBatch,
 }
 
-impl FromStr for RouterLossOver {
+impl FromStr for RouterLossScope {
     type Err = ringspan::Error;
 
     fn from_str(given: &str) -> std::result::Result<Self, Self::Err> {
@@ -124,7 +124,7 @@ pub struct TrainConfig {
     /// A new model's tokenizer; none for the one next to its configuration.
     pub tokenizer: Option<PathBuf>,
     /// The training data.
-    pub source: Source,
+    pub source: DataSource,
     /// Chat template that replaces the model's own.
     pub chat_template: Option<PathBuf>,
     /// Texts for evaluation; none where documents of the training data are held out.
@@ -185,7 +185,7 @@ pub struct TrainConfig {
     /// Number of ranks on this machine where each is a process of its own; none where all are threads of this one.
     pub local_ranks: Option<usize>,
     /// Returns the most bytes that the program's allocator gave out at once since its last call; none where it does not count.
-    pub allocated: Option<fn() -> u64>,
+    pub peak_allocated: Option<fn() -> u64>,
     /// The activations that are recomputed for the backward pass; none for as few as the free memory allows.
     pub recompute: Option<Recompute>,
     /// The type in which the other activations are stored.
@@ -195,15 +195,15 @@ pub struct TrainConfig {
     /// How long a rank waits for another.
     pub deadline: Duration,
     /// The optimiser, with its constants.
-    pub method: Method,
+    pub optimizer: OptimizerConfig,
     /// Number of steps or epochs.
-    pub length: Length,
+    pub length: TrainingLength,
     /// The highest learning rate.
     pub peak_lr: f64,
     /// Steps over which the learning rate rises; none for a tenth of all, at most 100.
     pub warmup: Option<u64>,
     /// How the learning rate develops after its rise.
-    pub decay: Decay,
+    pub decay: LrDecay,
     /// The learning rates of the run that is resumed, as far as they are known.
     pub lr_before: Option<LrSchedule>,
     /// Limit of the gradient's L2 norm, to which larger ones are scaled down.
@@ -213,7 +213,7 @@ pub struct TrainConfig {
     /// Factor of the router's auxiliary loss, which balances the load of experts; none for what the model's configuration says.
     pub router_aux_loss: Option<f64>,
     /// The tokens over which that loss counts the load of experts.
-    pub router_loss_over: RouterLossOver,
+    pub router_loss_scope: RouterLossScope,
     /// Dropout of attention's weights; none for what the model's configuration says.
     pub attention_dropout: Option<f64>,
     /// Seed of all random draws.
@@ -238,7 +238,7 @@ pub struct TrainConfig {
 
 /// How long a run is.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Length {
+pub enum TrainingLength {
     /// A number of steps.
     Steps(u64),
     /// A number of passes over the text; the number of steps follows once the text is read.
@@ -252,16 +252,16 @@ impl TrainConfig {
     /// [`Error::Settings`] or [`Error::Core`] for an unknown key or word, a contradiction, a setting without effect, a
     /// number out of range; [`Error::Io`] for a file that cannot be read.
     pub fn from_args(args: &TrainArgs) -> Result<Self> {
-        let given = match &args.config {
-            Some(path) => args.settings.over(&Settings::read(path)?)?,
+        let requested = match &args.config {
+            Some(path) => args.settings.overriding(&Settings::read(path)?)?,
             None => args.settings.clone(),
         };
-        let Some(out) = given.resume.clone() else {
-            let config = Self::resolve(given)?;
+        let Some(out) = requested.resume.clone() else {
+            let config = Self::resolve(requested)?;
             refuse_used_folder(&config.out)?;
             return Ok(config);
         };
-        for key in given.given()? {
+        for key in requested.keys()? {
             if !CHANGEABLE.contains(&key.as_str()) {
                 return Err(Error::Settings(format!(
                     "--{key} cannot change when a run is resumed; what can: {}",
@@ -269,24 +269,24 @@ impl TrainConfig {
                 )));
             }
         }
-        let kept = out.join(RUN_FILE);
-        if !kept.exists() {
+        let run_file = out.join(RUN_FILE);
+        if !run_file.exists() {
             return Err(Error::Settings(format!(
                 "--resume {}: there is no run in this folder ({} is missing)",
                 out.display(),
-                kept.display()
+                run_file.display()
             )));
         }
-        let before = Settings { out: Some(out.clone()), ..Settings::read(&kept)? };
-        let mut settings = Settings { out: Some(out), ..given.over(&before)? };
+        let saved = Settings { out: Some(out.clone()), ..Settings::read(&run_file)? };
+        let mut settings = Settings { out: Some(out), ..requested.overriding(&saved)? };
         // The saved warm-up may belong to a longer run than is asked for.
-        if let (None, Some(warmup), Some(steps)) = (given.warmup, settings.warmup, settings.steps) {
+        if let (None, Some(warmup), Some(steps)) = (requested.warmup, settings.warmup, settings.steps) {
             settings.warmup = Some(warmup.min(steps.saturating_sub(1)));
         }
         // Settings that cannot be resolved were written by another version; their learning rates stay unknown.
-        let lr_before = Self::resolve(before).ok().and_then(|before| match before.length {
-            Length::Steps(steps) => before.lr(steps).ok(),
-            Length::Epochs(_) => None,
+        let lr_before = Self::resolve(saved).ok().and_then(|saved| match saved.length {
+            TrainingLength::Steps(steps) => saved.lr(steps).ok(),
+            TrainingLength::Epochs(_) => None,
         });
         Ok(Self { resume: true, lr_before, ..Self::resolve(settings)? })
     }
@@ -298,13 +298,13 @@ impl TrainConfig {
     pub fn lr(&self, steps: u64) -> Result<LrSchedule> {
         let warmup = match (self.warmup, self.length) {
             // The saved warm-up may belong to a longer run than is asked for.
-            (Some(warmup), Length::Epochs(_)) if self.resume => warmup.min(steps.saturating_sub(1)),
+            (Some(warmup), TrainingLength::Epochs(_)) if self.resume => warmup.min(steps.saturating_sub(1)),
             (warmup, _) => warmup.unwrap_or((steps / 10).min(100)),
         };
         if warmup >= steps {
             let length = match self.length {
-                Length::Steps(_) => String::new(),
-                Length::Epochs(epochs) => format!(" (--epochs {epochs})"),
+                TrainingLength::Steps(_) => String::new(),
+                TrainingLength::Epochs(epochs) => format!(" (--epochs {epochs})"),
             };
             return Err(Error::Settings(format!(
                 "--warmup {warmup} does not end within --steps {steps}{length}: at most {}",
@@ -315,7 +315,7 @@ impl TrainConfig {
     }
 
     /// Records where the ranks run: those of a machine share its memory and, where `threads` is not set, its cores.
-    pub fn place(&mut self, ranks: &Ranks) {
+    pub fn set_local_ranks(&mut self, ranks: &Ranks) {
         self.local_ranks = ranks.local();
         if let (Some(local), None) = (self.local_ranks, self.settings.threads) {
             self.threads = (cores() / local).max(1);
@@ -323,8 +323,8 @@ impl TrainConfig {
     }
 
     /// Whether sources of text are mixed by weights, not by their sizes.
-    pub(crate) fn weighted(&self) -> bool {
-        matches!(&self.source, Source::Text(all) if all.iter().any(|source| source.weight.is_some()))
+    pub(crate) fn mixes_by_weight(&self) -> bool {
+        matches!(&self.source, DataSource::Text(all) if all.iter().any(|source| source.weight.is_some()))
     }
 
     /// Number of ranks in all.

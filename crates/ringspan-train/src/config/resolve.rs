@@ -1,11 +1,11 @@
 //! Resolves settings to a configuration: fills in defaults and refuses contradictions.
 
-use super::checks::{below_one, held_out, lora, method, shape, within};
-use super::{Length, RouterLossOver, Sharding, Source, TrainConfig, cores};
+use super::checks::{below_one, check_model_source, held_out, lora, optimizer, within};
+use super::{DataSource, RouterLossScope, Sharding, TrainConfig, TrainingLength, cores};
 use crate::{
     data::Packing,
     error::{Error, Result},
-    lr_schedule::Decay,
+    lr_schedule::LrDecay,
     optimizer::OptimizerKind,
     settings::Settings,
 };
@@ -27,8 +27,8 @@ impl TrainConfig {
             value => Ok(value),
         };
 
-        let source = Source::new(s)?;
-        if matches!(source, Source::Tokens(_)) {
+        let source = DataSource::new(s)?;
+        if matches!(source, DataSource::Tokens(_)) {
             for (flag, given) in [
                 ("chat-template", s.chat_template.is_some()),
                 ("token-cache", s.token_cache.is_some()),
@@ -51,7 +51,7 @@ impl TrainConfig {
         }
 
         let held_out = held_out(s)?;
-        shape(s)?;
+        check_model_source(s)?;
         let lora = lora(s)?;
         let rope_scaling = match &s.rope_scaling {
             Some(_) if s.model.is_none() => {
@@ -96,8 +96,8 @@ impl TrainConfig {
             return no_effect("offload-activations", "with --device cpu: there, activations are on the CPU");
         }
         let axes = [s.ulysses, s.dp_replicate, s.dp_shard, s.tp];
-        let another = axes.iter().any(Option::is_some);
-        let ring = positive("ring", s.ring.unwrap_or(if another { 1 } else { 2 }))?;
+        let has_other_axes = axes.iter().any(Option::is_some);
+        let ring = positive("ring", s.ring.unwrap_or(if has_other_axes { 1 } else { 2 }))?;
         let ulysses = positive("ulysses", s.ulysses.unwrap_or(1))?;
         let dp_replicate = positive("dp-replicate", s.dp_replicate.unwrap_or(1))?;
         let dp_shard = positive("dp-shard", s.dp_shard.unwrap_or(1))?;
@@ -149,14 +149,14 @@ impl TrainConfig {
             (_, Some(epochs)) if !(epochs > 0.0 && epochs.is_finite()) => {
                 return Err(Error::Settings(format!("--epochs is {epochs}, but must be above 0 and finite")));
             }
-            (_, Some(epochs)) => Length::Epochs(epochs),
+            (_, Some(epochs)) => TrainingLength::Epochs(epochs),
             (Some(0), _) => return Err(Error::Settings("--steps is 0, but must be at least 1".into())),
-            (steps, None) => Length::Steps(steps.unwrap_or(220)),
+            (steps, None) => TrainingLength::Steps(steps.unwrap_or(220)),
         };
         let kind: OptimizerKind = s.optimizer.as_deref().unwrap_or("adamw").parse()?;
-        let method = method(kind, s, lora.is_some())?;
-        let new = s.model.is_none();
-        let peak = s.lr.unwrap_or(match (kind, new) {
+        let optimizer = optimizer(kind, s, lora.is_some())?;
+        let is_new = s.model.is_none();
+        let peak_lr = s.lr.unwrap_or(match (kind, is_new) {
             // A rate that is fast for the built-in model of width 128 is too fast for most others.
             (OptimizerKind::AdamW, true) if s.model_config.is_some() => 3e-4,
             (OptimizerKind::AdamW, true) => 5e-3,
@@ -165,8 +165,8 @@ impl TrainConfig {
             (OptimizerKind::Sgd, true) => 0.1,
             (OptimizerKind::Sgd, false) => 1e-3,
         });
-        within("lr", peak, 0.0, f64::MAX)?;
-        let decay: Decay = s.schedule.as_deref().unwrap_or("cosine").parse()?;
+        within("lr", peak_lr, 0.0, f64::MAX)?;
+        let decay: LrDecay = s.schedule.as_deref().unwrap_or("cosine").parse()?;
         let grad_clip = s.grad_clip.unwrap_or(1.0);
         within("grad-clip", grad_clip, 0.0, f64::MAX)?;
         if let Some(factor) = s.router_aux_loss {
@@ -229,21 +229,21 @@ impl TrainConfig {
             device,
             dtype,
             local_ranks: None,
-            allocated: None,
+            peak_allocated: None,
             recompute: recompute(s.recompute.as_deref())?,
             activations: s.activations.as_deref().map_or(Ok(Storage::default()), str::parse)?,
             offload_activations,
             deadline,
-            method,
+            optimizer,
             length,
-            peak_lr: peak,
+            peak_lr,
             warmup: s.warmup,
             decay,
             lr_before: None,
             grad_clip: (grad_clip > 0.0).then_some(grad_clip),
             grad_accumulation,
             router_aux_loss: s.router_aux_loss,
-            router_loss_over: s.router_aux_loss_over.as_deref().map_or(Ok(RouterLossOver::default()), str::parse)?,
+            router_loss_scope: s.router_aux_loss_over.as_deref().map_or(Ok(RouterLossScope::default()), str::parse)?,
             attention_dropout: s.attention_dropout,
             seed: s.seed.unwrap_or(0),
             save_every: every(s.save_every, 50),
@@ -256,7 +256,7 @@ impl TrainConfig {
             spike_steps: s.spike_steps.unwrap_or(10),
             settings,
         };
-        if let Length::Steps(steps) = config.length {
+        if let TrainingLength::Steps(steps) = config.length {
             config.lr(steps)?;
         }
         Ok(config)

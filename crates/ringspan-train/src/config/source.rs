@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 /// The source of training tokens.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Source {
+pub enum DataSource {
     /// Text of one or several sources, packed into sequences.
     Text(Vec<TextSource>),
     /// A file of tokens, of which each step takes all rows.
@@ -24,30 +24,30 @@ pub struct TextSource {
     pub weight: Option<f64>,
 }
 
-impl Source {
+impl DataSource {
     pub(super) fn new(s: &Settings) -> Result<Self> {
-        let given = match (&s.data, &s.tokens) {
+        let paths = match (&s.data, &s.tokens) {
             (Some(_), Some(_)) => {
                 return Err(Error::Settings("--data and --tokens exclude each other: text or ready tokens".into()));
             }
             (None, Some(tokens)) => return Ok(Self::Tokens(tokens.clone())),
             (None, None) => vec![PathBuf::from(".")],
-            (Some(given), None) => given.clone(),
+            (Some(paths), None) => paths.clone(),
         };
-        let sources = given.iter().map(|given| TextSource::new(given)).collect::<Result<Vec<_>>>()?;
+        let sources = paths.iter().map(|path| TextSource::new(path)).collect::<Result<Vec<_>>>()?;
         let weighted: Vec<&TextSource> = sources.iter().filter(|source| source.weight.is_some()).collect();
         match (&sources[..], &weighted[..]) {
             ([], _) => Err(Error::Settings("--data names nothing: give a folder or file of text".into())),
             ([one], [_]) => Err(Error::Settings(format!(
                 "--data {}: a weight has no effect on a lone source; leave it out",
-                one.written().display()
+                one.to_setting().display()
             ))),
             (all, some) if !some.is_empty() && some.len() < all.len() => {
                 let without = all.iter().find(|source| source.weight.is_none()).map(|source| source.path.display());
                 Err(Error::Settings(format!(
                     "--data {} has a weight and --data {} has none: give one to each (PATH=0.3), or to none, and then each \
                      counts by its size",
-                    some[0].written().display(),
+                    some[0].to_setting().display(),
                     without.map(|path| path.to_string()).unwrap_or_default()
                 )))
             }
@@ -58,32 +58,34 @@ impl Source {
 
 impl TextSource {
     /// Parses `PATH`, or `PATH=WEIGHT` unless there is a file of that name.
-    fn new(given: &Path) -> Result<Self> {
-        let plain = Self { path: given.into(), weight: None };
-        let Some((path, weight)) = given.to_str().and_then(|text| text.rsplit_once('=')) else { return Ok(plain) };
-        let Ok(weight) = weight.parse::<f64>() else { return Ok(plain) };
-        if given.exists() {
-            return Ok(plain);
+    fn new(path_or_weighted: &Path) -> Result<Self> {
+        let without_weight = Self { path: path_or_weighted.into(), weight: None };
+        let Some((path, weight)) = path_or_weighted.to_str().and_then(|text| text.rsplit_once('=')) else {
+            return Ok(without_weight);
+        };
+        let Ok(weight) = weight.parse::<f64>() else { return Ok(without_weight) };
+        if path_or_weighted.exists() {
+            return Ok(without_weight);
         }
         if !(weight > 0.0 && weight.is_finite()) {
             return Err(Error::Settings(format!(
                 "--data {}: the weight is {weight}, but must be above 0 and finite",
-                given.display()
+                path_or_weighted.display()
             )));
         }
         Ok(Self { path: path.into(), weight: Some(weight) })
     }
 
     /// The source as the settings spell it.
-    pub(crate) fn written(&self) -> PathBuf {
+    pub(crate) fn to_setting(&self) -> PathBuf {
         let Some(weight) = self.weight else { return self.path.clone() };
-        let mut written = self.path.clone().into_os_string();
-        written.push(format!("={weight}"));
-        written.into()
+        let mut spelled = self.path.clone().into_os_string();
+        spelled.push(format!("={weight}"));
+        spelled.into()
     }
 
     /// The source with another path, as the settings spell it.
     pub(crate) fn with_path(&self, path: PathBuf) -> PathBuf {
-        Self { path, weight: self.weight }.written()
+        Self { path, weight: self.weight }.to_setting()
     }
 }

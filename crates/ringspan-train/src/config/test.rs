@@ -21,7 +21,7 @@ fn nothing_given_is_two_ranks_over_the_text_of_this_folder() {
     let config = TrainConfig::resolve(Settings::default()).unwrap();
     assert_eq!((config.ring, config.ulysses, config.dp_replicate, config.ranks()), (2, 1, 1, 2));
     assert_eq!((config.sequence_length, config.batch_size), (8192, 1));
-    assert_eq!(config.source, Source::Text(vec![TextSource { path: ".".into(), weight: None }]));
+    assert_eq!(config.source, DataSource::Text(vec![TextSource { path: ".".into(), weight: None }]));
     assert_eq!(config.out, Path::new("ringspan-out"));
     assert!(!config.resume && config.threads >= 1);
     // Another axis replaces the default ring.
@@ -116,7 +116,7 @@ fn a_contradiction_or_a_number_out_of_range_is_refused_with_the_numbers() {
 #[test]
 fn data_is_one_path_or_several_with_weights_for_all_or_for_none() {
     let sources = |toml: &str| match TrainConfig::resolve(settings(toml)).unwrap().source {
-        Source::Text(sources) => {
+        DataSource::Text(sources) => {
             sources.into_iter().map(|s| (s.path.display().to_string(), s.weight)).collect::<Vec<_>>()
         }
         other => panic!("{other:?}"),
@@ -140,7 +140,7 @@ fn data_is_one_path_or_several_with_weights_for_all_or_for_none() {
     let path = folder.path().join("a=0.3");
     std::fs::write(&path, "").unwrap();
     let given = Settings { data: Some(vec![path.clone()]), ..Settings::default() };
-    let expected = Source::Text(vec![TextSource { path, weight: None }]);
+    let expected = DataSource::Text(vec![TextSource { path, weight: None }]);
     assert_eq!(TrainConfig::resolve(given).unwrap().source, expected);
 }
 
@@ -152,10 +152,14 @@ fn flags_override_the_file_and_the_rest_of_it_stays() {
     let flags = Settings { steps: Some(9), ..Settings::default() };
     let config =
         TrainConfig::from_args(&TrainArgs { dry_run: false, config: Some(path.clone()), settings: flags }).unwrap();
-    assert_eq!((config.length, config.ring), (Length::Steps(9), 3));
+    assert_eq!((config.length, config.ring), (TrainingLength::Steps(9), 3));
     let flags = Settings { epochs: Some(1.5), ..Settings::default() };
     let args = TrainArgs { dry_run: false, config: Some(path.clone()), settings: flags };
-    assert_eq!(TrainConfig::from_args(&args).unwrap().length, Length::Epochs(1.5), "instead of the file's steps");
+    assert_eq!(
+        TrainConfig::from_args(&args).unwrap().length,
+        TrainingLength::Epochs(1.5),
+        "instead of the file's steps"
+    );
     let text = config.settings.to_toml().unwrap();
     assert_eq!(toml::from_str::<Settings>(&text).unwrap(), config.settings);
     std::fs::write(&path, "stepz = 7").unwrap();
@@ -201,7 +205,7 @@ fn a_resumed_run_keeps_its_settings_and_changes_only_what_its_checkpoint_does_no
     let more = Settings { steps: Some(20), ring: Some(1), ..Settings::default() };
     let config = TrainConfig::from_args(&args(more)).unwrap();
     assert!(config.resume);
-    assert_eq!((config.seed, config.length, config.ring, &config.out), (4, Length::Steps(20), 1, &out));
+    assert_eq!((config.seed, config.length, config.ring, &config.out), (4, TrainingLength::Steps(20), 1, &out));
     for settings in [
         Settings { model: Some("m".into()), ..Settings::default() },
         Settings { seed: Some(1), ..Settings::default() },

@@ -20,79 +20,81 @@ struct Bin {
 }
 
 impl Bin {
-    fn push(&mut self, place: usize, span: Span) {
-        self.spans.push((place, span));
+    fn push(&mut self, span_index: usize, span: Span) {
+        self.spans.push((span_index, span));
         self.tokens += span.len;
         self.pairs += pairs(span.len);
     }
 }
 
 /// Deals `spans`, none longer than `length` and together `length * count` tokens, to `count` sequences.
-pub(super) fn deal(spans: Vec<Span>, length: usize, count: usize) -> Vec<Vec<Span>> {
+pub(super) fn balance_spans(spans: Vec<Span>, length: usize, count: usize) -> Vec<Vec<Span>> {
     let mut bins = vec![Bin::default(); count];
     // The longest is taken first; of equally long ones, the earlier.
     let mut heap: BinaryHeap<(usize, Reverse<(usize, usize)>)> =
-        spans.iter().enumerate().map(|(place, span)| (span.len, Reverse((place, span.start)))).collect();
-    while let Some((len, Reverse((place, start)))) = heap.pop() {
+        spans.iter().enumerate().map(|(span_index, span)| (span.len, Reverse((span_index, span.start)))).collect();
+    while let Some((len, Reverse((span_index, start)))) = heap.pop() {
         let room = |bin: &Bin| length - bin.tokens;
         let whole = (0..count).filter(|&i| room(&bins[i]) >= len).min_by_key(|&i| (bins[i].pairs, i));
-        let widest = || (0..count).max_by_key(|&i| (room(&bins[i]), Reverse(i))).filter(|&i| room(&bins[i]) > 0);
-        let Some(index) = whole.or_else(widest) else { break };
+        let emptiest = || (0..count).max_by_key(|&i| (room(&bins[i]), Reverse(i))).filter(|&i| room(&bins[i]) > 0);
+        let Some(index) = whole.or_else(emptiest) else { break };
         let take = len.min(room(&bins[index]));
-        bins[index].push(place, Span { document: spans[place].document, start, len: take });
+        bins[index].push(span_index, Span { document: spans[span_index].document, start, len: take });
         if take < len {
-            heap.push((len - take, Reverse((place, start + take))));
+            heap.push((len - take, Reverse((span_index, start + take))));
         }
     }
-    in_halves(bins)
+    order_by_halves(bins)
 }
 
 /// Deals the whole spans of `sequences`, of at most `length` tokens each, anew, and cuts none. Where a span finds no room, the
 /// sequences keep their spans and only change their order.
-pub(super) fn deal_whole(sequences: Vec<Vec<Span>>, length: usize) -> Vec<Vec<Span>> {
+pub(super) fn balance_whole_spans(sequences: Vec<Vec<Span>>, length: usize) -> Vec<Vec<Span>> {
     let mut spans: Vec<(usize, Span)> = sequences.iter().flatten().copied().enumerate().collect();
-    spans.sort_by_key(|(place, span)| (Reverse(span.len), *place));
+    spans.sort_by_key(|(span_index, span)| (Reverse(span.len), *span_index));
     let mut bins = vec![Bin::default(); sequences.len()];
-    for (place, span) in spans {
+    for (span_index, span) in spans {
         let room = (0..bins.len()).filter(|&i| bins[i].tokens + span.len <= length);
         let Some(index) = room.min_by_key(|&i| (bins[i].pairs, i)) else {
             let bin = |spans: &Vec<Span>| {
                 let mut bin = Bin::default();
-                spans.iter().enumerate().for_each(|(place, span)| bin.push(place, *span));
+                spans.iter().enumerate().for_each(|(span_index, span)| bin.push(span_index, *span));
                 bin
             };
-            return in_halves(sequences.iter().map(bin).collect());
+            return order_by_halves(sequences.iter().map(bin).collect());
         };
-        bins[index].push(place, span);
+        bins[index].push(span_index, span);
     }
-    in_halves(bins)
+    order_by_halves(bins)
 }
 
-/// Returns the spans of each bin in the order of the documents, and the bins in the order of [`halve`].
-fn in_halves(mut bins: Vec<Bin>) -> Vec<Vec<Span>> {
+/// Returns the spans of each bin in the order of the documents, and the bins in the order of [`balance_halves`].
+fn order_by_halves(mut bins: Vec<Bin>) -> Vec<Vec<Span>> {
     let mut order: Vec<usize> = (0..bins.len()).collect();
-    halve(&mut order, &bins);
+    balance_halves(&mut order, &bins);
     let spans = |index: usize| {
         let mut spans = std::mem::take(&mut bins[index].spans);
-        spans.sort_by_key(|(place, span)| (*place, span.start));
+        spans.sort_by_key(|(span_index, span)| (*span_index, span.start));
         spans.into_iter().map(|(_, span)| span).collect()
     };
     order.into_iter().map(spans).collect()
 }
 
-/// Puts sequences into the order of [`halve`].
-pub(super) fn in_halves_of(sequences: Vec<Sequence>) -> Vec<Sequence> {
-    let bin =
-        |sequence: &Sequence| Bin { pairs: sequence.pieces.iter().map(|&len| pairs(len)).sum(), ..Bin::default() };
+/// Puts sequences into the order of [`balance_halves`].
+pub(super) fn order_sequences_by_halves(sequences: Vec<Sequence>) -> Vec<Sequence> {
+    let bin = |sequence: &Sequence| Bin {
+        pairs: sequence.segment_lengths.iter().map(|&len| pairs(len)).sum(),
+        ..Bin::default()
+    };
     let bins: Vec<Bin> = sequences.iter().map(bin).collect();
     let mut order: Vec<usize> = (0..bins.len()).collect();
-    halve(&mut order, &bins);
+    balance_halves(&mut order, &bins);
     let mut sequences: Vec<Option<Sequence>> = sequences.into_iter().map(Some).collect();
     order.into_iter().filter_map(|index| sequences[index].take()).collect()
 }
 
 /// Orders sequences so that the first half of them costs about as much as the second, and so on inside each half.
-fn halve(order: &mut [usize], bins: &[Bin]) {
+fn balance_halves(order: &mut [usize], bins: &[Bin]) {
     if order.len() < 2 {
         return;
     }
@@ -109,8 +111,8 @@ fn halve(order: &mut [usize], bins: &[Bin]) {
     }
     order.copy_from_slice(&halves.concat());
     let (first, second) = order.split_at_mut(sizes[0]);
-    halve(first, bins);
-    halve(second, bins);
+    balance_halves(first, bins);
+    balance_halves(second, bins);
 }
 
 /// Number of visible query-key pairs in a document of `len` tokens under a causal mask.
@@ -150,23 +152,23 @@ mod tests {
             lengths in prop::collection::vec(1usize..150, 1..30), length in 2usize..100, count in 1usize..9,
         ) {
             let given = spans(&lengths, length, count);
-            let dealt = deal(given.clone(), length, count);
-            prop_assert_eq!(dealt.len(), count);
-            prop_assert!(dealt.iter().all(|spans| spans.iter().map(|span| span.len).sum::<usize>() == length));
+            let balanced = balance_spans(given.clone(), length, count);
+            prop_assert_eq!(balanced.len(), count);
+            prop_assert!(balanced.iter().all(|spans| spans.iter().map(|span| span.len).sum::<usize>() == length));
             let tokens = |spans: &[Span]| {
                 let each = |span: &Span| (span.start..span.start + span.len).map(|at| (span.document, at)).collect::<Vec<_>>();
                 let mut all: Vec<_> = spans.iter().flat_map(each).collect();
                 all.sort_unstable();
                 all
             };
-            prop_assert_eq!(tokens(&dealt.concat()), tokens(&given));
+            prop_assert_eq!(tokens(&balanced.concat()), tokens(&given));
         }
     }
 
     /// The cost of the costliest of `parts` equal parts, as a multiple of the mean.
-    fn most(sequences: &[Vec<Span>], parts: usize) -> f64 {
-        let part = |part: &[Vec<Span>]| part.iter().map(|spans| cost(spans)).sum::<u64>();
-        let costs: Vec<u64> = sequences.chunks(sequences.len() / parts).map(part).collect();
+    fn worst_ratio(sequences: &[Vec<Span>], parts: usize) -> f64 {
+        let group = |group: &[Vec<Span>]| group.iter().map(|spans| cost(spans)).sum::<u64>();
+        let costs: Vec<u64> = sequences.chunks(sequences.len() / parts).map(group).collect();
         *costs.iter().max().expect("some") as f64 / costs.iter().sum::<u64>() as f64 * parts as f64
     }
 
@@ -190,14 +192,14 @@ mod tests {
         let lengths: Vec<usize> = (0..400u64).map(|i| 200 + ((i * i * 7919 % 1009).pow(2) / 60) as usize).collect();
         for (length, count, parts) in [(8192, 64, 8), (8192, 64, 64), (65536, 8, 2), (65536, 8, 8)] {
             let given = spans(&lengths, length, count);
-            let (before, after) = (in_order(&given, length, count), deal(given, length, count));
-            let (worst, dealt) = (most(&before, parts), most(&after, parts));
+            let (before, after) = (in_order(&given, length, count), balance_spans(given, length, count));
+            let (before_ratio, balanced) = (worst_ratio(&before, parts), worst_ratio(&after, parts));
             assert!(
-                dealt < worst,
-                "S {length}, {count} sequences, {parts} parts: {worst:.3} in order, {dealt:.3} dealt"
+                balanced < before_ratio,
+                "S {length}, {count} sequences, {parts} parts: {before_ratio:.3} in order, {balanced:.3} dealt"
             );
-            let pieces = |sequences: &[Vec<Span>]| sequences.iter().map(Vec::len).sum::<usize>();
-            assert!(pieces(&after) <= pieces(&before) + count, "few documents are cut");
+            let span_count = |sequences: &[Vec<Span>]| sequences.iter().map(Vec::len).sum::<usize>();
+            assert!(span_count(&after) <= span_count(&before) + count, "few documents are cut");
         }
     }
 
@@ -205,37 +207,37 @@ mod tests {
     fn many_documents_are_dealt_to_within_two_percent() {
         let lengths: Vec<usize> = (0..997).map(|i| 20 + (i * i * 31 % 97) * (i % 11) / (1 + i % 5)).collect();
         let given = spans(&lengths, 8192, 8);
-        assert!(most(&in_order(&given, 8192, 8), 8) > 1.05, "these documents need it");
-        let dealt = deal(given.clone(), 8192, 8);
-        assert!([2, 4, 8].iter().all(|&parts| most(&dealt, parts) < 1.02), "{}", most(&dealt, 8));
-        assert_eq!(dealt, deal(given, 8192, 8));
+        assert!(worst_ratio(&in_order(&given, 8192, 8), 8) > 1.05, "these documents need it");
+        let balanced = balance_spans(given.clone(), 8192, 8);
+        assert!([2, 4, 8].iter().all(|&parts| worst_ratio(&balanced, parts) < 1.02), "{}", worst_ratio(&balanced, 8));
+        assert_eq!(balanced, balance_spans(given, 8192, 8));
     }
 
     #[test]
     fn whole_documents_are_dealt_evenly_where_there_is_room() {
         let sequence = |lens: &[usize]| lens.iter().map(|&len| Span { document: len, start: 0, len }).collect();
         let given: Vec<Vec<Span>> = vec![sequence(&[90]), sequence(&[40, 41]), sequence(&[10, 11]), sequence(&[80])];
-        let dealt = deal_whole(given.clone(), 100);
-        assert!(most(&given, 2) > 1.25 && most(&dealt, 2) < 1.1, "{}", most(&dealt, 2));
+        let balanced = balance_whole_spans(given.clone(), 100);
+        assert!(worst_ratio(&given, 2) > 1.25 && worst_ratio(&balanced, 2) < 1.1, "{}", worst_ratio(&balanced, 2));
         let lens = |sequences: &[Vec<Span>]| {
             let mut all: Vec<usize> = sequences.concat().iter().map(|span| span.len).collect();
             all.sort_unstable();
             all
         };
-        assert_eq!(lens(&dealt), lens(&given));
+        assert_eq!(lens(&balanced), lens(&given));
         // Best fit found room that dealing by cost does not find.
         let tight: Vec<Vec<Span>> = vec![sequence(&[60, 40]), sequence(&[35, 35, 30])];
-        let kept = deal_whole(tight.clone(), 100);
-        assert!(kept.iter().all(|spans| spans.iter().map(|span| span.len).sum::<usize>() <= 100));
-        assert_eq!(lens(&kept), lens(&tight));
+        let unchanged = balance_whole_spans(tight.clone(), 100);
+        assert!(unchanged.iter().all(|spans| spans.iter().map(|span| span.len).sum::<usize>() <= 100));
+        assert_eq!(lens(&unchanged), lens(&tight));
     }
 
     #[test]
     fn one_long_document_is_whole_and_halves_share_the_long_ones() {
-        let dealt = deal(spans(&[100, 1, 1, 90, 4, 4, 80, 20, 50, 50], 100, 4), 100, 4);
-        assert_eq!(dealt[0], [Span { document: 0, start: 0, len: 100 }]);
-        let sums = |part: &[Vec<Span>]| part.iter().map(|spans| cost(spans)).sum::<u64>();
+        let balanced = balance_spans(spans(&[100, 1, 1, 90, 4, 4, 80, 20, 50, 50], 100, 4), 100, 4);
+        assert_eq!(balanced[0], [Span { document: 0, start: 0, len: 100 }]);
+        let sums = |group: &[Vec<Span>]| group.iter().map(|spans| cost(spans)).sum::<u64>();
         // The halves cost 5050 + about 2600 and about 4100 + 3500.
-        assert!(sums(&dealt[..2]).abs_diff(sums(&dealt[2..])) < 300, "{dealt:?}");
+        assert!(sums(&balanced[..2]).abs_diff(sums(&balanced[2..])) < 300, "{balanced:?}");
     }
 }

@@ -8,16 +8,16 @@ pub(super) fn pack(order: &[u32], len: impl Fn(u32) -> usize, length: usize) -> 
     let mut longest_first = order.to_vec();
     longest_first.sort_by_key(|&item| std::cmp::Reverse(len(item)));
     let mut sequences: Vec<Vec<u32>> = Vec::new();
-    let mut rooms: BTreeSet<(usize, usize)> = BTreeSet::new();
+    let mut free_tokens: BTreeSet<(usize, usize)> = BTreeSet::new();
     for item in longest_first {
-        let least = rooms.range((len(item), 0)..).next().copied();
-        let (room, index) = least.unwrap_or((length, sequences.len()));
+        let least = free_tokens.range((len(item), 0)..).next().copied();
+        let (free, index) = least.unwrap_or((length, sequences.len()));
         match sequences.get_mut(index) {
             Some(sequence) => sequence.push(item),
             None => sequences.push(vec![item]),
         }
-        rooms.remove(&(room, index));
-        rooms.insert((room - len(item), index));
+        free_tokens.remove(&(free, index));
+        free_tokens.insert((free - len(item), index));
     }
     sequences
 }

@@ -1,6 +1,6 @@
 //! The content of a document before it is tokenized.
 
-use super::forms;
+use super::chat_formats;
 use serde_json::Value;
 
 /// A document: text, or a conversation in some form.
@@ -39,24 +39,28 @@ impl Content {
         let [prompt, completion, instruction, output] =
             ["prompt", "completion", "instruction", "output"].map(&mut take);
         let (tools, system) = (take("tools").unwrap_or_default(), take("system"));
-        let of_pair = prompt.is_some() || completion.is_some();
+        let is_pair = prompt.is_some() || completion.is_some();
         // `output` alone does not make a form: objects in other forms may carry some program's output.
-        let given = [text.is_some(), messages.is_some(), conversations.is_some(), of_pair, instruction.is_some()];
+        let given = [text.is_some(), messages.is_some(), conversations.is_some(), is_pair, instruction.is_some()];
         match given.into_iter().filter(|&given| given).count() {
             0 => return Err(format!("has none of {FORMS}")),
             1 => {}
             _ => return Err(format!("has more than one of {FORMS}")),
         }
         let content = match (text, messages, conversations, prompt, completion, instruction, output) {
-            (Some(text), ..) => Self::Text(forms::string("text", text)?),
-            (_, Some(messages), ..) => Self::Chat { messages: forms::conversation("messages", messages)?, tools },
-            (_, _, Some(turns), ..) => Self::Chat { messages: forms::share_gpt(turns, system)?, tools },
-            (.., Some(prompt), Some(completion), _, _) => forms::pair(prompt, completion, tools)?,
+            (Some(text), ..) => Self::Text(chat_formats::string("text", text)?),
+            (_, Some(messages), ..) => {
+                Self::Chat { messages: chat_formats::conversation("messages", messages)?, tools }
+            }
+            (_, _, Some(turns), ..) => Self::Chat { messages: chat_formats::share_gpt(turns, system)?, tools },
+            (.., Some(prompt), Some(completion), _, _) => {
+                chat_formats::prompt_and_completion(prompt, completion, tools)?
+            }
             (.., Some(_), None, _, _) => return Err("has a `prompt` without a `completion`".into()),
             (.., None, Some(_), _, _) => return Err("has a `completion` without a `prompt`".into()),
             (.., Some(instruction), Some(output)) => {
                 let [input, history] = ["input", "history"].map(&mut take);
-                Self::Chat { messages: forms::alpaca(instruction, input, output, history, system)?, tools }
+                Self::Chat { messages: chat_formats::alpaca(instruction, input, output, history, system)?, tools }
             }
             (.., None) => return Err("has an `instruction` without an `output`".into()),
             (.., None, Some(_)) => return Err(format!("has none of {FORMS}")),
@@ -66,7 +70,7 @@ impl Content {
 
     /// Whether an object with these keys is in one of the forms.
     pub(super) fn has_form(keys: &[String]) -> bool {
-        let has = |key: &str| keys.iter().any(|there| there == key);
+        let has = |key: &str| keys.iter().any(|present| present == key);
         ["text", "messages", "conversations"].into_iter().any(has)
             || has("prompt") && has("completion")
             || has("instruction") && has("output")
@@ -74,17 +78,17 @@ impl Content {
 
     /// Whether nothing in the document is to be learned.
     #[must_use]
-    pub fn is_blank(&self) -> bool {
+    pub fn has_no_targets(&self) -> bool {
         match self {
             Self::Text(text) => text.trim().is_empty(),
             Self::Completion { completion, .. } => completion.is_empty(),
-            Self::Chat { messages, .. } => !messages.iter().any(forms::is_learned),
+            Self::Chat { messages, .. } => !messages.iter().any(chat_formats::is_learned),
         }
     }
 
     /// Whether it is a conversation or a completion of which nothing is learned.
-    pub(super) fn is_unlearned(&self) -> bool {
-        !matches!(self, Self::Text(_)) && self.is_blank()
+    pub(super) fn is_chat_without_targets(&self) -> bool {
+        !matches!(self, Self::Text(_)) && self.has_no_targets()
     }
 
     /// About how many bytes of text the document has.
@@ -92,7 +96,7 @@ impl Content {
         match self {
             Self::Text(text) => text.len(),
             Self::Completion { prompt, completion } => prompt.len() + completion.len(),
-            Self::Chat { messages, .. } => messages.iter().flat_map(forms::strings).map(str::len).sum(),
+            Self::Chat { messages, .. } => messages.iter().flat_map(chat_formats::strings).map(str::len).sum(),
         }
     }
 }

@@ -1,12 +1,12 @@
 //! The tokens of a source: its training split and its held-out split.
 
 use super::{
-    Encoder, Skipped, Store,
-    cache::{self, Found},
+    DocumentStore, Encoder, Skipped,
+    cache::{self, CacheFile},
     fingerprint,
     listing::Listing,
-    making,
-    progress::{Progress, Watch},
+    progress::{Progress, ProgressCallback},
+    tokenize,
 };
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -17,7 +17,7 @@ use std::{
 
 /// A description of a source's content.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct About {
+pub struct SourceSummary {
     /// Number of texts, which are learned whole.
     pub texts: u64,
     /// Number of completions of prompts.
@@ -27,10 +27,11 @@ pub struct About {
     /// Files and documents that were left out.
     pub skipped: Skipped,
     /// Files whose names say that they are for evaluation, not for training.
-    pub suspects: Vec<String>,
+    #[serde(rename = "suspects")]
+    pub evaluation_like_files: Vec<String>,
 }
 
-impl About {
+impl SourceSummary {
     /// Number of documents in all.
     #[must_use]
     pub fn documents(&self) -> u64 {
@@ -39,7 +40,7 @@ impl About {
 
     /// Whether documents must stay whole: text may be cut anywhere, but an answer without its question teaches nothing.
     #[must_use]
-    pub fn stays_whole(&self) -> bool {
+    pub fn must_stay_whole(&self) -> bool {
         self.completions + self.chats > 0
     }
 }
@@ -48,24 +49,24 @@ impl About {
 #[derive(Debug, Clone)]
 pub struct Corpus {
     /// The training split; no document is empty.
-    pub train: Store,
+    pub train: DocumentStore,
     /// The held-out (evaluation) split, never seen in training.
-    pub held_out: Store,
+    pub held_out: DocumentStore,
     /// Number of learned tokens in each split: tokens that are not given, and that follow another one in their document.
-    pub learned: [u64; 2],
+    pub learned_tokens: [u64; 2],
     /// The largest token id.
-    pub largest: Option<u32>,
+    pub largest_token: Option<u32>,
     /// A hash of all words of both splits, in order: two corpora with one fingerprint train alike.
     pub fingerprint: u64,
     /// A hash of every byte of the files that the tokens were made of.
-    pub contents: u64,
+    pub contents_hash: u64,
     /// A description of the source's content.
-    pub about: About,
+    pub summary: SourceSummary,
 }
 
 /// How a source of text is read and tokenized.
 #[derive(Clone, Copy)]
-pub struct Reading<'a> {
+pub struct SourceReader<'a> {
     /// A folder or a file, as [`read`](super::read) takes it.
     pub source: &'a Path,
     /// Files and folders that are left out of `source`.
@@ -75,17 +76,17 @@ pub struct Reading<'a> {
     /// Turns documents into words (tokens with their learned bit).
     pub encoder: Encoder<'a>,
     /// The folder of the token cache.
-    pub folder: &'a Path,
+    pub cache_folder: &'a Path,
     /// Whether every byte of the source is compared with the text that cached tokens were made of, instead of sizes, times and a
     /// sample.
-    pub check: bool,
+    pub check_contents: bool,
     /// How long another process that makes the same tokens may write nothing before that is an error.
     pub deadline: Duration,
     /// Receives the progress of tokenization.
-    pub watch: Watch<'a>,
+    pub on_progress: ProgressCallback<'a>,
 }
 
-impl Reading<'_> {
+impl SourceReader<'_> {
     /// The tokens of the source: the cached ones, or new ones, which are made on the threads of the calling pool and cached. Also
     /// returns what was wrong with cached tokens, in words. Neither text nor tokens are in memory as a whole.
     ///
@@ -96,55 +97,59 @@ impl Reading<'_> {
     /// Errors of [`read`](super::read) and [`Encoder::encode`]; a document with nothing to learn, or a source with nothing to
     /// train on; a folder that cannot be written to; another process that was making the same tokens and stopped;
     /// [`Error::Interrupted`] where [`watch`](Self::watch) ends it.
-    pub fn corpus(&self) -> Result<(Corpus, Vec<String>)> {
+    pub fn load_or_tokenize(&self) -> Result<(Corpus, Vec<String>)> {
         let listing = Listing::new(self.source, self.exclude)?;
         let key = fingerprint([self.encoder.fingerprint()?, self.held_out.to_bits(), listing.identity()?]);
-        let progress = Progress::new(self.watch, self.source, listing.bytes());
-        let contents = if self.check { Some(listing.contents(&progress)?) } else { None };
-        std::fs::create_dir_all(self.folder).map_err(Error::io("create", self.folder))?;
-        if let Cached::Good(corpus) = self.cached(key, contents)? {
+        let progress = Progress::new(self.on_progress, self.source, listing.bytes());
+        let contents = if self.check_contents { Some(listing.contents_hash(&progress)?) } else { None };
+        std::fs::create_dir_all(self.cache_folder).map_err(Error::io("create", self.cache_folder))?;
+        if let CacheState::Valid(corpus) = self.cache_state(key, contents)? {
             return Ok((*corpus, Vec::new()));
         }
-        let _turn = cache::in_turn(self.folder, key, self.deadline, &progress)?;
+        let _lock = cache::lock_token_file(self.cache_folder, key, self.deadline, &progress)?;
         // Another process may have made them while this one waited for its turn.
-        let said = match self.cached(key, contents)? {
-            Cached::Good(corpus) => return Ok((*corpus, Vec::new())),
-            Cached::Nothing => Vec::new(),
-            Cached::Bad(why) => vec![format!("{} is made again: {why}", cache::path(self.folder, key).display())],
+        let remarks = match self.cache_state(key, contents)? {
+            CacheState::Valid(corpus) => return Ok((*corpus, Vec::new())),
+            CacheState::Missing => Vec::new(),
+            CacheState::Invalid(why) => {
+                vec![format!("{} is made again: {why}", cache::path(self.cache_folder, key).display())]
+            }
         };
-        let contents = contents.map_or_else(|| listing.contents(&progress), Ok)?;
-        making::make(self, &listing, &progress, key, contents)?;
-        match cache::open(self.folder, key, false)? {
-            Found::Tokens(corpus) if !corpus.train.is_empty() => Ok((*corpus, said)),
-            Found::Tokens(_) => Err(Error::Data { path: self.source.into(), problem: "no token to train on".into() }),
-            Found::Nothing => Err(self.lost(key, "it is gone")),
-            Found::Damaged(why) => Err(self.lost(key, &why)),
+        let contents = contents.map_or_else(|| listing.contents_hash(&progress), Ok)?;
+        tokenize::tokenize_source(self, &listing, &progress, key, contents)?;
+        match cache::open(self.cache_folder, key, false)? {
+            CacheFile::Tokens(corpus) if !corpus.train.is_empty() => Ok((*corpus, remarks)),
+            CacheFile::Tokens(_) => {
+                Err(Error::Data { path: self.source.into(), problem: "no token to train on".into() })
+            }
+            CacheFile::Missing => Err(self.unusable(key, "it is gone")),
+            CacheFile::Damaged(why) => Err(self.unusable(key, &why)),
         }
     }
 
-    fn lost(&self, key: u64, why: &str) -> Error {
+    fn unusable(&self, key: u64, why: &str) -> Error {
         let problem = format!("was written just now, and cannot be used: {why}");
-        Error::Data { path: cache::path(self.folder, key), problem }
+        Error::Data { path: cache::path(self.cache_folder, key), problem }
     }
 
-    fn cached(&self, key: u64, contents: Option<u64>) -> Result<Cached> {
-        Ok(match cache::open(self.folder, key, self.check)? {
-            Found::Nothing => Cached::Nothing,
-            Found::Damaged(why) => Cached::Bad(why),
-            Found::Tokens(corpus) if contents.is_some_and(|contents| contents != corpus.contents) => {
+    fn cache_state(&self, key: u64, contents: Option<u64>) -> Result<CacheState> {
+        Ok(match cache::open(self.cache_folder, key, self.check_contents)? {
+            CacheFile::Missing => CacheState::Missing,
+            CacheFile::Damaged(why) => CacheState::Invalid(why),
+            CacheFile::Tokens(corpus) if contents.is_some_and(|contents| contents != corpus.contents_hash) => {
                 let source = self.source.display();
-                Cached::Bad(format!("it was made of another content of {source}, of the same size and time"))
+                CacheState::Invalid(format!("it was made of another content of {source}, of the same size and time"))
             }
-            Found::Tokens(corpus) => Cached::Good(corpus),
+            CacheFile::Tokens(corpus) => CacheState::Valid(corpus),
         })
     }
 }
 
 /// The state of a source's tokens in the cache.
-enum Cached {
-    Good(Box<Corpus>),
-    Nothing,
-    Bad(String),
+enum CacheState {
+    Valid(Box<Corpus>),
+    Missing,
+    Invalid(String),
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! Turns documents into words: tokens, each with a bit that says whether it is learned.
 
-use super::{Content, Template, fingerprint, forms};
+use super::{Content, Template, chat_formats, fingerprint};
 use crate::{
     error::{Error, Result},
     tokenizer::Tokenizer,
@@ -12,7 +12,7 @@ use std::{
 };
 
 /// Bit that is set in a word whose token is given, not learned: it is no target.
-pub const GIVEN: u32 = 1 << 31;
+pub const NOT_LEARNED: u32 = 1 << 31;
 
 /// Turns documents into words.
 #[derive(Debug, Clone, Copy)]
@@ -20,22 +20,22 @@ pub struct Encoder<'a> {
     tokenizer: &'a Tokenizer,
     template: Option<&'a Template>,
     /// Why `template` is none, in words.
-    no_template: &'a str,
+    template_error: &'a str,
 }
 
 impl<'a> Encoder<'a> {
     /// An encoder; `template` is needed for conversations only.
     #[must_use]
     pub fn new(tokenizer: &'a Tokenizer, template: Option<&'a Template>) -> Self {
-        let no_template =
+        let template_error =
             "the model has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json)";
-        Self { tokenizer, template, no_template }
+        Self { tokenizer, template, template_error }
     }
 
     /// This encoder for a model whose template cannot be used; `why` enters the error where one is needed.
     #[must_use]
     pub fn without_template(self, why: &'a str) -> Self {
-        Self { template: None, no_template: why, ..self }
+        Self { template: None, template_error: why, ..self }
     }
 
     /// The tokenizer.
@@ -43,7 +43,7 @@ impl<'a> Encoder<'a> {
         self.tokenizer
     }
 
-    /// The words of a document: token ids, with [`GIVEN`] set where the token is not learned. `source` and `name` locate the
+    /// The words of a document: token ids, with [`NOT_LEARNED`] set where the token is not learned. `source` and `name` locate the
     /// document in error messages.
     ///
     /// Text, and a prompt with its completion, begin with the special tokens that the tokenizer puts before a text, which are
@@ -55,53 +55,53 @@ impl<'a> Encoder<'a> {
     /// [`Error::Data`] for a conversation that the template refuses or that spells a special token, and where there is no
     /// template; [`Error::Tokenizer`] when the tokenizer has no token for a part.
     pub fn encode(&self, content: &Content, source: &Path, name: &str) -> Result<Vec<u32>> {
-        let given = |token: u32| token | GIVEN;
+        let not_learned = |token: u32| token | NOT_LEARNED;
         match content {
             Content::Text(text) => {
-                let mut words = self.before();
+                let mut words = self.prefix_words();
                 words.extend(self.tokenizer.encode(text)?);
-                words.extend(self.tokenizer.behind());
+                words.extend(self.tokenizer.suffix_tokens());
                 Ok(words)
             }
             Content::Completion { prompt, completion } => {
-                let mut words = self.before();
-                words.extend(self.tokenizer.encode(prompt)?.into_iter().map(given));
+                let mut words = self.prefix_words();
+                words.extend(self.tokenizer.encode(prompt)?.into_iter().map(not_learned));
                 words.extend(self.tokenizer.encode(completion)?);
-                words.extend(self.tokenizer.behind());
+                words.extend(self.tokenizer.suffix_tokens());
                 Ok(words)
             }
             Content::Chat { messages, tools } => {
-                let wrong = |problem: String| Error::Data { path: named_place(source, name), problem };
+                let wrong = |problem: String| Error::Data { path: document_path(source, name), problem };
                 let Some(template) = self.template else {
                     return Err(wrong(format!(
                         "holds a conversation, but {}; give one with --chat-template",
-                        self.no_template
+                        self.template_error
                     )));
                 };
                 for (index, message) in messages.iter().enumerate() {
-                    let said = forms::strings(message);
-                    let spelled = |token: &&str| said.iter().any(|text| text.contains(*token));
+                    let texts = chat_formats::strings(message);
+                    let is_spelled_out = |token: &&str| texts.iter().any(|text| text.contains(*token));
                     // Special tokens of the template have a meaning; those in the data would end turns that they did not open.
-                    if let Some(token) = self.tokenizer.special_tokens().find(spelled) {
+                    if let Some(token) = self.tokenizer.special_tokens().find(is_spelled_out) {
                         return Err(wrong(format!("message {} spells the special token {token}; mask it", index + 1)));
                     }
                 }
                 let rendered = template.render(messages, tools).map_err(wrong)?;
-                let tokens = self.tokenizer.encode_templated(&rendered.text)?;
+                let tokens = self.tokenizer.encode_with_special_tokens(&rendered.text)?;
                 let learned = |at: &Range<usize>| rendered.learned.iter().any(|r| r.start < at.end && at.start < r.end);
-                Ok(tokens.into_iter().map(|(t, at)| if learned(&at) { t } else { given(t) }).collect())
+                Ok(tokens.into_iter().map(|(t, at)| if learned(&at) { t } else { not_learned(t) }).collect())
             }
         }
     }
 
     /// The words that a text begins with: the tokenizer's special tokens, given.
-    pub(super) fn before(&self) -> Vec<u32> {
-        self.tokenizer.before().iter().map(|token| token | GIVEN).collect()
+    pub(super) fn prefix_words(&self) -> Vec<u32> {
+        self.tokenizer.prefix_tokens().iter().map(|token| token | NOT_LEARNED).collect()
     }
 
     /// A fingerprint of everything that decides how documents become words.
     pub(crate) fn fingerprint(&self) -> Result<u64> {
-        let template = self.template.map_or_else(|| self.no_template.to_owned(), Template::identity);
+        let template = self.template.map_or_else(|| self.template_error.to_owned(), Template::identity);
         let json = self.tokenizer.to_json()?;
         // The token that ends a document may be named by another file.
         let end = self.tokenizer.end_of_text().map_or(0, |end| u64::from(end) + 1);
@@ -111,7 +111,7 @@ impl<'a> Encoder<'a> {
 
 /// The path of a document of `source` in messages: in a folder, a document's name begins below the folder; in a file, it begins
 /// with the file's name.
-pub(super) fn named_place(source: &Path, name: &str) -> PathBuf {
+pub(super) fn document_path(source: &Path, name: &str) -> PathBuf {
     let file = source.file_name().and_then(OsStr::to_str);
     match file.and_then(|file| name.strip_prefix(file)) {
         Some(line) if line.is_empty() || line.starts_with(':') => source.with_file_name(name),
@@ -128,12 +128,12 @@ mod tests {
         Tokenizer::byte_level(Path::new("byte-level")).expect("a tokenizer")
     }
 
-    fn shown(words: &[u32]) -> (String, String) {
+    fn split_by_learned(words: &[u32]) -> (String, String) {
         let text = |keep: fn(u32) -> bool| {
-            let byte = |&w: &u32| if w & !GIVEN == 256 { '$' } else { char::from((w & 0xff) as u8) };
+            let byte = |&w: &u32| if w & !NOT_LEARNED == 256 { '$' } else { char::from((w & 0xff) as u8) };
             words.iter().filter(|&&w| keep(w)).map(byte).collect::<String>()
         };
-        (text(|w| w & GIVEN != 0), text(|w| w & GIVEN == 0))
+        (text(|w| w & NOT_LEARNED != 0), text(|w| w & NOT_LEARNED == 0))
     }
 
     #[test]
@@ -146,7 +146,8 @@ mod tests {
         let template = Template::read(&path, None).expect("a template");
         let tokenizer = tokenizer();
         let encoder = Encoder::new(&tokenizer, Some(&template));
-        let words = |content: &Content| shown(&encoder.encode(content, Path::new("d"), "d:1").expect("words"));
+        let words =
+            |content: &Content| split_by_learned(&encoder.encode(content, Path::new("d"), "d:1").expect("words"));
         let pair = Content::Completion { prompt: "2+2=".into(), completion: "4".into() };
         assert_eq!(words(&pair), ("2+2=".into(), "4$".into()));
         assert_eq!(words(&Content::Text("all".into())), (String::new(), "all$".into()));
@@ -158,7 +159,7 @@ mod tests {
 
     #[test]
     fn a_document_is_named_once_with_its_folder() {
-        let named = |source: &str, name: &str| named_place(Path::new(source), name).to_string_lossy().into_owned();
+        let named = |source: &str, name: &str| document_path(Path::new(source), name).to_string_lossy().into_owned();
         assert_eq!(named("a/d.jsonl", "d.jsonl:3"), "a/d.jsonl:3");
         assert_eq!(named("a/d.txt", "d.txt"), "a/d.txt");
         assert_eq!(named("data", "data/d.jsonl:3"), "data/data/d.jsonl:3");

@@ -15,7 +15,7 @@ use std::{
 };
 
 /// Bytes at the beginning, the middle and the end of a file that are its sample.
-const SAMPLE: u64 = 4 << 10;
+const SAMPLE_BYTES: u64 = 4 << 10;
 
 /// A file of a source.
 #[derive(Debug, Clone)]
@@ -24,7 +24,7 @@ pub(super) struct Entry {
     /// the file's name.
     pub(super) name: String,
     pub(super) path: PathBuf,
-    about: Metadata,
+    metadata: Metadata,
 }
 
 /// The files of a source, sorted by name.
@@ -41,15 +41,15 @@ impl Listing {
     /// Lists the file at `path`, or the files of that folder. Hidden files, files that `.gitignore` or `.ignore` name, folders of
     /// models and runs, and `exclude`, with everything below, are left out.
     pub(super) fn new(path: &Path, exclude: &[PathBuf]) -> Result<Self> {
-        let about = std::fs::metadata(path).map_err(Error::io("read", path))?;
+        let metadata = std::fs::metadata(path).map_err(Error::io("read", path))?;
         let (root, skipped) = (path.to_owned(), Skipped::default());
-        if about.is_dir() {
+        if metadata.is_dir() {
             let mut listing = Self { root, is_folder: true, entries: Vec::new(), skipped };
             listing.walk(exclude)?;
             return Ok(listing);
         }
         let name = path.file_name().map_or_else(|| path.display().to_string(), |n| n.to_string_lossy().into_owned());
-        Ok(Self { root, is_folder: false, entries: vec![Entry { name, path: path.into(), about }], skipped })
+        Ok(Self { root, is_folder: false, entries: vec![Entry { name, path: path.into(), metadata }], skipped })
     }
 
     fn walk(&mut self, exclude: &[PathBuf]) -> Result<()> {
@@ -78,25 +78,25 @@ impl Listing {
             if entry.file_type().is_none_or(|t| t.is_dir()) {
                 continue;
             }
-            let (name, path) = (self.name(entry.path()), entry.path().to_owned());
+            let (name, path) = (self.relative_name(entry.path()), entry.path().to_owned());
             // A link to a file counts as the file, as in caches of data sets.
             match std::fs::metadata(&path) {
-                Ok(about) if about.is_file() => self.entries.push(Entry { name, path, about }),
-                Ok(about) if about.is_dir() => self.skipped.add("links to folders", &name),
+                Ok(metadata) if metadata.is_file() => self.entries.push(Entry { name, path, metadata }),
+                Ok(metadata) if metadata.is_dir() => self.skipped.add("links to folders", &name),
                 Ok(_) => self.skipped.add("neither files nor folders", &name),
                 Err(_) => self.skipped.add("broken links", &name),
             }
         }
         let mut models = std::mem::take(&mut *models.lock().unwrap_or_else(PoisonError::into_inner));
         models.sort();
-        models.iter().for_each(|path| self.skipped.add("folders of a model or run", &self.name(path)));
+        models.iter().for_each(|path| self.skipped.add("folders of a model or run", &self.relative_name(path)));
         self.entries.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(())
     }
 
-    fn name(&self, path: &Path) -> String {
-        let below = path.strip_prefix(&self.root).unwrap_or(path);
-        below.iter().map(|p| p.to_string_lossy()).collect::<Vec<_>>().join("/")
+    fn relative_name(&self, path: &Path) -> String {
+        let relative = path.strip_prefix(&self.root).unwrap_or(path);
+        relative.iter().map(|p| p.to_string_lossy()).collect::<Vec<_>>().join("/")
     }
 
     /// A hash of the files' paths, sizes and times, and of a sample of their content.
@@ -106,10 +106,10 @@ impl Listing {
         hash.push_bytes(root.as_os_str().as_encoded_bytes());
         for entry in &self.entries {
             hash.push_bytes(entry.name.as_bytes());
-            hash.push(entry.about.len());
-            let modified = entry.about.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
+            hash.push(entry.metadata.len());
+            let modified = entry.metadata.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
             hash.push(modified.map_or(0, |since| since.as_nanos() as u64));
-            entry.sample(&mut hash)?;
+            entry.hash_sample(&mut hash)?;
         }
         Ok(hash.finish())
     }
@@ -120,16 +120,16 @@ impl Listing {
     }
 
     /// A hash of every byte of the files.
-    pub(super) fn contents(&self, progress: &Progress<'_>) -> Result<u64> {
+    pub(super) fn contents_hash(&self, progress: &Progress<'_>) -> Result<u64> {
         let mut hash = Fingerprint::new();
         let mut buffer = vec![0; 1 << 20];
         for entry in &self.entries {
             hash.push_bytes(entry.name.as_bytes());
             let mut file = File::open(&entry.path).map_err(Error::io("read", &entry.path))?;
             loop {
-                let count = fill(&mut file, &mut buffer).map_err(Error::io("read", &entry.path))?;
+                let count = read_full(&mut file, &mut buffer).map_err(Error::io("read", &entry.path))?;
                 hash.push_bytes(&buffer[..count]);
-                progress.tell()?;
+                progress.report()?;
                 if count < buffer.len() {
                     break;
                 }
@@ -142,20 +142,20 @@ impl Listing {
 impl Entry {
     /// Bytes of the file, as it is stored.
     pub(super) fn bytes(&self) -> u64 {
-        self.about.len()
+        self.metadata.len()
     }
 
-    fn sample(&self, hash: &mut Fingerprint) -> Result<()> {
-        let size = self.about.len();
-        let places: &[u64] = match size {
+    fn hash_sample(&self, hash: &mut Fingerprint) -> Result<()> {
+        let size = self.metadata.len();
+        let offsets: &[u64] = match size {
             0 => &[],
-            1..=SAMPLE => &[0],
-            _ => &[0, (size - SAMPLE) / 2, size - SAMPLE],
+            1..=SAMPLE_BYTES => &[0],
+            _ => &[0, (size - SAMPLE_BYTES) / 2, size - SAMPLE_BYTES],
         };
         let mut file = File::open(&self.path).map_err(Error::io("read", &self.path))?;
-        let mut buffer = vec![0; SAMPLE as usize];
-        for &place in places {
-            let read = file.seek(SeekFrom::Start(place)).and_then(|_| fill(&mut file, &mut buffer));
+        let mut buffer = vec![0; SAMPLE_BYTES as usize];
+        for &offset in offsets {
+            let read = file.seek(SeekFrom::Start(offset)).and_then(|_| read_full(&mut file, &mut buffer));
             hash.push_bytes(&buffer[..read.map_err(Error::io("read", &self.path))?]);
         }
         Ok(())
@@ -163,7 +163,7 @@ impl Entry {
 }
 
 /// Reads until the buffer is full or the file ends.
-fn fill(from: &mut impl Read, buffer: &mut [u8]) -> std::io::Result<usize> {
+fn read_full(from: &mut impl Read, buffer: &mut [u8]) -> std::io::Result<usize> {
     let mut count = 0;
     while count < buffer.len() {
         match from.read(&mut buffer[count..]) {
@@ -186,7 +186,7 @@ fn is_model_folder(path: &Path) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::unwatched;
+    use crate::data::ignore_progress;
     use std::time::{Duration, SystemTime};
 
     #[test]
@@ -200,7 +200,10 @@ mod tests {
         };
         let both = || {
             let listing = Listing::new(folder.path(), &[]).unwrap();
-            (listing.identity().unwrap(), listing.contents(&Progress::new(&unwatched, folder.path(), 0)).unwrap())
+            (
+                listing.identity().unwrap(),
+                listing.contents_hash(&Progress::new(&ignore_progress, folder.path(), 0)).unwrap(),
+            )
         };
         let mut bytes = b"a word; ".repeat(10_000);
         write(&bytes, time);
@@ -209,19 +212,19 @@ mod tests {
         // A byte is changed where no sample is taken.
         bytes[20_000] ^= 1;
         write(&bytes, time);
-        let unseen = both();
-        assert_eq!(unseen.0, first.0);
-        assert_ne!(unseen.1, first.1);
+        let unsampled = both();
+        assert_eq!(unsampled.0, first.0);
+        assert_ne!(unsampled.1, first.1);
         for at in [0, 40_000, 79_999] {
-            let mut seen = bytes.clone();
-            seen[at] ^= 1;
-            write(&seen, time);
+            let mut sampled = bytes.clone();
+            sampled[at] ^= 1;
+            write(&sampled, time);
             assert_ne!(both().0, first.0, "byte {at}");
         }
         write(&bytes, time + Duration::from_millis(1));
         assert_ne!(both().0, first.0, "another time");
         std::fs::rename(&path, folder.path().join("b.txt")).unwrap();
-        assert_ne!(both().1, unseen.1, "another name");
+        assert_ne!(both().1, unsampled.1, "another name");
         std::fs::write(folder.path().join("empty"), "").unwrap();
         both();
     }
@@ -238,6 +241,6 @@ mod tests {
         link(&elsewhere.path().join("nothing"), "broken");
         let listing = Listing::new(folder.path(), &[]).unwrap();
         assert_eq!(listing.entries.iter().map(|entry| entry.name.as_str()).collect::<Vec<_>>(), ["a.txt"]);
-        assert_eq!(listing.skipped.words().unwrap(), "not read: 1 broken links (broken), 1 links to folders (more)");
+        assert_eq!(listing.skipped.describe().unwrap(), "not read: 1 broken links (broken), 1 links to folders (more)");
     }
 }

@@ -1,14 +1,14 @@
 //! Several sources of documents, dealt out in fixed shares.
 
-use super::{Packer, Packing, Position, Sequence, balance};
+use super::{Packer, PackerPosition, Packing, Sequence, balance};
 use serde::{Deserialize, Serialize};
 
 /// The position in one of several sources.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Dealt {
+pub struct SourcePosition {
     /// Position of the source's packer.
-    pub position: Position,
+    pub position: PackerPosition,
     /// Number of sequences of the source that were dealt.
     pub sequences: u64,
 }
@@ -17,16 +17,16 @@ pub struct Dealt {
 /// sequences so far. So the order follows from the shares alone, and is the same on every mesh and when a run is resumed.
 #[derive(Debug, Clone)]
 pub struct Mixture {
-    sources: Vec<Source>,
+    sources: Vec<MixedSource>,
     packing: Packing,
 }
 
 #[derive(Debug, Clone)]
-struct Source {
+struct MixedSource {
     packer: Packer,
     /// Share of all sequences that come from this source.
     share: f64,
-    dealt: u64,
+    sequences_taken: u64,
 }
 
 impl Mixture {
@@ -34,8 +34,11 @@ impl Mixture {
     #[must_use]
     pub fn new(sources: Vec<(Packer, f64)>, packing: Packing) -> Self {
         let sum: f64 = sources.iter().map(|(_, weight)| weight).sum();
-        let source =
-            |(packer, weight): (Packer, f64)| Source { packer: packer.with(packing), share: weight / sum, dealt: 0 };
+        let source = |(packer, weight): (Packer, f64)| MixedSource {
+            packer: packer.with_packing(packing),
+            share: weight / sum,
+            sequences_taken: 0,
+        };
         Self { sources: sources.into_iter().map(source).collect(), packing }
     }
 
@@ -50,38 +53,38 @@ impl Mixture {
             .collect();
         let sequences = order.into_iter().filter_map(|source| dealt[source].next()).collect();
         match (self.packing, self.sources.len()) {
-            (Packing::Balanced, 2..) => balance::in_halves_of(sequences),
+            (Packing::Balanced, 2..) => balance::order_sequences_by_halves(sequences),
             _ => sequences,
         }
     }
 
     /// The source of the next sequence.
     fn next_source(&mut self) -> usize {
-        let number = self.sources.iter().map(|source| source.dealt).sum::<u64>() + 1;
-        let behind = |source: &Source| source.share * number as f64 - source.dealt as f64;
+        let number = self.sources.iter().map(|source| source.sequences_taken).sum::<u64>() + 1;
+        let deficit = |source: &MixedSource| source.share * number as f64 - source.sequences_taken as f64;
         let mut next = 0;
         for index in 1..self.sources.len() {
             // If sources are equally late, the first one is taken.
-            if behind(&self.sources[index]) > behind(&self.sources[next]) {
+            if deficit(&self.sources[index]) > deficit(&self.sources[next]) {
                 next = index;
             }
         }
-        self.sources[next].dealt += 1;
+        self.sources[next].sequences_taken += 1;
         next
     }
 
     /// The `count` fullest sequences of a pass, where some source has documents that stay whole; none where every sequence is
     /// full.
-    pub(crate) fn fullest(&self, count: usize) -> Option<Vec<Sequence>> {
-        let of_whole: Vec<_> = self.sources.iter().map(|source| source.packer.fullest(count)).collect();
-        if of_whole.iter().all(Option::is_none) {
+    pub(crate) fn fullest_sequences(&self, count: usize) -> Option<Vec<Sequence>> {
+        let of_each: Vec<_> = self.sources.iter().map(|source| source.packer.fullest_sequences(count)).collect();
+        if of_each.iter().all(Option::is_none) {
             return None;
         }
         // Sequences of the other sources are full anyway.
-        let of_source = |(source, fullest): (&Source, Option<Vec<Sequence>>)| {
-            fullest.unwrap_or_else(|| source.packer.clone().next_sequences(count))
+        let of_source = |(source, fullest_sequences): (&MixedSource, Option<Vec<Sequence>>)| {
+            fullest_sequences.unwrap_or_else(|| source.packer.clone().next_sequences(count))
         };
-        let mut all: Vec<Sequence> = self.sources.iter().zip(of_whole).flat_map(of_source).collect();
+        let mut all: Vec<Sequence> = self.sources.iter().zip(of_each).flat_map(of_source).collect();
         all.sort_by_key(|sequence| std::cmp::Reverse(sequence.tokens.len()));
         all.truncate(count);
         Some(all)
@@ -89,40 +92,43 @@ impl Mixture {
 
     /// Number of sequences that a pass over all sources fills, and for each source the number of a pass over it and its share.
     #[must_use]
-    pub fn sequences_of_pass(&self) -> (f64, Vec<(f64, f64)>) {
+    pub fn sequences_per_epoch(&self) -> (f64, Vec<(f64, f64)>) {
         let each: Vec<_> =
-            self.sources.iter().map(|source| (source.packer.sequences_of_pass(), source.share)).collect();
+            self.sources.iter().map(|source| (source.packer.sequences_per_epoch(), source.share)).collect();
         (each.iter().map(|(sequences, _)| sequences).sum(), each)
     }
 
     /// The position in each source.
     #[must_use]
-    pub fn dealt(&self) -> Vec<Dealt> {
-        let of = |source: &Source| Dealt { position: source.packer.position(), sequences: source.dealt };
+    pub fn positions(&self) -> Vec<SourcePosition> {
+        let of = |source: &MixedSource| SourcePosition {
+            position: source.packer.position(),
+            sequences: source.sequences_taken,
+        };
         self.sources.iter().map(of).collect()
     }
 
     /// The same sources, continued from other positions, one for each source.
     #[must_use]
-    pub fn at(self, places: &[Dealt]) -> Self {
-        let at = |(source, at): (Source, &Dealt)| Source {
-            packer: source.packer.at(at.position),
-            dealt: at.sequences,
+    pub fn resume_at(self, positions: &[SourcePosition]) -> Self {
+        let at = |(source, at): (MixedSource, &SourcePosition)| MixedSource {
+            packer: source.packer.resume_at(at.position),
+            sequences_taken: at.sequences,
             ..source
         };
-        Self { sources: self.sources.into_iter().zip(places).map(at).collect(), ..self }
+        Self { sources: self.sources.into_iter().zip(positions).map(at).collect(), ..self }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::{Fit, Overlong, Store};
+    use crate::data::{DocumentStore, Overlong, PackableSpans};
 
     /// A packer of documents of a hundred tokens, whose ids name their source.
     fn packer(source: u32, documents: usize) -> Packer {
-        let store = Store::new(&vec![vec![source; 100]; documents]);
-        Packer::new(store, 64, 3, Position::default())
+        let store = DocumentStore::new(&vec![vec![source; 100]; documents]);
+        Packer::new(store, 64, 3, PackerPosition::default())
     }
 
     fn sources(sequences: &[Sequence]) -> Vec<u32> {
@@ -162,17 +168,17 @@ mod tests {
             first.next_sequences(3);
             whole.next_sequences(3);
         }
-        let kept = serde_json::to_string(&first.dealt()).unwrap();
-        let mut again = mix().at(&serde_json::from_str::<Vec<Dealt>>(&kept).unwrap());
+        let saved = serde_json::to_string(&first.positions()).unwrap();
+        let mut resumed = mix().resume_at(&serde_json::from_str::<Vec<SourcePosition>>(&saved).unwrap());
         for _ in 0..9 {
-            assert_eq!(again.next_sequences(3), whole.next_sequences(3));
+            assert_eq!(resumed.next_sequences(3), whole.next_sequences(3));
         }
     }
 
     #[test]
     fn one_source_is_dealt_as_its_packer_deals() {
         for packing in [Packing::InOrder, Packing::Balanced] {
-            let mut alone = packer(1, 30).with(packing);
+            let mut alone = packer(1, 30).with_packing(packing);
             let mut mixture = Mixture::new(vec![(packer(1, 30), 0.4)], packing);
             for _ in 0..9 {
                 assert_eq!(mixture.next_sequences(4), alone.next_sequences(4));
@@ -183,15 +189,18 @@ mod tests {
     #[test]
     fn the_fullest_sequences_are_those_of_any_source() {
         let whole = |source: u32| {
-            let store = Store::new(&[vec![source; 40], vec![source; 30]]);
-            let fit = Fit::new(&store, 64, true, Overlong::Truncate);
-            Packer::new(store, 64, 3, Position::default()).fitted(fit)
+            let store = DocumentStore::new(&[vec![source; 40], vec![source; 30]]);
+            let spans = PackableSpans::new(&store, 64, true, Overlong::Truncate);
+            Packer::new(store, 64, 3, PackerPosition::default()).with_spans(spans)
         };
         let text = Mixture::new(vec![(packer(1, 5), 1.0), (packer(2, 5), 1.0)], Packing::InOrder);
-        assert!(text.fullest(2).is_none());
+        assert!(text.fullest_sequences(2).is_none());
         let both = Mixture::new(vec![(whole(1), 1.0), (packer(2, 5), 1.0)], Packing::Balanced);
-        assert_eq!(both.fullest(2).unwrap().iter().map(|s| s.tokens.len()).collect::<Vec<_>>(), [64, 64]);
+        assert_eq!(both.fullest_sequences(2).unwrap().iter().map(|s| s.tokens.len()).collect::<Vec<_>>(), [64, 64]);
         let chats = Mixture::new(vec![(whole(1), 1.0), (whole(2), 1.0)], Packing::InOrder);
-        assert_eq!(chats.fullest(3).unwrap().iter().map(|s| s.tokens.len()).collect::<Vec<_>>(), [40, 40, 40]);
+        assert_eq!(
+            chats.fullest_sequences(3).unwrap().iter().map(|s| s.tokens.len()).collect::<Vec<_>>(),
+            [40, 40, 40]
+        );
     }
 }

@@ -1,7 +1,7 @@
 //! Packs documents into sequences of S tokens, in which no document sees another. Text fills sequences to the last token;
 //! documents that must stay whole leave padding at their ends.
 
-use super::{Fit, IGNORE, Store, balance, best_fit, encode::GIVEN, fingerprint};
+use super::{DocumentStore, IGNORE, PackableSpans, balance, best_fit, encode::NOT_LEARNED, fingerprint};
 use rand_chacha::{
     ChaCha8Rng,
     rand_core::{RngCore, SeedableRng},
@@ -12,7 +12,7 @@ use std::{str::FromStr, sync::Arc};
 /// The packer's position. With the documents, the sequence length and the seed it fixes all sequences that follow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Position {
+pub struct PackerPosition {
     /// Number of full passes over the documents so far.
     pub epoch: u64,
     /// Number of documents of this pass that are done; number of sequences, where no document is cut.
@@ -60,41 +60,43 @@ pub struct Sequence {
     /// given, not learned.
     pub targets: Vec<u32>,
     /// Lengths of the pieces, in order; their sum is the number of tokens.
-    pub pieces: Vec<usize>,
+    pub segment_lengths: Vec<usize>,
 }
 
 /// Packs documents into sequences, shuffled anew in each pass. Text longer than the room in a sequence goes on in the next one as
 /// a new piece; documents that must stay whole go where they fit best.
 #[derive(Debug, Clone)]
 pub struct Packer {
-    documents: Store,
-    fit: Fit,
+    documents: DocumentStore,
+    spans_to_pack: PackableSpans,
     length: usize,
     seed: u64,
     packing: Packing,
-    position: Position,
-    pass: Arc<Pass>,
+    position: PackerPosition,
+    order: Arc<EpochOrder>,
 }
 
 /// The order of a pass over the documents, as indices of their spans.
 #[derive(Debug)]
-enum Pass {
+enum EpochOrder {
     /// One span after the other, cut where a sequence ends.
     Stream(Vec<u32>),
     /// The whole spans of each sequence.
     Whole(Vec<Vec<u32>>),
 }
 
-impl Pass {
-    fn new(fit: &Fit, length: usize, seed: u64, epoch: u64) -> Arc<Self> {
-        let order = shuffled(fit.spans.len(), seed, epoch);
-        if !fit.whole {
+impl EpochOrder {
+    fn new(spans_to_pack: &PackableSpans, length: usize, seed: u64, epoch: u64) -> Arc<Self> {
+        let order = shuffled(spans_to_pack.spans.len(), seed, epoch);
+        if !spans_to_pack.keeps_whole {
             return Arc::new(Self::Stream(order));
         }
         // The whole pass is packed at once: so a position in it is one number, and no sequence waits for the next documents.
-        let mut sequences = best_fit::pack(&order, |span| fit.spans.get(span as usize).len, length);
-        let places = shuffled(sequences.len(), fingerprint([seed, 1]), epoch);
-        Arc::new(Self::Whole(places.into_iter().map(|place| std::mem::take(&mut sequences[place as usize])).collect()))
+        let mut sequences = best_fit::pack(&order, |span| spans_to_pack.spans.get(span as usize).len, length);
+        let sequence_order = shuffled(sequences.len(), fingerprint([seed, 1]), epoch);
+        Arc::new(Self::Whole(
+            sequence_order.into_iter().map(|index| std::mem::take(&mut sequences[index as usize])).collect(),
+        ))
     }
 
     fn len(&self) -> usize {
@@ -108,54 +110,56 @@ impl Pass {
 impl Packer {
     /// A packer of `documents` from `position` on, for sequences of `length` tokens, in order, of text that may be cut anywhere.
     #[must_use]
-    pub fn new(documents: Store, length: usize, seed: u64, position: Position) -> Self {
-        let fit = Fit::text(&documents);
-        let pass = Pass::new(&fit, length, seed, position.epoch);
-        Self { documents, fit, length, seed, packing: Packing::InOrder, position, pass }
+    pub fn new(documents: DocumentStore, length: usize, seed: u64, position: PackerPosition) -> Self {
+        let spans_to_pack = PackableSpans::for_text(&documents);
+        let order = EpochOrder::new(&spans_to_pack, length, seed, position.epoch);
+        Self { documents, spans_to_pack, length, seed, packing: Packing::InOrder, position, order }
     }
 
     /// This packer with another way of packing.
     #[must_use]
-    pub fn with(self, packing: Packing) -> Self {
+    pub fn with_packing(self, packing: Packing) -> Self {
         Self { packing, ..self }
     }
 
     /// This packer with the spans of `fit`, which was made for its documents and sequence length.
     #[must_use]
-    pub fn fitted(self, fit: Fit) -> Self {
-        let pass = Pass::new(&fit, self.length, self.seed, self.position.epoch);
-        Self { fit, pass, ..self }
+    pub fn with_spans(self, spans_to_pack: PackableSpans) -> Self {
+        let order = EpochOrder::new(&spans_to_pack, self.length, self.seed, self.position.epoch);
+        Self { spans_to_pack, order, ..self }
     }
 
     /// This packer, continued from another position.
     #[must_use]
-    pub fn at(self, position: Position) -> Self {
-        let pass = Pass::new(&self.fit, self.length, self.seed, position.epoch);
-        Self { position, pass, ..self }
+    pub fn resume_at(self, position: PackerPosition) -> Self {
+        let order = EpochOrder::new(&self.spans_to_pack, self.length, self.seed, position.epoch);
+        Self { position, order, ..self }
     }
 
     /// The position at which the next sequence begins.
     #[must_use]
-    pub fn position(&self) -> Position {
+    pub fn position(&self) -> PackerPosition {
         self.position
     }
 
     /// The next `count` sequences, of S tokens each, or of fewer where documents stay whole. They make up a step, in which
     /// [`Packing::Balanced`] deals documents anew. Passes follow each other without a gap, so this never ends.
     pub fn next_sequences(&mut self, count: usize) -> Vec<Sequence> {
-        let dealt = match (self.packing, self.fit.whole) {
+        let sequences_of_spans = match (self.packing, self.spans_to_pack.keeps_whole) {
             (Packing::InOrder, false) => (0..count).map(|_| self.next_spans(self.length)).collect(),
-            (Packing::Balanced, false) => balance::deal(self.next_spans(self.length * count), self.length, count),
+            (Packing::Balanced, false) => {
+                balance::balance_spans(self.next_spans(self.length * count), self.length, count)
+            }
             (Packing::InOrder, true) => self.next_whole(count),
-            (Packing::Balanced, true) => balance::deal_whole(self.next_whole(count), self.length),
+            (Packing::Balanced, true) => balance::balance_whole_spans(self.next_whole(count), self.length),
         };
-        dealt.iter().map(|spans| self.sequence(spans)).collect()
+        sequences_of_spans.iter().map(|spans| self.sequence(spans)).collect()
     }
 
     /// The `count` fullest sequences of a pass, where documents stay whole; none where every sequence is full.
-    pub(crate) fn fullest(&self, count: usize) -> Option<Vec<Sequence>> {
-        let Pass::Whole(sequences) = &*self.pass else { return None };
-        let span = |&span: &u32| self.fit.spans.get(span as usize);
+    pub(crate) fn fullest_sequences(&self, count: usize) -> Option<Vec<Sequence>> {
+        let EpochOrder::Whole(sequences) = &*self.order else { return None };
+        let span = |&span: &u32| self.spans_to_pack.spans.get(span as usize);
         let tokens = |sequence: &&Vec<u32>| sequence.iter().map(|at| span(at).len).sum::<usize>();
         let mut all: Vec<&Vec<u32>> = sequences.iter().collect();
         all.sort_by_key(|sequence| std::cmp::Reverse(tokens(sequence)));
@@ -165,10 +169,10 @@ impl Packer {
 
     /// Number of sequences that a pass fills; a fraction for text, whose last sequence the next pass fills up.
     #[must_use]
-    pub fn sequences_of_pass(&self) -> f64 {
-        match &*self.pass {
-            Pass::Stream(_) => self.fit.spans.tokens() as f64 / self.length as f64,
-            Pass::Whole(sequences) => sequences.len() as f64,
+    pub fn sequences_per_epoch(&self) -> f64 {
+        match &*self.order {
+            EpochOrder::Stream(_) => self.spans_to_pack.spans.tokens() as f64 / self.length as f64,
+            EpochOrder::Whole(sequences) => sequences.len() as f64,
         }
     }
 
@@ -184,10 +188,10 @@ impl Packer {
     fn next_spans(&mut self, tokens: usize) -> Vec<Span> {
         let (mut spans, mut left) = (Vec::new(), tokens);
         while left > 0
-            && let Pass::Stream(order) = &*self.pass
+            && let EpochOrder::Stream(order) = &*self.order
             && let Some(&next) = order.get(self.position.document)
         {
-            let Span { document, start, len: whole } = self.fit.spans.get(next as usize);
+            let Span { document, start, len: whole } = self.spans_to_pack.spans.get(next as usize);
             let offset = self.position.offset;
             let len = (whole - offset).min(left).min(self.length);
             spans.push(Span { document, start: start + offset, len });
@@ -203,42 +207,47 @@ impl Packer {
 
     /// The spans of the next `count` sequences of whole documents.
     fn next_whole(&mut self, count: usize) -> Vec<Vec<Span>> {
-        let mut dealt = Vec::with_capacity(count);
-        while dealt.len() < count
-            && let Pass::Whole(sequences) = &*self.pass
+        let mut sequences_of_spans = Vec::with_capacity(count);
+        while sequences_of_spans.len() < count
+            && let EpochOrder::Whole(sequences) = &*self.order
             && let Some(sequence) = sequences.get(self.position.document)
         {
-            dealt.push(sequence.iter().map(|&span| self.fit.spans.get(span as usize)).collect());
+            sequences_of_spans.push(sequence.iter().map(|&span| self.spans_to_pack.spans.get(span as usize)).collect());
             self.advance();
         }
-        dealt
+        sequences_of_spans
     }
 
     fn advance(&mut self) {
         self.position.document += 1;
-        if self.position.document == self.pass.len() {
-            self.position = Position { epoch: self.position.epoch + 1, ..Position::default() };
-            self.pass = Pass::new(&self.fit, self.length, self.seed, self.position.epoch);
+        if self.position.document == self.order.len() {
+            self.position = PackerPosition { epoch: self.position.epoch + 1, ..PackerPosition::default() };
+            self.order = EpochOrder::new(&self.spans_to_pack, self.length, self.seed, self.position.epoch);
         }
     }
 
     /// The spans of `fit` once, in the order of the documents, as sequences of at most `length` tokens, for evaluation. Stops
     /// after `most` tokens, or with the first document if that must stay whole and is longer.
     #[must_use]
-    pub fn once(documents: &Store, fit: &Fit, length: usize, most: usize) -> Vec<Sequence> {
+    pub fn pack_once(
+        documents: &DocumentStore,
+        spans_to_pack: &PackableSpans,
+        length: usize,
+        max_tokens: usize,
+    ) -> Vec<Sequence> {
         let mut sequences = vec![Sequence::with_capacity(length)];
-        let mut left = most;
-        for span in fit.spans.iter() {
-            if fit.whole && span.len > left && left < most {
+        let mut left = max_tokens;
+        for span in spans_to_pack.spans.iter() {
+            if spans_to_pack.keeps_whole && span.len > left && left < max_tokens {
                 break;
             }
-            let len = if fit.whole { span.len } else { span.len.min(left) };
+            let len = if spans_to_pack.keeps_whole { span.len } else { span.len.min(left) };
             left = left.saturating_sub(len);
             let mut rest = &documents.document(span.document)[span.start..span.start + len];
             while !rest.is_empty() {
                 // Number of tokens that must go into one sequence together.
-                let least = if fit.whole { rest.len() } else { 1 };
-                if sequences.last().is_none_or(|s| s.tokens.len() + least > length) {
+                let min_room = if spans_to_pack.keeps_whole { rest.len() } else { 1 };
+                if sequences.last().is_none_or(|s| s.tokens.len() + min_room > length) {
                     sequences.push(Sequence::with_capacity(length));
                 }
                 if let Some(sequence) = sequences.last_mut() {
@@ -255,14 +264,14 @@ impl Packer {
 
 impl Sequence {
     fn with_capacity(length: usize) -> Self {
-        Self { tokens: Vec::with_capacity(length), targets: Vec::with_capacity(length), pieces: Vec::new() }
+        Self { tokens: Vec::with_capacity(length), targets: Vec::with_capacity(length), segment_lengths: Vec::new() }
     }
 
-    fn push(&mut self, piece: &[u32]) {
-        self.tokens.extend(piece.iter().map(|word| word & !GIVEN));
-        self.targets.extend(piece[1..].iter().map(|&word| if word & GIVEN == 0 { word } else { IGNORE }));
+    fn push(&mut self, segment: &[u32]) {
+        self.tokens.extend(segment.iter().map(|word| word & !NOT_LEARNED));
+        self.targets.extend(segment[1..].iter().map(|&word| if word & NOT_LEARNED == 0 { word } else { IGNORE }));
         self.targets.push(IGNORE);
-        self.pieces.push(piece.len());
+        self.segment_lengths.push(segment.len());
     }
 }
 

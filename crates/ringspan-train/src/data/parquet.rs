@@ -1,6 +1,6 @@
 //! Reads documents from a Parquet file.
 
-use super::{Content, Text, records::Take};
+use super::{Content, SourceDocument, json_records::DocumentSink};
 use crate::error::{Error, Result};
 use ::parquet::{
     file::reader::{FileReader, SerializedFileReader},
@@ -28,7 +28,7 @@ const COLUMNS: [&str; 11] = [
 ///
 /// # Errors
 /// [`Error::Data`] for a damaged file, missing columns, binary data instead of text, or a row in no known form; [`Error::Io`].
-pub(super) fn documents(path: &Path, file: &str, take: Take<'_>) -> Result<()> {
+pub(super) fn documents(path: &Path, file: &str, take: DocumentSink<'_>) -> Result<()> {
     let wrong = |problem: String| Error::Data { path: path.into(), problem };
     let damaged = |e: ::parquet::errors::ParquetError| wrong(format!("not a Parquet file that can be read: {e}"));
     let opened = File::open(path).map_err(Error::io("read", path))?;
@@ -40,8 +40,8 @@ pub(super) fn documents(path: &Path, file: &str, take: Take<'_>) -> Result<()> {
         let names: Vec<&str> = all.iter().map(|field| field.name()).collect();
         return Err(wrong(format!("has none of the columns {}; it has: {}", COLUMNS.join(", "), names.join(", "))));
     }
-    let wanted = Type::group_type_builder(schema.name()).with_fields(fields).build().map_err(damaged)?;
-    for (index, row) in reader.get_row_iter(Some(wanted)).map_err(damaged)?.enumerate() {
+    let projection = Type::group_type_builder(schema.name()).with_fields(fields).build().map_err(damaged)?;
+    for (index, row) in reader.get_row_iter(Some(projection)).map_err(damaged)?.enumerate() {
         let row = row.map_err(damaged)?;
         if let Some((name, _)) = row.get_column_iter().find(|(_, field)| matches!(field, Field::Bytes(_))) {
             return Err(wrong(format!("column `{name}` is binary, not text")));
@@ -49,7 +49,7 @@ pub(super) fn documents(path: &Path, file: &str, take: Take<'_>) -> Result<()> {
         let content = Content::from_object(row.to_json_value())
             .map_err(|problem| wrong(format!("row {} {problem}", index + 1)))?;
         if let Some(content) = content {
-            take(Text { name: format!("{file}:{}", index + 1), content })?;
+            take(SourceDocument { name: format!("{file}:{}", index + 1), content })?;
         }
     }
     Ok(())

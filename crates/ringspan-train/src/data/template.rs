@@ -1,11 +1,11 @@
 //! Chat templates: turn conversations into text, and find in it what the assistant said.
 
-use super::forms;
+use super::chat_formats;
 use crate::{
     error::{Error, Result},
     tokenizer::TOKENIZER_CONFIG,
 };
-use minijinja::{Environment, ErrorKind, Value as Term, value::Kwargs};
+use minijinja::{Environment, ErrorKind, Value as TemplateValue, value::Kwargs};
 use ringspan_models::gguf::ChatTemplate;
 use serde::Serialize;
 use serde_json::Value;
@@ -15,10 +15,10 @@ use std::{
 };
 
 /// Markers around the text of a `{% generation %}` block while a template is rendered; data may not hold them.
-const MARKS: [char; 2] = ['\u{10fffe}', '\u{10ffff}'];
+const GENERATION_MARKERS: [char; 2] = ['\u{10fffe}', '\u{10ffff}'];
 
 /// Placeholder for the words of a message when a conversation is rendered with other words; no text may hold it.
-const OTHER: char = '\u{fdd0}';
+const PLACEHOLDER: char = '\u{fdd0}';
 
 /// A model's chat template, as Hugging Face keeps it beside the tokenizer.
 #[derive(Debug, Clone)]
@@ -28,7 +28,7 @@ pub struct Template {
     tokens: serde_json::Map<String, Value>,
     source: String,
     /// Whether the template itself marks the assistant's words, by `{% generation %}` blocks.
-    marked: bool,
+    has_generation_blocks: bool,
     path: PathBuf,
 }
 
@@ -47,7 +47,7 @@ impl Template {
     ///
     /// # Errors
     /// [`Error::Template`] for a damaged file, [`Error::Io`] when the system refuses.
-    pub fn of_model(folder: &Path) -> Result<Option<Self>> {
+    pub fn from_model_folder(folder: &Path) -> Result<Option<Self>> {
         let config_path = folder.join(TOKENIZER_CONFIG);
         let config = special_tokens(&config_path)?;
         let path = folder.join("chat_template.jinja");
@@ -70,14 +70,14 @@ impl Template {
     ///
     /// # Errors
     /// [`Error::Template`] for a damaged template.
-    pub fn of_file(template: ChatTemplate, path: &Path) -> Result<Self> {
+    pub fn from_gguf(template: ChatTemplate, path: &Path) -> Result<Self> {
         Self::parse(template.source, template.tokens, path)
     }
 
     /// The template in a Jinja file; the tokenizer's folder, where there is one, names the special tokens.
     ///
     /// # Errors
-    /// As [`Self::of_model`].
+    /// As [`Self::from_model_folder`].
     pub fn read(path: &Path, tokenizer: Option<&Path>) -> Result<Self> {
         let tokens = tokenizer.map(|folder| special_tokens(&folder.join(TOKENIZER_CONFIG))).transpose()?;
         Self::parse(read(path)?, tokens.unwrap_or_default(), path)
@@ -88,14 +88,17 @@ impl Template {
         environment.set_trim_blocks(true);
         environment.set_lstrip_blocks(true);
         environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        environment.add_function("raise_exception", |message: String| -> std::result::Result<Term, minijinja::Error> {
-            Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
-        });
+        environment.add_function(
+            "raise_exception",
+            |message: String| -> std::result::Result<TemplateValue, minijinja::Error> {
+                Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
+            },
+        );
         environment.add_filter("tojson", python_json);
-        let (marked_source, marked) = mark_generation(&source);
-        let broken = |e: minijinja::Error| Error::Template { path: path.into(), problem: said(&e) };
+        let (marked_source, has_generation_blocks) = mark_generation(&source);
+        let broken = |e: minijinja::Error| Error::Template { path: path.into(), problem: error_text(&e) };
         environment.add_template_owned("chat", marked_source).map_err(broken)?;
-        Ok(Self { environment, tokens, source, marked, path: path.into() })
+        Ok(Self { environment, tokens, source, has_generation_blocks, path: path.into() })
     }
 
     /// The template's source.
@@ -117,19 +120,19 @@ impl Template {
     /// # Errors
     /// A message in words: the template's own error, or that the assistant's words cannot be found without doubt.
     pub fn render(&self, messages: &[Value], tools: &Value) -> std::result::Result<Rendered, String> {
-        let learns: Vec<bool> = messages.iter().map(forms::is_learned).collect();
-        let messages = &messages.iter().map(forms::shown).collect::<Vec<_>>()[..];
-        let text = self.text(messages, tools, false)?;
-        if self.marked {
-            return self.only(unmark(&text)?, messages, &learns);
+        let is_learned: Vec<bool> = messages.iter().map(chat_formats::is_learned).collect();
+        let messages = &messages.iter().map(chat_formats::without_train_key).collect::<Vec<_>>()[..];
+        let text = self.render_text(messages, tools, false)?;
+        if self.has_generation_blocks {
+            return self.keep_learned(unmark(&text)?, messages, &is_learned);
         }
         let mut learned = Vec::new();
-        for index in (0..messages.len()).filter(|&index| learns[index]) {
-            let before = if index == 0 { String::new() } else { self.text(&messages[..index], tools, true)? };
-            let with = self.text(&messages[..=index], tools, false)?;
+        for index in (0..messages.len()).filter(|&index| is_learned[index]) {
+            let before = if index == 0 { String::new() } else { self.render_text(&messages[..index], tools, true)? };
+            let with = self.render_text(&messages[..=index], tools, false)?;
             let range = match with.starts_with(&before) && text.starts_with(&with) {
                 true => Some(before.len()..with.len()),
-                false => self.found(&text, messages, index, tools),
+                false => self.find_message(&text, messages, index, tools),
             };
             let after = learned.last().map_or(0, |range: &Range<usize>| range.end);
             let Some(range) = range.filter(|range| range.start >= after) else {
@@ -147,20 +150,25 @@ impl Template {
     }
 
     /// Keeps of the text that a template marks as the assistant's only the messages that are learned.
-    fn only(&self, rendered: Rendered, messages: &[Value], learns: &[bool]) -> std::result::Result<Rendered, String> {
-        let of_assistant = messages.iter().zip(learns).filter(|(message, _)| message["role"] == "assistant");
-        let learns: Vec<bool> = of_assistant.map(|(_, learned)| *learned).collect();
-        let marked = rendered.learned.len();
-        match learns.iter().all(|learned| *learned) {
+    fn keep_learned(
+        &self,
+        rendered: Rendered,
+        messages: &[Value],
+        is_learned: &[bool],
+    ) -> std::result::Result<Rendered, String> {
+        let of_assistant = messages.iter().zip(is_learned).filter(|(message, _)| message["role"] == "assistant");
+        let is_learned: Vec<bool> = of_assistant.map(|(_, learned)| *learned).collect();
+        let block_count = rendered.learned.len();
+        match is_learned.iter().all(|learned| *learned) {
             true => Ok(rendered),
-            false if marked == learns.len() => {
-                let learned = rendered.learned.into_iter().zip(learns).filter(|(_, learned)| *learned);
+            false if block_count == is_learned.len() => {
+                let learned = rendered.learned.into_iter().zip(is_learned).filter(|(_, learned)| *learned);
                 Ok(Rendered { learned: learned.map(|(range, _)| range).collect(), ..rendered })
             }
             false => Err(format!(
-                "some of the assistant's {} messages are not to be learned, but the template {} has {marked} generation \
+                "some of the assistant's {} messages are not to be learned, but the template {} has {block_count} generation \
                  blocks for them, so it is not known which is whose",
-                learns.len(),
+                is_learned.len(),
                 self.path.display()
             )),
         }
@@ -169,63 +177,64 @@ impl Template {
     /// The range of `messages[index]` in `text`, which is the rendering of all `messages`. The conversation is rendered once more
     /// with other words in that message: the text after those words in both is after the message, and the prompt before them is
     /// before it. `None` where anything else changes with the words.
-    fn found(&self, text: &str, messages: &[Value], index: usize, tools: &Value) -> Option<Range<usize>> {
-        let mut others = messages.to_vec();
-        let words = replace_words(&mut others[index]);
-        let whole = self.text(&others, tools, false).ok()?;
+    fn find_message(&self, text: &str, messages: &[Value], index: usize, tools: &Value) -> Option<Range<usize>> {
+        let mut with_placeholder = messages.to_vec();
+        let words = replace_words(&mut with_placeholder[index]);
+        let placeholder_text = self.render_text(&with_placeholder, tools, false).ok()?;
         // The first message may have nothing before it that a template could write.
         let before = if index == 0 { messages } else { &messages[..index] };
-        let asked = self.text(before, tools, true).ok()?;
-        let prompt = asked.strip_prefix(&self.text(before, tools, false).ok()?)?;
-        if text.contains(OTHER) || whole.matches(OTHER).count() > words {
+        let with_prompt = self.render_text(before, tools, true).ok()?;
+        let prompt = with_prompt.strip_prefix(&self.render_text(before, tools, false).ok()?)?;
+        if text.contains(PLACEHOLDER) || placeholder_text.matches(PLACEHOLDER).count() > words {
             return None;
         }
-        let behind = |text: &str| text.rfind(OTHER).map(|at| text[at + OTHER.len_utf8()..].to_owned());
-        let same = text.bytes().zip(whole.bytes()).take_while(|(a, b)| a == b).count();
+        let text_after_placeholder =
+            |text: &str| text.rfind(PLACEHOLDER).map(|at| text[at + PLACEHOLDER.len_utf8()..].to_owned());
+        let same = text.bytes().zip(placeholder_text.bytes()).take_while(|(a, b)| a == b).count();
         let start = match prompt {
             "" => (0..=same).rev().find(|&at| text.is_char_boundary(at))?,
-            prompt => whole[..whole.find(OTHER)?].rfind(prompt)? + prompt.len(),
+            prompt => placeholder_text[..placeholder_text.find(PLACEHOLDER)?].rfind(prompt)? + prompt.len(),
         };
-        let rest = behind(&whole)?;
+        let rest = text_after_placeholder(&placeholder_text)?;
         // The text with which the template closes the message when nothing follows.
-        let closing = behind(&self.text(&others[..=index], tools, false).ok()?)?;
+        let closing = text_after_placeholder(&self.render_text(&with_placeholder[..=index], tools, false).ok()?)?;
         let words_end = text.strip_suffix(&rest)?.len();
         let end = words_end + closing.len();
         (start <= same && start <= end && rest.starts_with(&closing)).then_some(start..end)
     }
 
-    fn text(&self, messages: &[Value], tools: &Value, prompt: bool) -> std::result::Result<String, String> {
+    fn render_text(&self, messages: &[Value], tools: &Value, prompt: bool) -> std::result::Result<String, String> {
         let mut context = self.tokens.clone();
         context.insert("messages".into(), messages.into());
         context.insert("tools".into(), tools.clone());
         context.insert("documents".into(), Value::Null);
         context.insert("add_generation_prompt".into(), prompt.into());
-        let template = self.environment.get_template("chat").map_err(|e| said(&e))?;
-        let text = template.render(Term::from_serialize(&context)).map_err(|e| said(&e))?;
+        let template = self.environment.get_template("chat").map_err(|e| error_text(&e))?;
+        let text = template.render(TemplateValue::from_serialize(&context)).map_err(|e| error_text(&e))?;
         Ok(text)
     }
 }
 
-/// Replaces each text of a message by [`OTHER`], and counts the replacements.
+/// Replaces each text of a message by [`PLACEHOLDER`], and counts the replacements.
 fn replace_words(message: &mut Value) -> usize {
-    let mut places: Vec<&mut Value> = Vec::new();
+    let mut slots: Vec<&mut Value> = Vec::new();
     let Some(keys) = message.as_object_mut() else { return 0 };
     for (key, value) in keys.iter_mut() {
         match (key.as_str(), value) {
             ("content" | "reasoning_content", value) if value.as_str().is_some_and(|text| !text.is_empty()) => {
-                places.push(value);
+                slots.push(value);
             }
             // Tool calls stand after the content, and their arguments after their names.
             ("tool_calls", Value::Array(calls)) => {
-                places.extend(calls.iter_mut().filter_map(|call| call.pointer_mut("/function/name")));
+                slots.extend(calls.iter_mut().filter_map(|call| call.pointer_mut("/function/name")));
             }
             _ => {}
         }
     }
-    let count = places.len();
-    places.into_iter().for_each(|place| *place = OTHER.to_string().into());
+    let count = slots.len();
+    slots.into_iter().for_each(|slot| *slot = PLACEHOLDER.to_string().into());
     if count == 0 {
-        message["content"] = OTHER.to_string().into();
+        message["content"] = PLACEHOLDER.to_string().into();
     }
     count.max(1)
 }
@@ -247,12 +256,12 @@ pub(crate) fn special_tokens(path: &Path) -> Result<serde_json::Map<String, Valu
         Value::Object(token) => token.get("content").filter(|content| content.is_string()).map(|c| (key, c.clone())),
         _ => None,
     };
-    let wanted = |(key, _): &(String, Value)| key.ends_with("_token") || key == "chat_template";
-    Ok(config.into_iter().filter(wanted).filter_map(token).collect())
+    let is_wanted = |(key, _): &(String, Value)| key.ends_with("_token") || key == "chat_template";
+    Ok(config.into_iter().filter(is_wanted).filter_map(token).collect())
 }
 
 /// The message of a template engine's error, with its causes.
-fn said(error: &minijinja::Error) -> String {
+fn error_text(error: &minijinja::Error) -> String {
     let mut text = error.to_string();
     let mut cause = std::error::Error::source(error);
     while let Some(next) = cause {
@@ -266,7 +275,7 @@ fn said(error: &minijinja::Error) -> String {
 /// the trimming of white space on both sides as it was. Also returns whether there was any.
 fn mark_generation(source: &str) -> (String, bool) {
     let mut out = String::with_capacity(source.len());
-    let (mut rest, mut marked) = (source, false);
+    let (mut rest, mut has_generation_blocks) = (source, false);
     while let Some(start) = rest.find("{%") {
         let Some(end) = rest[start..].find("%}").map(|end| start + end + 2) else { break };
         let tag = &rest[start..end];
@@ -276,16 +285,18 @@ fn mark_generation(source: &str) -> (String, bool) {
         out.push_str(&rest[..start]);
         match inner.trim() {
             "generation" => {
-                marked = true;
-                out.push_str(&format!("{{%{left} if true %}}{}{{% if true {right}%}}", MARKS[0]));
+                has_generation_blocks = true;
+                out.push_str(&format!("{{%{left} if true %}}{}{{% if true {right}%}}", GENERATION_MARKERS[0]));
             }
-            "endgeneration" => out.push_str(&format!("{{%{left} endif %}}{}{{% endif {right}%}}", MARKS[1])),
+            "endgeneration" => {
+                out.push_str(&format!("{{%{left} endif %}}{}{{% endif {right}%}}", GENERATION_MARKERS[1]))
+            }
             _ => out.push_str(tag),
         }
         rest = &rest[end..];
     }
     out.push_str(rest);
-    (out, marked)
+    (out, has_generation_blocks)
 }
 
 /// Removes the markers from a text and records the ranges between them.
@@ -294,12 +305,12 @@ fn unmark(marked: &str) -> std::result::Result<Rendered, String> {
     let mut open = None;
     for c in marked.chars() {
         match (c, open) {
-            (c, None) if c == MARKS[0] => open = Some(rendered.text.len()),
-            (c, Some(start)) if c == MARKS[1] => {
+            (c, None) if c == GENERATION_MARKERS[0] => open = Some(rendered.text.len()),
+            (c, Some(start)) if c == GENERATION_MARKERS[1] => {
                 rendered.learned.push(start..rendered.text.len());
                 open = None;
             }
-            (c, _) if MARKS.contains(&c) => {
+            (c, _) if GENERATION_MARKERS.contains(&c) => {
                 return Err("generation blocks lie in each other, or the text holds U+10FFFE or U+10FFFF".into());
             }
             (c, _) => rendered.text.push(c),
@@ -309,7 +320,7 @@ fn unmark(marked: &str) -> std::result::Result<Rendered, String> {
 }
 
 /// Writes JSON as Python does, for which templates were written: with a space after colons and commas.
-fn python_json(value: &Term, options: Kwargs) -> std::result::Result<Term, minijinja::Error> {
+fn python_json(value: &TemplateValue, options: Kwargs) -> std::result::Result<TemplateValue, minijinja::Error> {
     let indent: Option<usize> = options.get("indent")?;
     // The other arguments of Python's function do not change this output.
     let _: Option<bool> = options.get("ensure_ascii")?;
@@ -322,14 +333,16 @@ fn python_json(value: &Term, options: Kwargs) -> std::result::Result<Term, minij
             let pretty = serde_json::ser::PrettyFormatter::with_indent(&indent);
             value.serialize(&mut serde_json::Serializer::with_formatter(&mut bytes, pretty)).map_err(failed)?;
         }
-        None => value.serialize(&mut serde_json::Serializer::with_formatter(&mut bytes, Spaced)).map_err(failed)?,
+        None => {
+            value.serialize(&mut serde_json::Serializer::with_formatter(&mut bytes, PythonSpacing)).map_err(failed)?
+        }
     }
-    Ok(Term::from_safe_string(String::from_utf8_lossy(&bytes).into_owned()))
+    Ok(TemplateValue::from_safe_string(String::from_utf8_lossy(&bytes).into_owned()))
 }
 
-struct Spaced;
+struct PythonSpacing;
 
-impl serde_json::ser::Formatter for Spaced {
+impl serde_json::ser::Formatter for PythonSpacing {
     fn begin_array_value<W: ?Sized + std::io::Write>(&mut self, writer: &mut W, first: bool) -> std::io::Result<()> {
         writer.write_all(if first { b"" } else { b", " })
     }

@@ -1,29 +1,29 @@
 //! The plan of a run: what it is about to do, in numbers, before it does it.
 
+mod cpu_memory;
 mod experts;
-mod fit;
-mod gpu;
-mod held;
-mod memory;
-mod shape;
+mod gpu_memory;
+mod parameter_counts;
+mod rank_sizes;
+mod suggestion;
 
 use crate::{
-    config::{RouterLossOver, Sharding, TrainConfig},
+    config::{RouterLossScope, Sharding, TrainConfig},
     data::Batch,
+    data_loader::DataLoader,
     error::Result,
-    feed::Feed,
     lr_schedule::LrSchedule,
     observer::grouped,
-    optimizer::Method,
+    optimizer::OptimizerConfig,
     setup::Setup,
     tokenizer::Tokenizer,
 };
-use fit::{Load, Side};
+use rank_sizes::Shape;
 use ringspan::{Layout, Schedule};
 use ringspan_candle::{DeviceName, ParallelRank, Precision, Recompute, gpu_memory::GpuMemoryUse};
-use ringspan_models::{Config, ContextOverflow, Decoder, adapter};
-use shape::Shape;
+use ringspan_models::{ContextOverflow, Config, Decoder, adapter};
 use std::fmt;
+use suggestion::{MemoryKind, Workload};
 
 /// Rings up to this size are drawn step by step; larger drawings hide the rest of the plan.
 const DRAWN_RING: usize = 4;
@@ -89,7 +89,7 @@ pub struct Plan {
     pub passes: Option<f64>,
     /// Number of passes over each source of the text.
     pub passes_of_sources: Vec<f64>,
-    load: Load,
+    load: Workload,
 }
 
 impl Plan {
@@ -104,11 +104,13 @@ impl Plan {
             recompute_is_auto: config.recompute.is_none(),
             steps: setup.lr.steps,
             first_step: setup.first_step,
-            passes: match setup.feed {
-                Feed::Text { .. } => Some(setup.lr.steps as f64 / setup.feed.steps_of_pass(config.grad_accumulation)),
-                Feed::Tokens(_) => None,
+            passes: match setup.data_loader {
+                DataLoader::Text { .. } => {
+                    Some(setup.lr.steps as f64 / setup.data_loader.steps_per_epoch(config.grad_accumulation))
+                }
+                DataLoader::Tokens(_) => None,
             },
-            passes_of_sources: setup.feed.passes(setup.lr.steps, config.grad_accumulation),
+            passes_of_sources: setup.data_loader.epochs(setup.lr.steps, config.grad_accumulation),
             saving: match config.save_every {
                 Some(n) => format!("{}, a checkpoint every {n} steps", config.out.display()),
                 None => format!("{}, one checkpoint at the end", config.out.display()),
@@ -140,12 +142,12 @@ impl Plan {
         plan.warning = model.beyond(config.sequence_length).map(|b| beyond_words(config, b)).unwrap_or_default();
 
         let Some(batch) = setup.fullest_batch(config.grad_accumulation) else { return Ok(plan) };
-        let batches = setup.feed.clone().next_step(config.grad_accumulation);
+        let batches = setup.data_loader.clone().next_step(config.grad_accumulation);
         plan.tokens_per_step = batches.iter().map(Batch::real_tokens).sum();
         let cp = config.ring * config.ulysses;
         let mut first: Option<(Layout, Vec<LayerSchedule>)> = None;
         for replica in 0..config.data_ranks() {
-            let part = batch.part(replica, config.data_ranks());
+            let part = batch.chunk(replica, config.data_ranks());
             let layout = Layout::new(config.layout, &part.documents()?, cp)?;
             let of_rank = |rank| layout.tokens(rank);
             plan.tokens_per_rank.extend((0..cp).flat_map(|rank| std::iter::repeat_n(of_rank(rank), config.tp)));
@@ -168,21 +170,21 @@ impl Plan {
             let drawn = schedules.iter().map(|LayerSchedule { schedule, layers }| format!("{layers} x {schedule}"));
             plan.schedule = drawn.collect::<Vec<_>>().join("\n");
         }
-        plan.sharding = match (config.sharding, setup.mesh.sharing.ranks()) {
+        plan.sharding = match (config.sharding, setup.mesh.placement.ranks()) {
             (Sharding::None, _) | (_, 1) => String::new(),
             (_, n) => format!("parameters, gradients and optimiser state cut over {n} ranks, gathered layer by layer"),
         };
         let shape = Shape::new(config, setup, model)?;
-        let load = Load {
+        let load = Workload {
             tokens: plan.tokens_per_rank.iter().copied().max().unwrap_or(0) as u64,
             batch: batches.iter().map(|batch| batch.tokens.len() as u64).sum(),
             rows: batch.rows.div_ceil(config.data_ranks()) as u64,
             ranks: config.local_ranks.unwrap_or(plan.tokens_per_rank.len()) as u64,
             offloads: config.offload_activations,
         };
-        (plan.fullest, plan.memory) = shape.memory_on(Side::Cpu, load.tokens, load.batch)?;
+        (plan.fullest, plan.memory) = shape.memory_on(MemoryKind::Cpu, load.tokens, load.batch)?;
         if config.device != DeviceName::Cpu {
-            (plan.gpu_fullest, plan.gpu_memory) = shape.memory_on(Side::Gpu, load.tokens, load.batch)?;
+            (plan.gpu_fullest, plan.gpu_memory) = shape.memory_on(MemoryKind::Gpu, load.tokens, load.batch)?;
             plan.gpus_unknown = "nobody asked".into();
         }
         plan.kept_per_token = shape.kept(config.tp as u64, 1) / config.tp as u64;
@@ -193,13 +195,13 @@ impl Plan {
     }
 
     /// Checks the plan against the free memory of the GPUs of this process's ranks.
-    pub(crate) fn meet(&mut self, config: &TrainConfig, setup: &Setup, gpus: Vec<GpuMemoryUse>) -> Result<()> {
+    pub(crate) fn check_gpus(&mut self, config: &TrainConfig, setup: &Setup, gpus: Vec<GpuMemoryUse>) -> Result<()> {
         (self.gpus, self.gpus_unknown) = (gpus, String::new());
         let each = self.gpu_bytes();
         let full = self.gpus.iter().find(|gpu| each * gpu.ranks as u64 > gpu.free);
         if let (Some(gpu), None) = (full, &self.refusal) {
             let shape = Shape::new(config, setup, setup.decoder.config())?;
-            let load = Load { ranks: gpu.ranks as u64, ..self.load.clone() };
+            let load = Workload { ranks: gpu.ranks as u64, ..self.load.clone() };
             self.refusal = Some(format!(
                 "this needs about {} of {} ({} of up to {}), but only {} of its {} is free: {}",
                 bytes(each * load.ranks),
@@ -208,14 +210,14 @@ impl Plan {
                 bytes(each),
                 bytes(gpu.free),
                 bytes(gpu.total),
-                fit::nearest(config, &shape, &load, Side::Gpu, gpu.free)?
+                suggestion::nearest(config, &shape, &load, MemoryKind::Gpu, gpu.free)?
             ));
         }
         Ok(())
     }
 
     /// Whether at least a tenth of the free memory would be left, where the system tells it: no prediction is exact.
-    pub(crate) fn leaves_room(&self) -> bool {
+    pub(crate) fn has_headroom(&self) -> bool {
         let leaves = |needed: u64, free: u64| needed as u128 * 10 <= free as u128 * 9;
         let here = ringspan::memory::available().is_none_or(|free| leaves(self.rank_bytes() * self.load.ranks, free));
         here && self.gpus.iter().all(|gpu| leaves(self.gpu_bytes() * gpu.ranks as u64, gpu.free))
@@ -234,7 +236,7 @@ impl Plan {
     }
 
     /// Why the ranks of this machine do not fit into the free memory, where the system tells it; none if they fit.
-    fn refusal(&self, config: &TrainConfig, shape: &Shape, load: &Load) -> Result<Option<String>> {
+    fn refusal(&self, config: &TrainConfig, shape: &Shape, load: &Workload) -> Result<Option<String>> {
         let needed = self.rank_bytes() * load.ranks;
         let Some(free) = ringspan::memory::available().filter(|free| needed > *free) else { return Ok(None) };
         Ok(Some(format!(
@@ -243,7 +245,7 @@ impl Plan {
             load.ranks,
             bytes(self.rank_bytes()),
             bytes(free),
-            fit::nearest(config, shape, load, Side::Cpu, free)?
+            suggestion::nearest(config, shape, load, MemoryKind::Cpu, free)?
         )))
     }
 }
@@ -282,7 +284,7 @@ fn training_words(config: &TrainConfig, setup: &Setup) -> String {
 
 /// The formats in which frozen matrices are held beside adapters, in words; empty where all are f32.
 fn held_words(setup: &Setup) -> String {
-    let sharing = &setup.mesh.sharing;
+    let sharing = &setup.mesh.placement;
     let mut formats: Vec<String> = sharing.stored().values().map(ToString::to_string).collect();
     formats.sort();
     formats.dedup();
@@ -298,8 +300,8 @@ fn held_words(setup: &Setup) -> String {
 
 /// Number of additional forward passes in a step, which only count the load of experts.
 fn counting_passes(config: &TrainConfig, setup: &Setup) -> usize {
-    match (router_loss(setup), config.router_loss_over) {
-        (Some(_), RouterLossOver::Step) => config.grad_accumulation - 1,
+    match (router_loss(setup), config.router_loss_scope) {
+        (Some(_), RouterLossScope::Step) => config.grad_accumulation - 1,
         _ => 0,
     }
 }
@@ -312,14 +314,14 @@ fn router_loss(setup: &Setup) -> Option<f64> {
 /// How the load of experts is balanced, in words; none where it is not.
 fn router_loss_words(config: &TrainConfig, setup: &Setup) -> Option<String> {
     let factor = router_loss(setup)?;
-    Some(match (config.router_loss_over, config.grad_accumulation) {
+    Some(match (config.router_loss_scope, config.grad_accumulation) {
         (_, 1) => format!("; experts kept even, by {factor} of the loss of their load"),
-        (RouterLossOver::Step, n) => format!(
+        (RouterLossScope::Step, n) => format!(
             "; experts kept even, by {factor} of the loss of their load over a step, for which {} of {n} micro-batches pass forward \
              twice",
             counting_passes(config, setup)
         ),
-        (RouterLossOver::MicroBatch, _) => {
+        (RouterLossScope::MicroBatch, _) => {
             format!("; experts kept even, by {factor} of the mean loss of their load in a micro-batch")
         }
     })
@@ -332,7 +334,7 @@ fn model_words(config: &TrainConfig, setup: &Setup) -> String {
         (None, None) => format!("{summary}, new (seed {})", config.seed),
         (None, Some(path)) => {
             let words = |t: &Tokenizer| {
-                format!("; tokenizer {} of {} tokens", t.path().display(), grouped(t.vocabulary() as u64))
+                format!("; tokenizer {} of {} tokens", t.path().display(), grouped(t.vocabulary_size() as u64))
             };
             let tokens = setup.tokenizer.as_ref().map(words).unwrap_or_default();
             format!("{summary}, new (seed {}) as in {}{tokens}", config.seed, path.display())
@@ -358,11 +360,13 @@ fn layout_words(config: &TrainConfig) -> String {
 }
 
 fn optimizer_words(config: &TrainConfig, lr: &LrSchedule) -> String {
-    let method = match config.method {
-        Method::AdamW { beta1, beta2, weight_decay, .. } => {
+    let method = match config.optimizer {
+        OptimizerConfig::AdamW { beta1, beta2, weight_decay, .. } => {
             format!("adamw (betas {beta1}, {beta2}; weight decay {weight_decay})")
         }
-        Method::Sgd { momentum, weight_decay } => format!("sgd (momentum {momentum}; weight decay {weight_decay})"),
+        OptimizerConfig::Sgd { momentum, weight_decay } => {
+            format!("sgd (momentum {momentum}; weight decay {weight_decay})")
+        }
     };
     let clip = config.grad_clip.map_or_else(|| "no clipping".into(), |c| format!("gradients clipped to norm {c}"));
     format!("{method}, lr {} {} after {} steps of warm-up, {clip}", lr.peak, lr.decay, lr.warmup)
@@ -460,7 +464,7 @@ impl fmt::Display for Plan {
         }
         writeln!(f, "           {kept} bytes a token and layer wait for the backward pass{there}")?;
         if self.recompute_is_auto {
-            let room = if self.leaves_room() { "the least for which there is room" } else { "for want of room" };
+            let room = if self.has_headroom() { "the least for which there is room" } else { "for want of room" };
             writeln!(f, "           --recompute auto is {}, {room}", self.recompute)?;
         }
         for GpuMemoryUse { name, free, total, ranks: count } in &self.gpus {

@@ -2,28 +2,27 @@
 
 mod export;
 mod groups;
-mod meter;
-mod save;
+mod save_checkpoint;
 mod step;
+mod utilization;
 
 use crate::{
     checkpoint::Checkpoints,
     config::TrainConfig,
     data::Batch,
     error::{Error, Result},
-    memory::{Allocated, InUse},
     metrics::{EvaluationMetrics, MetricsFile, StepMetrics},
     observer::Observer,
     optimizer::Optimizer,
+    peak_memory::{PeakAllocated, PeakGpuMemory},
     setup::Setup,
-    shards::{Piece, Shards},
+    shards::{PortionShard, Shards},
     watchdog::Watchdog,
 };
 use groups::Groups;
-use meter::{Meter, Use};
 use ringspan::comm::{Buffer, Communicator, timed::Timed};
 use ringspan_candle::{Devices, Offload};
-use save::Saving;
+use save_checkpoint::Saving;
 use std::{
     sync::{
         Arc, Mutex, PoisonError,
@@ -31,15 +30,16 @@ use std::{
     },
     time::Instant,
 };
-pub(crate) use step::Stepped;
+pub(crate) use step::LossAndGradients;
+use utilization::{Meter, Utilization};
 
 /// The objects that only rank 0 uses: the observer, the metrics file, and the counts of memory.
-pub(crate) struct Host<'a> {
+pub(crate) struct RankZero<'a> {
     pub(crate) observer: &'a mut dyn Observer,
     /// None in a process without rank 0.
     pub(crate) metrics: Option<MetricsFile>,
-    pub(crate) allocated: Allocated,
-    pub(crate) in_use: InUse,
+    pub(crate) peak_allocated: PeakAllocated,
+    pub(crate) peak_gpu_memory: PeakGpuMemory,
 }
 
 /// The state in which a rank's training loop ended.
@@ -80,11 +80,12 @@ impl<'a> Rank<'a> {
         let timed = Arc::new(Timed::new(world));
         let world: Arc<dyn Communicator> = timed.clone();
         let groups = Groups::new(config, mesh, decoder.experts(), device, &world)?;
-        let read = |piece: &Piece<'_>| setup.start.read(decoder, piece);
-        let mut read_stored = |name: &str, rows, columns| setup.start.read_stored(name, rows, columns);
-        let shards = Shards::new(decoder, &*world, mesh.sharing.clone(), device, read, &mut read_stored)?;
-        let optimizer = setup.start.optimizer(config.method, &shards)?;
-        setup.start.done();
+        let read = |piece: &PortionShard<'_>| setup.initial_parameters.read(decoder, piece);
+        let mut read_stored =
+            |name: &str, rows, columns| setup.initial_parameters.read_stored_matrix(name, rows, columns);
+        let shards = Shards::new(decoder, &*world, mesh.placement.clone(), device, read, &mut read_stored)?;
+        let optimizer = setup.initial_parameters.optimizer(config.optimizer, &shards)?;
+        setup.initial_parameters.release();
         let offload = config.offload_activations.then(|| Offload::new(device)).transpose()?;
         let checkpoints = Checkpoints::new(&config.out, config.keep);
         let writers = writers(&*world, shards.kept().next().is_some())?;
@@ -112,40 +113,40 @@ impl<'a> Rank<'a> {
     }
 
     /// Trains to the last step, or until rank 0 sees `stop`.
-    pub(crate) fn train(mut self, stop: &AtomicBool, host: &Mutex<Host<'_>>) -> Result<End> {
+    pub(crate) fn train(mut self, stop: &AtomicBool, rank_zero: &Mutex<RankZero<'_>>) -> Result<End> {
         let began = Instant::now();
         let (config, setup) = (self.config, self.setup);
         // Peak memory counts from here on: the measurement of the peak rate, in which all ranks took part, is over.
-        self.on_host(host, |host| host.in_use.begin())?;
-        let mut feed = setup.feed.clone();
-        let (mut step, mut tokens) = (setup.first_step, setup.tokens);
+        self.on_rank_zero(rank_zero, |rank_zero| rank_zero.peak_gpu_memory.begin())?;
+        let mut data_loader = setup.data_loader.clone();
+        let (mut step, mut tokens) = (setup.first_step, setup.tokens_seen);
         let (mut saved, mut evaluation, mut interrupted) = (None, None, false);
         while step < setup.lr.steps {
             let agreed = self.agree(stop)?;
             if agreed.saved {
-                self.finish_saving(host)?;
+                self.finish_saving(rank_zero)?;
             }
             if agreed.stop {
                 interrupted = true;
                 break;
             }
             self.meter.start();
-            let places = feed.dealt();
-            let batches = feed.next_step(config.grad_accumulation);
+            let places = data_loader.positions();
+            let batches = data_loader.next_step(config.grad_accumulation);
             let (loss, grad_norm) = match self.step(step, &batches) {
                 // Every rank returns the same error here, before anything was changed.
                 Err(diverged @ Error::Diverged { .. }) => {
                     if saved != Some(step) && step > setup.first_step {
-                        self.start_saving(host, step, tokens, places)?;
+                        self.start_saving(rank_zero, step, tokens, places)?;
                     }
-                    self.finish_saving(host)?;
+                    self.finish_saving(rank_zero)?;
                     return Err(diverged);
                 }
-                stepped => stepped?,
+                loss_and_gradients => loss_and_gradients?,
             };
             let now: u64 = batches.iter().map(Batch::real_tokens).sum();
             tokens += now;
-            let Use { seconds, peak_share, waited, imbalance } = self.meter.stop(now)?;
+            let Utilization { seconds, peak_share, waited, imbalance } = self.meter.stop(now)?;
             let mut metrics = StepMetrics {
                 step: step + 1,
                 loss,
@@ -162,31 +163,31 @@ impl<'a> Rank<'a> {
                 seconds: began.elapsed().as_secs_f64(),
             };
             step += 1;
-            self.on_host(host, |host| {
-                metrics.peak_allocated = host.allocated.most();
-                metrics.peak_gpu_memory = host.in_use.most()?;
-                host.metrics.iter_mut().try_for_each(|file| file.append(&metrics))?;
-                host.observer.stepped(&metrics);
+            self.on_rank_zero(rank_zero, |rank_zero| {
+                metrics.peak_allocated = rank_zero.peak_allocated.peak();
+                metrics.peak_gpu_memory = rank_zero.peak_gpu_memory.peak()?;
+                rank_zero.metrics.iter_mut().try_for_each(|file| file.append(&metrics))?;
+                rank_zero.observer.stepped(&metrics);
                 Ok(())
             })?;
-            if let Err(spike) = self.watchdog.look(step, loss) {
-                self.start_saving(host, step, tokens, feed.dealt())?;
-                self.finish_saving(host)?;
+            if let Err(spike) = self.watchdog.check(step, loss) {
+                self.start_saving(rank_zero, step, tokens, data_loader.positions())?;
+                self.finish_saving(rank_zero)?;
                 return Err(spike);
             }
             let due = |every: Option<u64>| every.is_some_and(|n| step.is_multiple_of(n));
             if due(config.eval_every) || step == setup.lr.steps {
-                evaluation = self.look_at_held_out(step, host)?;
+                evaluation = self.look_at_held_out(step, rank_zero)?;
             }
             if due(config.save_every) {
-                self.start_saving(host, step, tokens, feed.dealt())?;
+                self.start_saving(rank_zero, step, tokens, data_loader.positions())?;
                 saved = Some(step);
             }
         }
         if saved != Some(step) && step > setup.first_step {
-            self.start_saving(host, step, tokens, feed.dealt())?;
+            self.start_saving(rank_zero, step, tokens, data_loader.positions())?;
         }
-        self.finish_saving(host)?;
+        self.finish_saving(rank_zero)?;
         if !interrupted {
             self.export()?;
         }
@@ -207,11 +208,15 @@ impl<'a> Rank<'a> {
         Ok(Agreement { stop, saved: all.iter().all(|buffer| view(buffer)[1]) })
     }
 
-    fn on_host(&self, host: &Mutex<Host<'_>>, f: impl FnOnce(&mut Host<'_>) -> Result<()>) -> Result<()> {
+    fn on_rank_zero(
+        &self,
+        rank_zero: &Mutex<RankZero<'_>>,
+        f: impl FnOnce(&mut RankZero<'_>) -> Result<()>,
+    ) -> Result<()> {
         if self.world.rank() != 0 {
             return Ok(());
         }
-        f(&mut host.lock().unwrap_or_else(PoisonError::into_inner))
+        f(&mut rank_zero.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 

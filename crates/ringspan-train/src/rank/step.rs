@@ -1,13 +1,13 @@
 //! One step of the optimiser, and evaluation on the held-out text.
 
-use super::{Groups, Host, Rank};
+use super::{Groups, Rank, RankZero};
 use crate::{
-    config::RouterLossOver,
+    config::RouterLossScope,
     data::Batch,
     error::{Error, Result},
-    hidden::{hidden, hidden_before},
+    hidden_states::{hidden_states, hidden_states_prefetching},
     metrics::EvaluationMetrics,
-    optimizer::{Update, clip_scale, sum_of_squares},
+    optimizer::{UpdateArguments, clip_scale, sum_of_squares},
     setup::model_error,
     shards::{GradientShards, Sums},
 };
@@ -24,14 +24,14 @@ use ringspan_models::gradients;
 use std::sync::{Arc, Mutex};
 
 /// This rank's tokens of a batch.
-struct Part {
+struct LocalBatch {
     tokens: Vec<u32>,
     targets: Vec<u32>,
     context: Context,
 }
 
 /// The results of a step's forward and backward passes, before the update.
-pub(crate) struct Stepped {
+pub(crate) struct LossAndGradients {
     pub(crate) loss: f64,
     pub(crate) gradients: Sums,
 }
@@ -39,7 +39,7 @@ pub(crate) struct Stepped {
 impl Rank<'_> {
     /// Runs one step of the optimiser over the micro-batches and returns the loss and the gradient norm, the same on every rank.
     pub(super) fn step(&mut self, step: u64, batches: &[Batch]) -> Result<(f64, f64)> {
-        let Stepped { loss, gradients } = self.gradients_of(step, batches)?;
+        let LossAndGradients { loss, gradients } = self.loss_and_gradients(step, batches)?;
         let norm = self.update(step, loss, &gradients)?;
         Ok((loss, norm))
     }
@@ -47,7 +47,7 @@ impl Rank<'_> {
     /// Computes the loss of a step's micro-batches, the same on every rank, and this rank's shards of the gradients.
     ///
     /// The loss is the mean per target, plus the router's auxiliary loss where the model has one.
-    pub(crate) fn gradients_of(&mut self, step: u64, batches: &[Batch]) -> Result<Stepped> {
+    pub(crate) fn loss_and_gradients(&mut self, step: u64, batches: &[Batch]) -> Result<LossAndGradients> {
         // The number of targets is known before any rank computes, so gradients are scaled once and simply add up over ranks and
         // micro-batches.
         let valid: u64 = batches.iter().map(Batch::valid_targets).sum();
@@ -56,7 +56,7 @@ impl Rank<'_> {
         let mut nll = 0.0;
         let mut of_routers = Vec::new();
         let kept_even = self.setup.decoder.config().router_aux_loss().is_some_and(|factor| factor > 0.0);
-        let over_step = kept_even && batches.len() > 1 && self.config.router_loss_over == RouterLossOver::Step;
+        let over_step = kept_even && batches.len() > 1 && self.config.router_loss_scope == RouterLossScope::Step;
         // Router loads of the micro-batches; the first one's becomes known in its own pass, before the others' passes.
         let mut loads = if over_step { self.loads(step, batches)? } else { Vec::new() };
         for index in 0..batches.len() {
@@ -94,7 +94,7 @@ impl Rank<'_> {
         let counted = if over_step { 1 } else { of_routers.len() };
         let of_routers: f64 = of_routers.iter().take(counted).sum();
         let loss = sum(&*self.groups.losses, nll)? / valid.max(1) as f64 + of_routers;
-        Ok(Stepped { loss, gradients })
+        Ok(LossAndGradients { loss, gradients })
     }
 
     /// Updates this rank's shards and returns the norm of the gradients, the same on every rank.
@@ -110,8 +110,13 @@ impl Rank<'_> {
         let optimizer = &mut self.optimizer;
         self.shards.update(gradients, |piece, values, gradient| {
             // Biases and norms are vectors, and do not decay: pulling them to 0 regularises nothing.
-            let decays = piece.portion.whole.len() > 1;
-            optimizer.update(&piece.portion.key(), Update { step, lr, scale: clip, decays }, values, gradient)
+            let has_weight_decay = piece.portion.whole.len() > 1;
+            optimizer.update(
+                &piece.portion.key(),
+                UpdateArguments { step, lr, scale: clip, has_weight_decay },
+                values,
+                gradient,
+            )
         })?;
         Ok(norm)
     }
@@ -127,9 +132,10 @@ impl Rank<'_> {
         for index in 0..batches.len() {
             let Some(balanced) = self.balanced(0.0).map(Arc::new) else { return Ok(Vec::new()) };
             if index > 0 {
-                let Part { tokens, context, .. } = self.dropping(step, batches, index)?;
+                let LocalBatch { tokens, context, .. } = self.dropping(step, batches, index)?;
                 let context = context.with_experts(balanced.clone());
-                hidden_before(Unit::Embedding, decoder, &self.shards, &tokens, &context).map_err(model_error)?;
+                hidden_states_prefetching(Unit::Embedding, decoder, &self.shards, &tokens, &context)
+                    .map_err(model_error)?;
                 balanced.forward_ended(decoder.experts())?;
             }
             loads.push(balanced.load().unwrap_or_default());
@@ -150,11 +156,11 @@ impl Rank<'_> {
     }
 
     /// This rank's tokens of a micro-batch, with the dropout of a training step.
-    fn dropping(&self, step: u64, batches: &[Batch], index: usize) -> Result<Part> {
+    fn dropping(&self, step: u64, batches: &[Batch], index: usize) -> Result<LocalBatch> {
         let before = batches[..index].iter().map(|batch| batch.tokens.len()).sum();
         let local = self.local(&batches[index])?;
         Ok(match self.drops(step, before, &batches[index])? {
-            Some(drops) => Part { context: local.context.with_input_dropout(drops), ..local },
+            Some(drops) => LocalBatch { context: local.context.with_input_dropout(drops), ..local },
             None => local,
         })
     }
@@ -175,7 +181,7 @@ impl Rank<'_> {
         Ok(Some(InputDropout::new(self.config.seed.rotate_left(32) ^ step, numbers).in_batch_from(first)))
     }
 
-    fn local(&self, batch: &Batch) -> Result<Part> {
+    fn local(&self, batch: &Batch) -> Result<LocalBatch> {
         let Groups { cp, tensor, experts, .. } = &self.groups;
         let (_, part) = self.part(batch, self.world.rank())?;
         let (layout, rank) = (self.layout(&part)?, cp.rank());
@@ -187,13 +193,13 @@ impl Rank<'_> {
             .with_max_length(batch.length)
             .with_tensor_parallel(tensor.clone())
             .with_experts(experts.clone());
-        Ok(Part { tokens, targets, context })
+        Ok(LocalBatch { tokens, targets, context })
     }
 
     /// Hidden states of this rank's tokens `[T, C]` after the last norm, and the parameters of the output head.
-    fn last(&self, local: &Part) -> Result<(Tensor, StoredWeights)> {
+    fn last(&self, local: &LocalBatch) -> Result<(Tensor, StoredWeights)> {
         let decoder = &self.setup.decoder;
-        let last = hidden(decoder, &self.shards, &local.tokens, &local.context).map_err(model_error)?;
+        let last = hidden_states(decoder, &self.shards, &local.tokens, &local.context).map_err(model_error)?;
         let head = decoder.head_parameters(&self.shards).map_err(model_error)?;
         let last = decoder.norm(&head, &last).map_err(model_error)?;
         let last = self.groups.tensor.gather(&last, local.tokens.len())?;
@@ -230,19 +236,23 @@ impl Rank<'_> {
     /// The index of the part of a batch's rows that a rank takes, and that part.
     fn part(&self, batch: &Batch, rank: usize) -> Result<(usize, Batch)> {
         let (_, index) = self.setup.mesh.topology.place(rank, "dp")?;
-        Ok((index, batch.part(index, self.config.data_ranks())))
+        Ok((index, batch.chunk(index, self.config.data_ranks())))
     }
 
     /// Index in the batch of a part's first token.
     fn first_token(&self, batch: &Batch, index: usize) -> usize {
-        (0..index).map(|i| batch.part(i, self.config.data_ranks()).tokens.len()).sum()
+        (0..index).map(|i| batch.chunk(i, self.config.data_ranks()).tokens.len()).sum()
     }
 
     fn layout(&self, part: &Batch) -> Result<Layout> {
         Ok(Layout::new(self.config.layout, &part.documents()?, self.groups.cp.size())?)
     }
 
-    pub(super) fn look_at_held_out(&self, step: u64, host: &Mutex<Host<'_>>) -> Result<Option<EvaluationMetrics>> {
+    pub(super) fn look_at_held_out(
+        &self,
+        step: u64,
+        rank_zero: &Mutex<RankZero<'_>>,
+    ) -> Result<Option<EvaluationMetrics>> {
         let sequences = &self.setup.held_out;
         let Some(length) = sequences.iter().map(|s| s.tokens.len()).max() else { return Ok(None) };
         let (mut nll, mut targets) = (0.0, 0);
@@ -265,9 +275,9 @@ impl Rank<'_> {
             held_out_perplexity: held_out_loss.exp(),
             held_out_targets: targets,
         };
-        self.on_host(host, |host| {
-            host.metrics.iter_mut().try_for_each(|file| file.append(&metrics))?;
-            host.observer.evaluated(&metrics);
+        self.on_rank_zero(rank_zero, |rank_zero| {
+            rank_zero.metrics.iter_mut().try_for_each(|file| file.append(&metrics))?;
+            rank_zero.observer.evaluated(&metrics);
             Ok(())
         })?;
         Ok(Some(metrics))

@@ -5,16 +5,16 @@
 //! rank has its portions of a unit, and shares them only with the other holders, which have the same portions.
 
 mod exchange;
-mod flat;
-mod gradients;
-mod sharing;
-mod stored;
-mod whole;
+mod flat_parameter;
+mod gather;
+mod gradient_shards;
+mod placement;
+mod stored_matrices;
 
-pub(crate) use flat::{Piece, whole_piece};
-pub(crate) use gradients::GradientShards;
-pub(crate) use sharing::Sharing;
-pub(crate) use stored::{Formats, ReadMatrix};
+pub(crate) use flat_parameter::{PortionShard, whole_portion};
+pub(crate) use gradient_shards::GradientShards;
+pub(crate) use placement::ShardPlacement;
+pub(crate) use stored_matrices::{ReadMatrix, StoredFormats};
 
 use crate::{
     checkpoint::Slice,
@@ -22,18 +22,18 @@ use crate::{
 };
 use candle_core::Tensor;
 use exchange::{Exchange, UnderWay};
-use flat::Flat;
+use flat_parameter::Flat;
 use ringspan::comm::{Buffer, Communicator};
 use ringspan_candle::quantized::QuantizedMatrix;
 use ringspan_candle::transfers::Reserved;
 use ringspan_candle::{Portion, RankDevice, StoredWeights, Transfers, Unit};
 use ringspan_models::{Decoder, Parameters};
 use std::{cell::RefCell, collections::BTreeMap, ops::Range, sync::Arc};
-use stored::{StoredFlat, StoredShard, stack, weight};
+use stored_matrices::{StoredFlat, StoredShard, stack, weight};
 
 /// This rank's shards of all units.
 pub(crate) struct Shards {
-    sharing: Sharing,
+    sharing: ShardPlacement,
     /// The ranks of this rank's copy of the model.
     copy: Arc<dyn Communicator>,
     families: Vec<Family>,
@@ -43,7 +43,7 @@ pub(crate) struct Shards {
     /// Copies gathered parameters to the device that computes, and gradients back. Shards stay on the CPU, in f32.
     transfers: Transfers,
     /// The unit that was prefetched.
-    ahead: RefCell<Option<(Unit, Ahead)>>,
+    ahead: RefCell<Option<(Unit, Prefetched)>>,
 }
 
 /// The groups of ranks that hold the same portions as this one, for one family.
@@ -72,7 +72,7 @@ struct Gathering {
 
 /// A unit that was prefetched; the default is one of which nothing has begun.
 #[derive(Default)]
-struct Ahead {
+struct Prefetched {
     /// None where it has not begun, or where the copy of the model is on a single rank.
     gathering: Option<Gathering>,
     /// Memory on the device that computes, in the order of the unit's shards.
@@ -85,9 +85,9 @@ impl Shards {
     pub(crate) fn new(
         decoder: &Decoder,
         world: &dyn Communicator,
-        sharing: Sharing,
+        sharing: ShardPlacement,
         device: &RankDevice,
-        mut read: impl FnMut(&Piece<'_>) -> Result<Vec<f32>>,
+        mut read: impl FnMut(&PortionShard<'_>) -> Result<Vec<f32>>,
         read_stored: &mut ReadMatrix,
     ) -> Result<Self> {
         let (copy, rank) = (world.rank() / sharing.ranks(), world.rank() % sharing.ranks());
@@ -106,7 +106,7 @@ impl Shards {
             for trained in [true, false] {
                 for (family, flat) in sharing.flats(decoder, unit, rank, trained)?.into_iter().enumerate() {
                     let mut values = Vec::with_capacity(flat.shard(sharing.shard(rank, family).0).len());
-                    for piece in flat.pieces(sharing.shard(rank, family).0) {
+                    for piece in flat.portion_shards(sharing.shard(rank, family).0) {
                         values.extend(read(&piece)?);
                     }
                     if !flat.is_empty() {
@@ -140,12 +140,12 @@ impl Shards {
     }
 
     /// This rank's trained pieces that it writes to checkpoints, as the first of the ranks that keep them.
-    pub(crate) fn kept(&self) -> impl Iterator<Item = Piece<'_>> {
+    pub(crate) fn kept(&self) -> impl Iterator<Item = PortionShard<'_>> {
         self.trained().filter(|shard| self.keeps(shard.family)).flat_map(|shard| self.pieces_of(shard))
     }
 
     /// This rank's pieces of trained parameters.
-    pub(crate) fn pieces(&self) -> impl Iterator<Item = Piece<'_>> {
+    pub(crate) fn portion_shards(&self) -> impl Iterator<Item = PortionShard<'_>> {
         self.trained().flat_map(|shard| self.pieces_of(shard))
     }
 
@@ -153,8 +153,8 @@ impl Shards {
         self.units.values().flatten().filter(|shard| shard.trained)
     }
 
-    fn pieces_of<'a>(&self, shard: &'a Shard) -> impl Iterator<Item = Piece<'a>> + use<'a> {
-        shard.flat.pieces(self.families[shard.family].exchange.group().rank())
+    fn pieces_of<'a>(&self, shard: &'a Shard) -> impl Iterator<Item = PortionShard<'a>> + use<'a> {
+        shard.flat.portion_shards(self.families[shard.family].exchange.group().rank())
     }
 
     /// The values of the pieces that this rank writes to checkpoints; they share the shards' memory while training goes on.
@@ -162,7 +162,7 @@ impl Shards {
         let mut slices = Vec::new();
         for shard in self.trained().filter(|shard| self.keeps(shard.family)) {
             for piece in self.pieces_of(shard) {
-                let values = Stretch { shard: shard.values.clone(), range: piece.of_shard.clone() };
+                let values = ShardSlice { shard: shard.values.clone(), range: piece.in_shard.clone() };
                 slices.push(piece.slice(piece.portion.name.clone(), Arc::new(values)));
             }
         }
@@ -187,7 +187,7 @@ impl Shards {
     pub(crate) fn update(
         &mut self,
         gradients: &Sums,
-        mut update: impl FnMut(&Piece<'_>, &mut [f32], &[f32]) -> Result<()>,
+        mut update: impl FnMut(&PortionShard<'_>, &mut [f32], &[f32]) -> Result<()>,
     ) -> Result<()> {
         for (unit, shards) in &mut self.units {
             let missing = || Error::Model(format!("no gradient came for {unit:?}"));
@@ -196,8 +196,8 @@ impl Shards {
                 let gradient = of_unit.next().ok_or_else(missing)?;
                 // Another rank, or the thread that writes a checkpoint, may still hold this buffer: it keeps the old values.
                 let Buffer::F32(values) = Arc::make_mut(&mut shard.values) else { continue };
-                for piece in shard.flat.pieces(self.families[shard.family].exchange.group().rank()) {
-                    update(&piece, &mut values[piece.of_shard.clone()], &gradient[piece.of_shard.clone()])?;
+                for piece in shard.flat.portion_shards(self.families[shard.family].exchange.group().rank()) {
+                    update(&piece, &mut values[piece.in_shard.clone()], &gradient[piece.in_shard.clone()])?;
                 }
             }
         }
@@ -246,7 +246,7 @@ impl Shards {
     }
 
     /// Waits for all shards of a unit and puts its portions together on the device that computes.
-    fn finish(&self, unit: Unit, Ahead { gathering, reserved }: Ahead) -> Result<StoredWeights> {
+    fn finish(&self, unit: Unit, Prefetched { gathering, reserved }: Prefetched) -> Result<StoredWeights> {
         let gathering = gathering.map_or_else(|| self.gather(unit), Ok)?;
         let reserved = reserved.into_iter().chain(std::iter::repeat_with(Reserved::default));
         let (mut weights, mut stacked) = (StoredWeights::new(), BTreeMap::new());
@@ -291,7 +291,7 @@ impl Parameters for Shards {
         if ahead.is_none() {
             let announced = || {
                 let gathering = if self.copy.size() > 1 { Some(self.gather(unit)?) } else { None };
-                Ok::<_, Error>(Ahead { gathering, reserved: self.reserved(unit)? })
+                Ok::<_, Error>(Prefetched { gathering, reserved: self.reserved(unit)? })
             };
             *ahead = Some((unit, announced().map_err(candle_core::Error::wrap)?));
         }
@@ -304,12 +304,12 @@ impl Parameters for Shards {
                 Some((announced, ahead)) if announced == unit => ahead,
                 // A unit that was prefetched but is not asked for has to be received all the same, or it would be taken for the
                 // next one.
-                Some((_, Ahead { gathering: Some(gathering), .. })) => {
+                Some((_, Prefetched { gathering: Some(gathering), .. })) => {
                     let all = gathering.numbers.into_iter().chain(gathering.stored);
                     all.into_iter().try_for_each(|under_way| under_way.finish().map(drop))?;
-                    Ahead::default()
+                    Prefetched::default()
                 }
-                _ => Ahead::default(),
+                _ => Prefetched::default(),
             };
             self.finish(unit, ahead)
         };
@@ -318,12 +318,12 @@ impl Parameters for Shards {
 }
 
 /// A part of a shard; it keeps its values even if the rank updates the shard.
-struct Stretch {
+struct ShardSlice {
     shard: Arc<Buffer>,
     range: Range<usize>,
 }
 
-impl AsRef<[f32]> for Stretch {
+impl AsRef<[f32]> for ShardSlice {
     fn as_ref(&self) -> &[f32] {
         &numbers(&self.shard)[self.range.clone()]
     }

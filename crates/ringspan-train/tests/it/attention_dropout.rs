@@ -60,7 +60,7 @@ fn every_mesh_accumulation_and_recomputation_drops_the_same() {
     .into_iter()
     .enumerate()
     {
-        let (_, memory) = run(change.over(&settings(root, &format!("mesh-{n}"))).unwrap());
+        let (_, memory) = run(change.overriding(&settings(root, &format!("mesh-{n}"))).unwrap());
         for (a, b) in memory.steps.iter().zip(&expected.steps) {
             assert!((a.loss - b.loss).abs() <= 1e-5 * b.loss, "{change:?}: {} is not {}", a.loss, b.loss);
             let off = (a.grad_norm - b.grad_norm).abs();

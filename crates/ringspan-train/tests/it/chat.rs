@@ -2,7 +2,7 @@
 
 use ringspan_train::{
     Tokenizer,
-    data::{Content, Encoder, GIVEN, Template},
+    data::{Content, Encoder, NOT_LEARNED, Template},
 };
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
@@ -37,7 +37,7 @@ fn text_tokens_and_learned_words_are_those_of_transformers() {
         let expected: Vec<Expected> = read(&folder.join("expected.json"));
         assert_eq!(conversations.len(), expected.len());
         let tokenizer = Tokenizer::read(&folder.join("tokenizer.json")).unwrap();
-        let template = Template::of_model(&folder).unwrap().unwrap();
+        let template = Template::from_model_folder(&folder).unwrap().unwrap();
         let encoder = Encoder::new(&tokenizer, Some(&template));
         for (index, (conversation, expected)) in conversations.iter().zip(&expected).enumerate() {
             let Conversation { messages, tools } = conversation;
@@ -45,9 +45,9 @@ fn text_tokens_and_learned_words_are_those_of_transformers() {
             assert_eq!(rendered.text, expected.text, "{name}, conversation {index}");
             let content = Content::Chat { messages: messages.clone(), tools: tools.clone() };
             let words = encoder.encode(&content, &folder, "1").unwrap();
-            let tokens: Vec<u32> = words.iter().map(|word| word & !GIVEN).collect();
+            let tokens: Vec<u32> = words.iter().map(|word| word & !NOT_LEARNED).collect();
             assert_eq!(tokens, expected.tokens, "{name}, conversation {index}");
-            let learned: Vec<u32> = words.iter().map(|word| u32::from(word & GIVEN == 0)).collect();
+            let learned: Vec<u32> = words.iter().map(|word| u32::from(word & NOT_LEARNED == 0)).collect();
             assert_eq!(learned, expected.learned, "{name}, conversation {index}: {:?}", rendered.learned);
         }
     }
@@ -55,7 +55,7 @@ fn text_tokens_and_learned_words_are_those_of_transformers() {
 
 #[test]
 fn what_a_template_refuses_is_refused_with_its_words() {
-    let template = Template::of_model(&fixtures().join("brackets")).unwrap().unwrap();
+    let template = Template::from_model_folder(&fixtures().join("brackets")).unwrap().unwrap();
     let messages = [serde_json::json!({"role": "narrator", "content": "meanwhile"})];
     let message = template.render(&messages, &serde_json::Value::Null).unwrap_err();
     assert!(message.contains("only user, assistant and tool may speak, not narrator"), "{message}");

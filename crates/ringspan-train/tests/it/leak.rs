@@ -8,7 +8,7 @@ use ringspan::{
 use ringspan_candle::context::Context;
 use ringspan_candle::tensor_parallel::NO_TENSOR_PARALLEL;
 use ringspan_models::{Config, Decoder};
-use ringspan_train::data::{Batch, Fit, IGNORE, Packer, Store};
+use ringspan_train::data::{Batch, DocumentStore, IGNORE, PackableSpans, Packer};
 use std::sync::Arc;
 
 const LENGTHS: [usize; 4] = [13, 29, 1, 21];
@@ -19,8 +19,8 @@ fn batch(change: Option<usize>) -> Batch {
     if let Some(index) = change {
         documents[1][index] = 255;
     }
-    let store = Store::new(&documents);
-    Batch::new(&Packer::once(&store, &Fit::text(&store), 64, usize::MAX), 64)
+    let store = DocumentStore::new(&documents);
+    Batch::new(&Packer::pack_once(&store, &PackableSpans::for_text(&store), 64, usize::MAX), 64)
 }
 
 /// Log-probabilities of all targets of the batch, in the batch's order.
@@ -35,7 +35,7 @@ fn log_probs(batch: &Batch, layout: &str, ring: usize, ulysses: usize) -> Vec<f3
         let context = Context::new(group, layout.clone(), Strategy::Ring)?;
         let tokens = layout.shard(rank, &batch.tokens, 1)?;
         let targets = layout.shard(rank, &batch.targets, 1)?;
-        let hidden = ringspan_train::hidden(&decoder, &weights, &tokens, &context).unwrap();
+        let hidden = ringspan_train::hidden_states(&decoder, &weights, &tokens, &context).unwrap();
         let hidden = decoder.norm(&weights, &hidden).unwrap();
         Ok::<_, ringspan_train::Error>(decoder.model().head().log_probs(
             &hidden,

@@ -48,7 +48,7 @@ fn every_mesh_trains_the_same_adapters_beside_an_unchanged_model() {
         tp: Some(tp),
         ..Settings::default()
     };
-    let (one, expected) = run(mesh(1, 1, 1, 1, 1).over(&settings(root, "one")).unwrap());
+    let (one, expected) = run(mesh(1, 1, 1, 1, 1).overriding(&settings(root, "one")).unwrap());
     assert!(expected.steps[5].loss < expected.steps[0].loss - 0.1, "{:?}", expected.losses());
     let wanted = adapter::load(&one.out).unwrap();
     assert_eq!(wanted.weights.len(), 2 * 7 * 2);
@@ -56,7 +56,7 @@ fn every_mesh_trains_the_same_adapters_beside_an_unchanged_model() {
     let meshes =
         [mesh(1, 2, 2, 1, 1), mesh(2, 1, 1, 2, 1), mesh(1, 1, 3, 1, 1), mesh(1, 4, 1, 1, 1), mesh(1, 2, 1, 1, 4)];
     for (n, settings_of) in meshes.iter().enumerate() {
-        let (many, memory) = run(settings_of.over(&settings(root, &format!("mesh-{n}"))).unwrap());
+        let (many, memory) = run(settings_of.overriding(&settings(root, &format!("mesh-{n}"))).unwrap());
         for (a, b) in memory.steps.iter().zip(&expected.steps) {
             assert!(
                 (a.loss - b.loss).abs() <= 1e-5 * b.loss,
@@ -86,7 +86,7 @@ fn every_mesh_trains_the_same_adapters_of_experts() {
         moe_dp: Some(moe_dp),
         ..Settings::default()
     };
-    let (one, expected) = run(mesh(1, 1, 1, 1, 1).over(&settings(root, "one")).unwrap());
+    let (one, expected) = run(mesh(1, 1, 1, 1, 1).overriding(&settings(root, "one")).unwrap());
     assert!(expected.steps[5].loss < expected.steps[0].loss - 0.1, "{:?}", expected.losses());
     let wanted = adapter::load(&one.out).unwrap();
     let compare = |what: &str, losses: &[f64], got: &Path| {
@@ -106,7 +106,7 @@ fn every_mesh_trains_the_same_adapters_of_experts() {
         without_truncation,
     ];
     for (n, settings_of) in meshes.iter().enumerate() {
-        let (many, memory) = run(settings_of.over(&settings(root, &format!("mesh-{n}"))).unwrap());
+        let (many, memory) = run(settings_of.overriding(&settings(root, &format!("mesh-{n}"))).unwrap());
         compare(&format!("{settings_of:?}"), &memory.losses(), &many.out);
         if n != 2 {
             continue;
@@ -181,7 +181,7 @@ fn an_adapter_is_trained_on_by_a_new_run() {
     let (same, memory) = run(Settings { lr: Some(0.0), steps: Some(1), ..on("same") });
     let kept = adapter::load(&same.out).unwrap();
     assert_eq!((&kept.lora, &kept.base, values(&kept.weights)), (&began.lora, &began.base, values(&began.weights)));
-    assert_eq!(same.beside, Some(root.join("tiny").canonicalize().unwrap()));
+    assert_eq!(same.base_model, Some(root.join("tiny").canonicalize().unwrap()));
     // The first loss is that of the merged model, whether the adapter or the merged model is trained.
     let whole = Settings { merge_adapter: Some(true), lr: Some(0.0), steps: Some(1), ..on("whole") };
     let (merged, of_merged) = run(whole);
@@ -193,7 +193,7 @@ fn an_adapter_is_trained_on_by_a_new_run() {
     let trained = adapter::load(&second.out).unwrap();
     assert_eq!((&trained.lora, &trained.base), (&began.lora, &began.base));
     let mesh = Settings { dp_shard: Some(2), ring: Some(2), tp: Some(2), ..Settings::default() };
-    let (many, memory) = run(mesh.over(&on("mesh")).unwrap());
+    let (many, memory) = run(mesh.overriding(&on("mesh")).unwrap());
     for (a, b) in memory.losses().iter().zip(expected.losses()) {
         assert!((a - b).abs() <= 1e-5 * b, "{a} is not {b}");
     }
@@ -209,7 +209,7 @@ fn an_adapter_is_trained_on_by_a_new_run() {
 
     // Settings that contradict the adapter in the folder are refused.
     let refused = |change: Settings, words: &[&str]| {
-        let message = TrainConfig::resolve(change.over(&on("refused")).unwrap()).unwrap_err().to_string();
+        let message = TrainConfig::resolve(change.overriding(&on("refused")).unwrap()).unwrap_err().to_string();
         assert!(words.iter().all(|word| message.contains(word)), "{message}");
     };
     refused(Settings { lora_rank: Some(8), ..Settings::default() }, &["--lora-rank 8", "rank 4", "--merge-adapter"]);
@@ -227,7 +227,7 @@ fn an_adapter_is_trained_on_by_a_new_run() {
         lora_dropout: Some(0.2),
         ..Settings::default()
     };
-    let config = TrainConfig::resolve(said.over(&on("said")).unwrap()).unwrap();
+    let config = TrainConfig::resolve(said.overriding(&on("said")).unwrap()).unwrap();
     assert_eq!(config.lora.map(|lora| lora.dropout), Some(0.2));
     let path = first.out.join(adapter::CONFIG);
     let text = std::fs::read_to_string(&path).unwrap();

@@ -54,7 +54,7 @@ fn every_mesh_and_every_recomputation_has_the_same_losses() {
         again("nothing"),
     ];
     for (n, change) in all.iter().enumerate() {
-        let (_, memory) = run(change.over(&settings(root, &format!("mesh-{n}"))).unwrap());
+        let (_, memory) = run(change.overriding(&settings(root, &format!("mesh-{n}"))).unwrap());
         for (a, b) in memory.losses().iter().zip(expected.losses()) {
             assert!((a - b).abs() <= 1e-5 * b, "{change:?}: {a} is not {b}");
         }
@@ -74,7 +74,7 @@ fn a_sparse_model_drops_the_same_on_every_mesh_however_it_is_computed_again() {
         ..settings(root, "")
     };
     let run = |name: &str, change: Settings| {
-        run(Settings { out: Some(root.join(name)), ..change.over(&all).unwrap() }).1.losses()
+        run(Settings { out: Some(root.join(name)), ..change.overriding(&all).unwrap() }).1.losses()
     };
     let expected = run("one", Settings::default());
     let without = run("without", Settings { lora_dropout: Some(0.0), ..Settings::default() });

@@ -109,7 +109,7 @@ fn an_adapter_beside_a_gguf_file_is_that_beside_its_weights_in_a_folder() {
     // In two layers of width 32, A and B of rank 4 are beside matrices of 32, 16 and 64 rows.
     let training = &memory.plan.training;
     assert!(training.starts_with("a new LoRA adapter of rank 4, 4,096 of "), "{training}");
-    assert_eq!(of_file.beside, Some(root.join("model.gguf")));
+    assert_eq!(of_file.base_model, Some(root.join("model.gguf")));
     let saved = adapter::load(&of_file.out).unwrap();
     assert_eq!(saved.base, Base::Gguf(root.join("model.gguf").canonicalize().unwrap()));
     assert_eq!(values(&saved.weights), values(&adapter::load(&root.join("of-folder")).unwrap().weights));
@@ -131,7 +131,7 @@ fn it_is_resumed_bit_for_bit_and_merged_into_a_folder_with_the_files_tokenizer()
     text(root);
     let merging = |name| Settings { lora_merge: Some(true), ..settings(root, "model.gguf", name) };
     let (whole, _) = run(merging("whole"));
-    assert_eq!(whole.beside, None, "the model is there, too");
+    assert_eq!(whole.base_model, None, "the model is there, too");
     let (cut, _) = run(merging("cut"));
     fs::remove_dir_all(cut.out.join("checkpoints/step-000006")).unwrap();
     let resume = Settings { resume: Some(cut.out.clone()), ..Settings::default() };

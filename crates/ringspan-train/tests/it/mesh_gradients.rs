@@ -5,9 +5,9 @@ use ringspan::comm::ranks::Ranks;
 use ringspan_candle::Weights;
 use ringspan_models::{Config, Decoder};
 use ringspan_train::{
-    Settings, TrainConfig, Trial,
+    Settings, StepResults, TrainConfig,
     data::{Batch, IGNORE, Sequence},
-    trial,
+    single_step,
 };
 
 /// Largest difference between a gradient and that of one rank, relative to its norm.
@@ -21,16 +21,16 @@ const LENGTH: usize = 29;
 fn batch(vocabulary: u32) -> Batch {
     let kinds: [&[usize]; 3] = [&[LENGTH], &[11, 1, 17], &[5, 13]];
     let sequence = |row: usize| {
-        let pieces = kinds[row % kinds.len()].to_vec();
-        let len = pieces.iter().sum();
+        let segments = kinds[row % kinds.len()].to_vec();
+        let len = segments.iter().sum();
         let tokens: Vec<u32> = (0..len).map(|i| (i * i * 7 + i * row * 31 + row) as u32 % vocabulary).collect();
         let mut targets: Vec<u32> = tokens[1..].iter().copied().chain([IGNORE]).collect();
         let mut end = 0;
-        for piece in &pieces {
+        for piece in &segments {
             end += piece;
             targets[end - 1] = IGNORE;
         }
-        Sequence { tokens, targets, pieces }
+        Sequence { tokens, targets, segment_lengths: segments }
     };
     Batch::new(&(0..ROWS).map(sequence).collect::<Vec<_>>(), LENGTH)
 }
@@ -43,12 +43,12 @@ fn model(change: serde_json::Value) -> (Decoder, Weights) {
     (decoder, weights)
 }
 
-fn step((decoder, weights): &(Decoder, Weights), settings: Settings) -> Trial {
+fn step((decoder, weights): &(Decoder, Weights), settings: Settings) -> StepResults {
     // The token file is not read: the batch is in memory.
     let settings = Settings { tokens: Some("none".into()), threads: Some(1), ..settings };
     let config = TrainConfig::resolve(settings).unwrap();
     let batch = batch(decoder.config().vocab_size as u32);
-    trial(&Ranks::threads(), &config, (decoder, weights), &batch).unwrap().unwrap()
+    single_step(&Ranks::threads(), &config, (decoder, weights), &batch).unwrap().unwrap()
 }
 
 fn norm(values: impl Iterator<Item = f64>) -> f64 {
@@ -61,7 +61,7 @@ fn size(values: &[f32]) -> f64 {
 
 /// The step of one rank. Asserts that each gradient can be compared: where large terms cancel to nearly nothing, a sum is as
 /// inaccurate as the terms are rounded, whatever its own norm.
-fn one_rank(model: &(Decoder, Weights)) -> Trial {
+fn one_rank(model: &(Decoder, Weights)) -> StepResults {
     let one = step(model, Settings { ring: Some(1), ..Settings::default() });
     let each = |values: &[f32]| size(values) / (values.len() as f64).sqrt();
     let largest = one.gradients.values().map(|values| each(values)).fold(0.0, f64::max);
@@ -82,7 +82,7 @@ struct Found {
 }
 
 impl Found {
-    fn compare(&mut self, name: &str, mesh: &Trial, one: &Trial) {
+    fn compare(&mut self, name: &str, mesh: &StepResults, one: &StepResults) {
         let is_off = |by: f64, most: f64| by > most || by.is_nan();
         let off = (mesh.loss - one.loss).abs() / one.loss;
         if is_off(off, 1e-6) {
@@ -120,7 +120,7 @@ fn each_gradient_is_that_of_one_rank_on_every_mesh() {
         for sharding in shardings {
             let settings = Settings { sharding: Some(sharding.into()), ..Settings::default() };
             let name = format!("{mesh:?}, sharding {sharding}");
-            found.compare(&name, &step(&model, mesh.over(settings)), &one);
+            found.compare(&name, &step(&model, mesh.overriding(settings)), &one);
         }
     }
     found.check();
@@ -133,7 +133,7 @@ fn each_gradient_of_a_sparse_model_is_that_of_one_rank_on_every_mesh_of_its_expe
     let one = one_rank(&model);
     let mut found = Found::default();
     for mesh in meshes_of_experts() {
-        found.compare(&format!("{mesh:?}"), &step(&model, mesh.over(Settings::default())), &one);
+        found.compare(&format!("{mesh:?}"), &step(&model, mesh.overriding(Settings::default())), &one);
     }
     found.check();
 }

@@ -6,7 +6,7 @@ use ringspan_candle::Weights;
 use ringspan_models::folder;
 use ringspan_train::{
     Settings, Tokenizer,
-    data::{Batch, Encoder, Fit, Overlong, Packer, Position, Reading, Template, read},
+    data::{Batch, Encoder, Overlong, PackableSpans, Packer, PackerPosition, SourceReader, Template, read},
 };
 use std::path::Path;
 
@@ -71,7 +71,7 @@ fn losses_norms_held_out_losses_and_trained_weights_are_those_of_one_rank_on_eve
         for sharding in shardings {
             let name = format!("{mesh:?}, sharding {sharding}");
             let settings = Settings { sharding: Some(sharding.into()), ..settings(root, &name) };
-            let (outcome, memory) = run(mesh.over(settings));
+            let (outcome, memory) = run(mesh.overriding(settings));
             same(&name, &memory, &one);
             same_weights(&name, &folder::load(&outcome.out).unwrap().1, &weights);
         }
@@ -90,7 +90,7 @@ fn a_sparse_model_learns_the_same_on_every_mesh_of_its_experts() {
     let (_, weights) = folder::load(&outcome.out).unwrap();
     for mesh in meshes_of_experts() {
         let name = format!("{mesh:?}");
-        let (outcome, memory) = run(mesh.over(settings(root, &name)));
+        let (outcome, memory) = run(mesh.overriding(settings(root, &name)));
         same(&name, &memory, &one);
         same_weights(&name, &folder::load(&outcome.out).unwrap().1, &weights);
     }
@@ -147,21 +147,21 @@ fn conversations_train_alike_where_rows_and_ranks_have_nothing_to_learn() {
     let tokenizer = Tokenizer::read(&root.join("tiny/tokenizer.json")).unwrap();
     let parsed = Template::read(&template, None).unwrap();
     let encoder = Encoder::new(&tokenizer, Some(&parsed));
-    let reading = Reading {
+    let reading = SourceReader {
         source: &data,
         exclude: &[],
         held_out: 0.05,
         encoder,
-        folder: &root.join("kept"),
-        check: false,
+        cache_folder: &root.join("kept"),
+        check_contents: false,
         deadline: std::time::Duration::from_secs(60),
-        watch: &ringspan_train::data::unwatched,
+        on_progress: &ringspan_train::data::ignore_progress,
     };
-    let corpus = reading.corpus().unwrap().0;
-    let fit = Fit::new(&corpus.train, 40, true, Overlong::Split);
-    let mut packer = Packer::new(corpus.train, 40, 0, Position::default()).fitted(fit);
+    let corpus = reading.load_or_tokenize().unwrap().0;
+    let fit = PackableSpans::new(&corpus.train, 40, true, Overlong::Split);
+    let mut packer = Packer::new(corpus.train, 40, 0, PackerPosition::default()).with_spans(fit);
     let steps: Vec<Batch> = (0..3).map(|_| Batch::new(&packer.next_sequences(3), 40)).collect();
-    let rows = |step: &Batch| (0..3).map(|row| step.part(row, 3).real_tokens()).collect::<Vec<_>>();
+    let rows = |step: &Batch| (0..3).map(|row| step.chunk(row, 3).real_tokens()).collect::<Vec<_>>();
     assert!(steps.iter().any(|step| rows(step).iter().any(|&tokens| tokens < 40)), "a row with padding");
     let learned: u64 = steps.iter().map(Batch::valid_targets).sum();
     assert!((10..120).contains(&learned), "{learned} of 360 tokens are learned");
@@ -176,7 +176,7 @@ fn conversations_train_alike_where_rows_and_ranks_have_nothing_to_learn() {
     }
     // The loss over answers alone is not the loss over all words.
     let all = root.join("all.jsonl");
-    let line = |d: &ringspan_train::data::Text| match &d.content {
+    let line = |d: &ringspan_train::data::SourceDocument| match &d.content {
         ringspan_train::data::Content::Chat { messages, tools } => {
             serde_json::json!({ "text": parsed.render(messages, tools).unwrap().text }).to_string()
         }

@@ -62,7 +62,7 @@ fn every_mesh_begins_and_trains_the_same_new_model() {
         assert!(expected.steps[5].loss < expected.steps[0].loss, "{:?}", expected.losses());
         let ep = (model == "experts").then_some(2);
         for (n, mesh) in [mesh(1, 2, 1, ep), mesh(2, 1, 2, ep)].iter().enumerate() {
-            let (_, memory) = run(mesh.over(&settings(root, &format!("{model}-{n}"))).unwrap());
+            let (_, memory) = run(mesh.overriding(&settings(root, &format!("{model}-{n}"))).unwrap());
             for (a, b) in memory.losses().iter().zip(expected.losses()) {
                 assert!((a - b).abs() <= 1e-5 * b, "{model} on mesh {n}: {a} is not {b}");
             }
@@ -93,7 +93,7 @@ fn a_new_model_is_resumed_bit_for_bit_and_exported_as_its_configuration_says() {
     let json = folder::config_json(&whole.out).unwrap();
     assert_eq!((&json["eos_token_id"], &json["bos_token_id"]), (&json!(256), &Value::Null));
     assert_eq!((&json["mine"], &json["initializer_range"]), (&json!([1, 2]), &json!(0.05)));
-    assert_eq!(Tokenizer::read(&whole.out.join("tokenizer.json")).unwrap().vocabulary(), 257);
+    assert_eq!(Tokenizer::read(&whole.out.join("tokenizer.json")).unwrap().vocabulary_size(), 257);
 
     // `--model-config` may name the file's folder, and another seed makes another model.
     let parent = Settings { model_config: file.parent().map(PathBuf::from), ..settings(root, "folder") };

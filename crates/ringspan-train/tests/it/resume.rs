@@ -146,7 +146,7 @@ fn families_whose_layers_are_their_own_go_on_on_any_mesh() {
 fn each_goes_on_from_each(root: &Path, meshes: &[Settings], first: usize) {
     for (from, saved) in meshes[..first].iter().enumerate() {
         let settings = settings(root, &format!("from-{from}"));
-        let (whole, memory) = run(saved.over(&settings).unwrap());
+        let (whole, memory) = run(saved.overriding(&settings).unwrap());
         fs::remove_dir_all(whole.out.join("checkpoints/step-000008")).unwrap();
         for (to, mesh) in meshes.iter().enumerate() {
             let (_, again) = resumed(&whole.out, mesh.clone()).unwrap();

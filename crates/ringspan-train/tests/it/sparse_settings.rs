@@ -56,7 +56,7 @@ fn the_loss_of_routers_is_over_the_step_or_over_each_micro_batch() {
 
     sparse(&path);
     let micro = |n: usize| Settings { batch_size: Some(4 / n), grad_accumulation: Some(n), ..Settings::default() };
-    let run = |name: &str, change: Settings| run(change.over(&all(name)).unwrap()).1;
+    let run = |name: &str, change: Settings| run(change.overriding(&all(name)).unwrap()).1;
     let one = run("one", Settings::default());
     let apart = |memory: &Memory<'_>| {
         let of = |(a, b): (&StepMetrics, &StepMetrics)| {

@@ -23,7 +23,7 @@ impl Axes {
         self.copies * self.parts * self.ring * self.ulysses * self.tp
     }
 
-    pub(crate) fn over(&self, settings: Settings) -> Settings {
+    pub(crate) fn overriding(&self, settings: Settings) -> Settings {
         Settings {
             dp_replicate: Some(self.copies),
             dp_shard: Some(self.parts),

@@ -6,13 +6,13 @@
 //! in JSON. Numbers have this machine's byte order: on a machine of another one the magic is not found, and the file is made
 //! again.
 
-mod turn;
+mod lock;
 mod write;
 
-pub(super) use turn::in_turn;
-pub(super) use write::Writer;
+pub(super) use lock::lock_token_file;
+pub(super) use write::CacheWriter;
 
-use super::{About, Corpus, Store, fingerprint::Fingerprint};
+use super::{Corpus, DocumentStore, SourceSummary, fingerprint::Fingerprint};
 use crate::error::{Error, Result};
 use memmap2::Mmap;
 use std::{
@@ -27,11 +27,11 @@ const MAGIC: u64 = u64::from_ne_bytes(*b"ringspan");
 /// again.
 const VERSION: u64 = 3;
 /// Bytes of the header, before the tokens.
-const HEADER: u64 = 128;
+const HEADER_BYTES: u64 = 128;
 /// Bytes of tokens that share a checksum.
-const BLOCK: u64 = 1 << 20;
+const BLOCK_BYTES: u64 = 1 << 20;
 /// Number of blocks whose checksums are compared where not all are.
-const SAMPLE: u64 = 64;
+const SAMPLED_BLOCKS: u64 = 64;
 
 /// The header, before the tokens.
 #[derive(Debug, Clone, Copy, Default, bytemuck::Pod, bytemuck::Zeroable)]
@@ -54,46 +54,46 @@ struct Header {
     /// The largest token id plus one; 0 where there is no token.
     largest: u64,
     /// Bytes of the source's description.
-    about: u64,
+    summary_bytes: u64,
     /// A hash of everything after the tokens.
-    behind: u64,
+    index_hash: u64,
     /// A hash of the fields of this header before this one.
-    sum: u64,
+    header_hash: u64,
 }
 
 impl Header {
-    fn summed(mut self) -> Self {
+    fn with_hash(mut self) -> Self {
         let words: &[u64; 16] = bytemuck::cast_ref(&self);
-        self.sum = super::fingerprint(words[..15].iter().copied());
+        self.header_hash = super::fingerprint(words[..15].iter().copied());
         self
     }
 
     /// The offset at which the tokens end, and the size of the file; none where numbers overflow.
-    fn ends(&self) -> Option<(u64, u64)> {
-        let tokens = self.words.checked_mul(4)?.checked_add(HEADER)?;
+    fn tokens_end_and_size(&self) -> Option<(u64, u64)> {
+        let tokens = self.words.checked_mul(4)?.checked_add(HEADER_BYTES)?;
         let documents = self.documents[0].checked_add(self.documents[1])?;
         let ranges = tokens.checked_next_multiple_of(8)?.checked_add(documents.checked_mul(16)?)?;
         let blocks = ranges.checked_add(self.blocks() * 8)?;
-        Some((tokens, blocks.checked_add(self.about)?))
+        Some((tokens, blocks.checked_add(self.summary_bytes)?))
     }
 
     fn blocks(&self) -> u64 {
-        (self.words * 4).div_ceil(BLOCK)
+        (self.words * 4).div_ceil(BLOCK_BYTES)
     }
 
     /// Offset at which the ranges of the documents begin.
-    fn ranges(&self) -> u64 {
-        (HEADER + self.words * 4).next_multiple_of(8)
+    fn ranges_offset(&self) -> u64 {
+        (HEADER_BYTES + self.words * 4).next_multiple_of(8)
     }
 }
 
 /// The state of a folder's token file for a key.
 #[derive(Debug)]
-pub(super) enum Found {
+pub(super) enum CacheFile {
     /// The tokens, memory-mapped.
     Tokens(Box<Corpus>),
     /// There is no file.
-    Nothing,
+    Missing,
     /// The file cannot be used, for this reason.
     Damaged(String),
 }
@@ -103,90 +103,90 @@ pub(super) fn path(folder: &Path, key: u64) -> PathBuf {
     folder.join(format!("tokens-{key:016x}.bin"))
 }
 
-/// Opens the file for `key` and compares it with its checksums: a sample of the tokens, or all of them if `whole`.
+/// Opens the file for `key` and compares it with its checksums: a sample of the tokens, or all of them if `check_all`.
 ///
 /// # Errors
 /// [`Error::Io`] when the system refuses to read a file that is there.
-pub(super) fn open(folder: &Path, key: u64, whole: bool) -> Result<Found> {
+pub(super) fn open(folder: &Path, key: u64, check_all: bool) -> Result<CacheFile> {
     let path = path(folder, key);
     let file = match File::open(&path) {
-        Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => return Ok(Found::Nothing),
+        Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => return Ok(CacheFile::Missing),
         opened => opened.map_err(Error::io("read", &path))?,
     };
-    let checked = Checked::read(file, key, whole).map_err(Error::io("read", &path))?;
-    let Checked { header, about, file } = match checked {
+    let checked = VerifiedFile::read(file, key, check_all).map_err(Error::io("read", &path))?;
+    let VerifiedFile { header, summary, file } = match checked {
         Ok(checked) => checked,
-        Err(why) => return Ok(Found::Damaged(why)),
+        Err(why) => return Ok(CacheFile::Damaged(why)),
     };
     // SAFETY: the file is never written in place, only replaced by renaming; whoever else shortens it while it is mapped
     // ends this process, as with any program that maps files.
     let map = Arc::new(unsafe { Mmap::map(&file) }.map_err(Error::io("map", &path))?);
-    if map.len() as u64 != header.ends().map_or(0, |(_, end)| end) {
-        return Ok(Found::Damaged("its length has changed while it was read".into()));
+    if map.len() as u64 != header.tokens_end_and_size().map_or(0, |(_, end)| end) {
+        return Ok(CacheFile::Damaged("its length has changed while it was read".into()));
     }
-    let words = HEADER as usize..(HEADER + header.words * 4) as usize;
-    let border = (header.ranges() + header.documents[0] * 16) as usize;
+    let words = HEADER_BYTES as usize..(HEADER_BYTES + header.words * 4) as usize;
+    let border = (header.ranges_offset() + header.documents[0] * 16) as usize;
     let end = border + header.documents[1] as usize * 16;
     let [train, held_out] = header.tokens.map(|tokens| tokens as usize);
-    Ok(Found::Tokens(Box::new(Corpus {
-        train: Store::mapped(map.clone(), words.clone(), header.ranges() as usize..border, train),
-        held_out: Store::mapped(map, words, border..end, held_out),
-        learned: header.learned,
-        largest: header.largest.checked_sub(1).map(|token| token as u32),
+    Ok(CacheFile::Tokens(Box::new(Corpus {
+        train: DocumentStore::mapped(map.clone(), words.clone(), header.ranges_offset() as usize..border, train),
+        held_out: DocumentStore::mapped(map, words, border..end, held_out),
+        learned_tokens: header.learned,
+        largest_token: header.largest.checked_sub(1).map(|token| token as u32),
         fingerprint: header.fingerprint,
-        contents: header.contents,
-        about,
+        contents_hash: header.contents,
+        summary,
     })))
 }
 
 /// A file that agrees with its checksums.
-struct Checked {
+struct VerifiedFile {
     header: Header,
-    about: About,
+    summary: SourceSummary,
     file: File,
 }
 
-impl Checked {
+impl VerifiedFile {
     /// Reads through a buffer instead of a map: mapped pages that are read count as memory of this process.
-    fn read(mut file: File, key: u64, whole: bool) -> std::io::Result<std::result::Result<Self, String>> {
+    fn read(mut file: File, key: u64, check_all: bool) -> std::io::Result<std::result::Result<Self, String>> {
         let length = file.metadata()?.len();
         let mut header = Header::default();
-        if length < HEADER {
-            return Ok(Err(format!("it has {length} bytes, fewer than the {HEADER} of its header")));
+        if length < HEADER_BYTES {
+            return Ok(Err(format!("it has {length} bytes, fewer than the {HEADER_BYTES} of its header")));
         }
         file.read_exact(bytemuck::bytes_of_mut(&mut header))?;
         if header.magic != MAGIC || header.version != VERSION {
             return Ok(Err(format!("it is no token cache of version {VERSION} of this machine")));
         }
-        if header.sum != header.summed().sum || header.key != key {
+        if header.header_hash != header.with_hash().header_hash || header.key != key {
             return Ok(Err("its header is damaged".into()));
         }
-        let Some((tokens_end, _)) = header.ends().filter(|(_, end)| *end == length) else {
+        let Some((tokens_end, _)) = header.tokens_end_and_size().filter(|(_, end)| *end == length) else {
             return Ok(Err(format!("it has {length} bytes, and its header announces another number")));
         };
         file.seek(SeekFrom::Start(tokens_end))?;
-        let mut behind = Summed { from: BufReader::new(&file), sum: Fingerprint::new() };
+        let mut reader = HashingReader { from: BufReader::new(&file), sum: Fingerprint::new() };
         let mut padding = [0; 4];
-        behind.read(&mut padding[..(header.ranges() - tokens_end) as usize])?;
-        let mut sound = true;
+        reader.read(&mut padding[..(header.ranges_offset() - tokens_end) as usize])?;
+        let mut ranges_are_valid = true;
         for _ in 0..header.documents[0] + header.documents[1] {
             let mut range = [0_u64; 2];
-            behind.read(bytemuck::cast_slice_mut(&mut range))?;
-            sound &= range[0] < range[1] && range[1] <= header.words;
+            reader.read(bytemuck::cast_slice_mut(&mut range))?;
+            ranges_are_valid &= range[0] < range[1] && range[1] <= header.words;
         }
         let mut sums = vec![0_u64; header.blocks() as usize];
-        behind.read(bytemuck::cast_slice_mut(&mut sums))?;
-        let mut about = vec![0; header.about as usize];
-        behind.read(&mut about)?;
-        if behind.sum.finish() != header.behind || !sound {
+        reader.read(bytemuck::cast_slice_mut(&mut sums))?;
+        let mut summary = vec![0; header.summary_bytes as usize];
+        reader.read(&mut summary)?;
+        if reader.sum.finish() != header.index_hash || !ranges_are_valid {
             return Ok(Err("what it says of its documents is damaged".into()));
         }
-        let Ok(about) = serde_json::from_slice(&about) else {
+        let Ok(summary) = serde_json::from_slice(&summary) else {
             return Ok(Err("what it says of its source is damaged".into()));
         };
-        for block in checked_blocks(header.blocks(), whole) {
-            let from = HEADER + block * BLOCK;
-            let mut bytes = vec![0; (tokens_end - from).min(BLOCK) as usize];
+        for block in blocks_to_check(header.blocks(), check_all) {
+            let from = HEADER_BYTES + block * BLOCK_BYTES;
+            let mut bytes = vec![0; (tokens_end - from).min(BLOCK_BYTES) as usize];
             file.seek(SeekFrom::Start(from))?;
             file.read_exact(&mut bytes)?;
             let mut sum = Fingerprint::new();
@@ -195,27 +195,27 @@ impl Checked {
                 return Ok(Err("its tokens are damaged".into()));
             }
         }
-        Ok(Ok(Self { header, about, file }))
+        Ok(Ok(Self { header, summary, file }))
     }
 }
 
-/// The blocks to check: all, or [`SAMPLE`] of them at equal distances, with the first and the last.
-fn checked_blocks(blocks: u64, whole: bool) -> Vec<u64> {
-    match whole || blocks <= SAMPLE {
+/// The blocks to check: all, or [`SAMPLED_BLOCKS`] of them at equal distances, with the first and the last.
+fn blocks_to_check(blocks: u64, check_all: bool) -> Vec<u64> {
+    match check_all || blocks <= SAMPLED_BLOCKS {
         true => (0..blocks).collect(),
-        false => {
-            (0..SAMPLE).map(|i| (u128::from(blocks - 1) * u128::from(i) / u128::from(SAMPLE - 1)) as u64).collect()
-        }
+        false => (0..SAMPLED_BLOCKS)
+            .map(|i| (u128::from(blocks - 1) * u128::from(i) / u128::from(SAMPLED_BLOCKS - 1)) as u64)
+            .collect(),
     }
 }
 
 /// A reader that hashes what it reads.
-struct Summed<R> {
+struct HashingReader<R> {
     from: R,
     sum: Fingerprint,
 }
 
-impl<R: Read> Summed<R> {
+impl<R: Read> HashingReader<R> {
     fn read(&mut self, into: &mut [u8]) -> std::io::Result<()> {
         self.from.read_exact(into)?;
         self.sum.push_bytes(into);

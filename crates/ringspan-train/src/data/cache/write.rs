@@ -1,9 +1,9 @@
 //! Writes tokenized documents to a file, one after the other; none of them stays in memory.
 
-use super::{BLOCK, HEADER, Header, MAGIC, VERSION, path};
+use super::{BLOCK_BYTES, HEADER_BYTES, Header, MAGIC, VERSION, path};
 use crate::{
     checkpoint::sync_folder,
-    data::{About, GIVEN, fingerprint::Fingerprint},
+    data::{NOT_LEARNED, SourceSummary, fingerprint::Fingerprint},
     error::{Error, Result},
 };
 use std::{
@@ -13,53 +13,62 @@ use std::{
 };
 
 /// Bit that is set in the end of a held-out document.
-const HELD_OUT: u64 = 1 << 63;
+const HELD_OUT_BIT: u64 = 1 << 63;
 /// Number of words that are read at once when the written file is read again.
-const CHUNK: usize = 1 << 16;
+const CHUNK_WORDS: usize = 1 << 16;
 
 /// A token file that is being written. It is removed unless it is finished.
-pub(in crate::data) struct Writer {
+pub(in crate::data) struct CacheWriter {
     folder: PathBuf,
     key: u64,
-    part: PathBuf,
-    words: BufWriter<File>,
-    index: PathBuf,
+    token_path: PathBuf,
+    word_writer: BufWriter<File>,
+    index_path: PathBuf,
     /// Indices at which documents end, in a file of their own: there may be more of them than fit into memory.
-    ends: BufWriter<File>,
+    end_writer: BufWriter<File>,
     written: u64,
     /// Index of the first word of the current document.
     start: u64,
     documents: u64,
 }
 
-impl Drop for Writer {
+impl Drop for CacheWriter {
     fn drop(&mut self) {
         // A failure is ignored: the next process that makes this file removes what is left.
-        let _ = fs::remove_file(&self.part);
-        let _ = fs::remove_file(&self.index);
+        let _ = fs::remove_file(&self.token_path);
+        let _ = fs::remove_file(&self.index_path);
     }
 }
 
-impl Writer {
+impl CacheWriter {
     /// Creates a temporary file for `key` in `folder`, which exists.
     pub(in crate::data) fn new(folder: &Path, key: u64) -> Result<Self> {
-        let beside = |what: &str| folder.join(format!(".tokens-{key:016x}.{}.{what}", std::process::id()));
-        let (part, index) = (beside("part"), beside("index.part"));
+        let temporary_path = |what: &str| folder.join(format!(".tokens-{key:016x}.{}.{what}", std::process::id()));
+        let (token_path, index_path) = (temporary_path("part"), temporary_path("index.part"));
         let create = |path: &Path| {
             let file = File::options().read(true).write(true).create(true).truncate(true).open(path);
             file.map(|file| BufWriter::with_capacity(1 << 20, file)).map_err(Error::io("write", path))
         };
-        let (words, ends) = (create(&part)?, create(&index)?);
-        let mut writer =
-            Self { folder: folder.into(), key, part, words, index, ends, written: 0, start: 0, documents: 0 };
-        writer.words.write_all(&[0; HEADER as usize]).map_err(Error::io("write", &writer.part))?;
+        let (word_writer, end_writer) = (create(&token_path)?, create(&index_path)?);
+        let mut writer = Self {
+            folder: folder.into(),
+            key,
+            token_path,
+            word_writer,
+            index_path,
+            end_writer,
+            written: 0,
+            start: 0,
+            documents: 0,
+        };
+        writer.word_writer.write_all(&[0; HEADER_BYTES as usize]).map_err(Error::io("write", &writer.token_path))?;
         Ok(writer)
     }
 
     /// Appends words to the current document.
     pub(in crate::data) fn extend(&mut self, words: &[u32]) -> Result<()> {
         self.written += words.len() as u64;
-        self.words.write_all(bytemuck::cast_slice(words)).map_err(Error::io("write", &self.part))
+        self.word_writer.write_all(bytemuck::cast_slice(words)).map_err(Error::io("write", &self.token_path))
     }
 
     /// Ends the current document and returns its index; a document without words is dropped, and has none.
@@ -72,94 +81,99 @@ impl Writer {
             return Err(Error::Data { path: self.folder.clone(), problem });
         }
         self.start = self.written;
-        let end = self.written | if held_out { HELD_OUT } else { 0 };
-        self.ends.write_all(&end.to_ne_bytes()).map_err(Error::io("write", &self.index))?;
+        let end = self.written | if held_out { HELD_OUT_BIT } else { 0 };
+        self.end_writer.write_all(&end.to_ne_bytes()).map_err(Error::io("write", &self.index_path))?;
         self.documents += 1;
         Ok(Some(self.documents - 1))
     }
 
-    /// Completes the file and renames it to its place. The document `other`, if any, changes sides between training and held out.
-    pub(in crate::data) fn finish(mut self, other: Option<u64>, contents: u64, about: &About) -> Result<()> {
+    /// Completes the file and renames it to its place. The document `moved_document`, if any, changes sides between training and held out.
+    pub(in crate::data) fn finish(
+        mut self,
+        moved_document: Option<u64>,
+        contents: u64,
+        summary: &SourceSummary,
+    ) -> Result<()> {
         let path = path(&self.folder, self.key);
-        let about = serde_json::to_vec(about).map_err(|e| Error::io("write", &path)(e.into()))?;
-        self.complete(other, contents, &about)
-            .and_then(|()| fs::rename(&self.part, &path))
+        let summary = serde_json::to_vec(summary).map_err(|e| Error::io("write", &path)(e.into()))?;
+        self.complete(moved_document, contents, &summary)
+            .and_then(|()| fs::rename(&self.token_path, &path))
             .map_err(Error::io("write", &path))?;
         sync_folder(&self.folder);
         Ok(())
     }
 
-    fn complete(&mut self, other: Option<u64>, contents: u64, about: &[u8]) -> io::Result<()> {
-        self.words.flush()?;
-        self.ends.flush()?;
-        let looked = self.look_through(other)?;
-        let mut behind = Behind { to: &mut self.words, sum: Fingerprint::new() };
+    fn complete(&mut self, moved_document: Option<u64>, contents: u64, summary: &[u8]) -> io::Result<()> {
+        self.word_writer.flush()?;
+        self.end_writer.flush()?;
+        let totals = self.compute_totals(moved_document)?;
+        let mut writer = HashingWriter { to: &mut self.word_writer, sum: Fingerprint::new() };
         let odd = self.written % 2 == 1;
-        behind.write(&[0; 4][..if odd { 4 } else { 0 }])?;
-        for side in [false, true] {
-            each_document(&self.index, other, |range, held_out| match held_out == side {
-                true => behind.write(bytemuck::cast_slice(&range)),
+        writer.write(&[0; 4][..if odd { 4 } else { 0 }])?;
+        for split in [false, true] {
+            each_document(&self.index_path, moved_document, |range, held_out| match held_out == split {
+                true => writer.write(bytemuck::cast_slice(&range)),
                 false => Ok(()),
             })?;
         }
-        behind.write(bytemuck::cast_slice(&looked.blocks))?;
-        behind.write(about)?;
+        writer.write(bytemuck::cast_slice(&totals.blocks))?;
+        writer.write(summary)?;
         let header = Header {
             magic: MAGIC,
             version: VERSION,
             key: self.key,
-            fingerprint: looked.fingerprint.finish(),
+            fingerprint: totals.fingerprint.finish(),
             contents,
-            documents: looked.documents,
+            documents: totals.documents,
             words: self.written,
-            tokens: looked.tokens,
-            learned: looked.learned,
-            largest: looked.largest,
-            about: about.len() as u64,
-            behind: behind.sum.finish(),
-            sum: 0,
+            tokens: totals.tokens,
+            learned: totals.learned,
+            largest: totals.largest,
+            summary_bytes: summary.len() as u64,
+            index_hash: writer.sum.finish(),
+            header_hash: 0,
         };
-        self.words.seek(SeekFrom::Start(0))?;
-        self.words.write_all(bytemuck::bytes_of(&header.summed()))?;
-        self.words.flush()?;
-        self.words.get_mut().sync_all()
+        self.word_writer.seek(SeekFrom::Start(0))?;
+        self.word_writer.write_all(bytemuck::bytes_of(&header.with_hash()))?;
+        self.word_writer.flush()?;
+        self.word_writer.get_mut().sync_all()
     }
 
     /// Reads what was written: the fingerprint of a document begins with its length, which is known only at its end.
-    fn look_through(&self, other: Option<u64>) -> io::Result<Looked> {
-        let mut from = BufReader::new(File::open(&self.part)?);
-        let mut looked = Looked::new();
-        let mut buffer = vec![0_u32; CHUNK];
-        from.seek(SeekFrom::Start(HEADER))?;
-        each_document(&self.index, other, |range, held_out| {
-            looked.begin(range, held_out);
+    fn compute_totals(&self, moved_document: Option<u64>) -> io::Result<Totals> {
+        let mut from = BufReader::new(File::open(&self.token_path)?);
+        let mut totals = Totals::new();
+        let mut buffer = vec![0_u32; CHUNK_WORDS];
+        from.seek(SeekFrom::Start(HEADER_BYTES))?;
+        each_document(&self.index_path, moved_document, |range, held_out| {
+            totals.begin_document(range, held_out);
             let mut first = true;
-            words(&mut from, range, &mut buffer, |words| {
-                looked.block(words);
-                looked.count(words, held_out, std::mem::take(&mut first));
+            read_words(&mut from, range, &mut buffer, |words| {
+                totals.add_to_block(words);
+                totals.count_words(words, held_out, std::mem::take(&mut first));
                 if !held_out {
-                    words.iter().for_each(|&word| looked.fingerprint.push(word.into()));
+                    words.iter().for_each(|&word| totals.fingerprint.push(word.into()));
                 }
             })
         })?;
-        looked.end_block();
+        totals.end_block();
         // Held-out documents come last in the fingerprint, wherever they lie in the file.
-        each_document(&self.index, other, |range, held_out| {
+        each_document(&self.index_path, moved_document, |range, held_out| {
             if !held_out {
                 return Ok(());
             }
-            looked.fingerprint.push(range[1] - range[0]);
-            from.seek(SeekFrom::Start(HEADER + range[0] * 4))?;
-            words(&mut from, range, &mut buffer, |words| {
-                words.iter().for_each(|&word| looked.fingerprint.push(word.into()));
+            totals.fingerprint.push(range[1] - range[0]);
+            from.seek(SeekFrom::Start(HEADER_BYTES + range[0] * 4))?;
+            read_words(&mut from, range, &mut buffer, |words| {
+                words.iter().for_each(|&word| totals.fingerprint.push(word.into()));
             })
         })?;
-        Ok(looked)
+        Ok(totals)
     }
 }
 
 /// Sums over all documents, made once they are written.
-struct Looked {
+struct Totals {
     fingerprint: Fingerprint,
     documents: [u64; 2],
     tokens: [u64; 2],
@@ -170,7 +184,7 @@ struct Looked {
     block: Vec<u32>,
 }
 
-impl Looked {
+impl Totals {
     fn new() -> Self {
         Self {
             fingerprint: Fingerprint::new(),
@@ -179,34 +193,34 @@ impl Looked {
             learned: [0; 2],
             largest: 0,
             blocks: Vec::new(),
-            block: Vec::with_capacity((BLOCK / 4) as usize),
+            block: Vec::with_capacity((BLOCK_BYTES / 4) as usize),
         }
     }
 
-    fn begin(&mut self, [start, end]: [u64; 2], held_out: bool) {
-        let side = usize::from(held_out);
-        self.documents[side] += 1;
-        self.tokens[side] += end - start;
+    fn begin_document(&mut self, [start, end]: [u64; 2], held_out: bool) {
+        let split = usize::from(held_out);
+        self.documents[split] += 1;
+        self.tokens[split] += end - start;
         if !held_out {
             // The length keeps documents apart: [1,2],[3] and [1],[2,3] have different fingerprints.
             self.fingerprint.push(end - start);
         }
     }
 
-    fn count(&mut self, words: &[u32], held_out: bool, first: bool) {
+    fn count_words(&mut self, words: &[u32], held_out: bool, first: bool) {
         // The first token of a document is never a target.
-        let learned = words.iter().skip(usize::from(first)).filter(|&&word| word & GIVEN == 0);
+        let learned = words.iter().skip(usize::from(first)).filter(|&&word| word & NOT_LEARNED == 0);
         self.learned[usize::from(held_out)] += learned.count() as u64;
-        let largest = words.iter().map(|word| u64::from(word & !GIVEN) + 1).max();
+        let largest = words.iter().map(|word| u64::from(word & !NOT_LEARNED) + 1).max();
         self.largest = self.largest.max(largest.unwrap_or(0));
     }
 
-    fn block(&mut self, mut words: &[u32]) {
+    fn add_to_block(&mut self, mut words: &[u32]) {
         while !words.is_empty() {
-            let (head, rest) = words.split_at(words.len().min((BLOCK / 4) as usize - self.block.len()));
+            let (head, rest) = words.split_at(words.len().min((BLOCK_BYTES / 4) as usize - self.block.len()));
             self.block.extend_from_slice(head);
             words = rest;
-            if self.block.len() as u64 * 4 == BLOCK {
+            if self.block.len() as u64 * 4 == BLOCK_BYTES {
                 self.end_block();
             }
         }
@@ -222,50 +236,50 @@ impl Looked {
     }
 }
 
-/// Calls `see` with the range of words of each document of an index, and whether it is held out, in the order in which they were
-/// written; `other` changes sides.
+/// Calls `visit` with the range of words of each document of an index, and whether it is held out, in the order in which they were
+/// written; `moved_document` changes sides.
 fn each_document(
-    index: &Path,
-    other: Option<u64>,
-    mut see: impl FnMut([u64; 2], bool) -> io::Result<()>,
+    index_path: &Path,
+    moved_document: Option<u64>,
+    mut visit: impl FnMut([u64; 2], bool) -> io::Result<()>,
 ) -> io::Result<()> {
-    let mut from = BufReader::new(File::open(index)?);
+    let mut from = BufReader::new(File::open(index_path)?);
     let (mut start, mut word) = (0, [0; 8]);
     let count = from.get_ref().metadata()?.len() / 8;
     for document in 0..count {
         from.read_exact(&mut word)?;
-        let said = u64::from_ne_bytes(word);
-        let (end, held_out) = (said & !HELD_OUT, said & HELD_OUT != 0);
-        see([start, end], held_out != (other == Some(document)))?;
+        let end_and_split = u64::from_ne_bytes(word);
+        let (end, held_out) = (end_and_split & !HELD_OUT_BIT, end_and_split & HELD_OUT_BIT != 0);
+        visit([start, end], held_out != (moved_document == Some(document)))?;
         start = end;
     }
     Ok(())
 }
 
-/// Reads the words of a document from the position of `from`, and passes them to `see` in chunks.
-fn words(
+/// Reads the words of a document from the position of `from`, and passes them to `visit` in chunks.
+fn read_words(
     from: &mut impl Read,
     [start, end]: [u64; 2],
     buffer: &mut [u32],
-    mut see: impl FnMut(&[u32]),
+    mut visit: impl FnMut(&[u32]),
 ) -> io::Result<()> {
     let mut left = end - start;
     while left > 0 {
         let count = left.min(buffer.len() as u64) as usize;
         from.read_exact(bytemuck::cast_slice_mut(&mut buffer[..count]))?;
-        see(&buffer[..count]);
+        visit(&buffer[..count]);
         left -= count as u64;
     }
     Ok(())
 }
 
 /// A writer that hashes what it writes, as [`Summed`](super::Summed) does on reading.
-struct Behind<'a, W> {
+struct HashingWriter<'a, W> {
     to: &'a mut W,
     sum: Fingerprint,
 }
 
-impl<W: Write> Behind<'_, W> {
+impl<W: Write> HashingWriter<'_, W> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
         self.sum.push_bytes(bytes);
         self.to.write_all(bytes)

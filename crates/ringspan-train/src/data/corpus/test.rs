@@ -1,7 +1,7 @@
 use super::*;
 use crate::{
     Tokenizer,
-    data::{Content, GIVEN, Template, unwatched},
+    data::{Content, NOT_LEARNED, Template, ignore_progress},
 };
 use ringspan_candle::pool;
 use serde_json::json;
@@ -15,17 +15,26 @@ use std::{
 /// Reads a source with the byte-level tokenizer; the token cache lies next to the source.
 fn read(source: &Path, held_out: f64) -> Result<Corpus> {
     let tokenizer = Tokenizer::byte_level(Path::new("bytes")).unwrap();
-    reading(source, held_out, Encoder::new(&tokenizer, None), |reading| Ok(reading.corpus()?.0))
+    with_reader(source, held_out, Encoder::new(&tokenizer, None), |reader| Ok(reader.load_or_tokenize()?.0))
 }
 
-fn reading<R>(source: &Path, held_out: f64, encoder: Encoder<'_>, then: impl FnOnce(Reading<'_>) -> R) -> R {
+fn with_reader<R>(source: &Path, held_out: f64, encoder: Encoder<'_>, then: impl FnOnce(SourceReader<'_>) -> R) -> R {
     let folder = source.with_file_name("tokens");
     let deadline = Duration::from_secs(60);
-    let watch = &unwatched;
-    then(Reading { source, exclude: &[], held_out, encoder, folder: &folder, check: false, deadline, watch })
+    let on_progress = &ignore_progress;
+    then(SourceReader {
+        source,
+        exclude: &[],
+        held_out,
+        encoder,
+        cache_folder: &folder,
+        check_contents: false,
+        deadline,
+        on_progress,
+    })
 }
 
-fn folder_of(names: &[String]) -> tempfile::TempDir {
+fn folder_with_files(names: &[String]) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     fs::create_dir(folder.path().join("data")).unwrap();
     for name in names {
@@ -35,7 +44,7 @@ fn folder_of(names: &[String]) -> tempfile::TempDir {
 }
 
 /// The texts of byte-level tokens.
-fn texts(store: &Store) -> Vec<String> {
+fn texts(store: &DocumentStore) -> Vec<String> {
     let text = |words: &[u32]| words.iter().filter(|w| **w < 256).map(|&w| w as u8 as char).collect();
     store.documents().map(text).collect()
 }
@@ -43,14 +52,14 @@ fn texts(store: &Store) -> Vec<String> {
 #[test]
 fn about_a_twentieth_is_held_out_and_a_new_document_moves_no_other() {
     let names: Vec<String> = (0..1000).map(|i| format!("{i:04}.rs")).collect();
-    let folder = folder_of(&names);
+    let folder = folder_with_files(&names);
     let all = read(&folder.path().join("data"), 0.05).unwrap();
     assert_eq!(all.train.len() + all.held_out.len(), 1000);
     assert!((25..80).contains(&all.held_out.len()), "{}", all.held_out.len());
     fs::remove_file(folder.path().join("data").join(&names[999])).unwrap();
     let fewer = read(&folder.path().join("data"), 0.05).unwrap();
     let without =
-        |store: &Store| texts(store).into_iter().filter(|text| !text.ends_with("0999.rs")).collect::<Vec<_>>();
+        |store: &DocumentStore| texts(store).into_iter().filter(|text| !text.ends_with("0999.rs")).collect::<Vec<_>>();
     assert_eq!(without(&all.held_out), texts(&fewer.held_out));
     // A larger share holds out what a smaller one does; a share of 0 holds out nothing.
     let held = |share| texts(&read(&folder.path().join("data"), share).unwrap().held_out);
@@ -62,7 +71,7 @@ fn about_a_twentieth_is_held_out_and_a_new_document_moves_no_other() {
 #[test]
 fn both_parts_get_a_document_however_few_there_are() {
     for count in 2..12 {
-        let folder = folder_of(&(0..count).map(|i| format!("{count}-{i}")).collect::<Vec<_>>());
+        let folder = folder_with_files(&(0..count).map(|i| format!("{count}-{i}")).collect::<Vec<_>>());
         for share in [0.01, 0.05, 0.95] {
             let corpus = read(&folder.path().join("data"), share).unwrap();
             assert!(!corpus.train.is_empty() && !corpus.held_out.is_empty(), "{count} documents, share {share}");
@@ -78,7 +87,7 @@ fn a_lone_text_gives_its_end_whatever_holds_it() {
     let text = "é".repeat(500);
     let cases: [(&str, Vec<u8>); 4] = [
         ("a.txt", text.clone().into_bytes()),
-        ("a.txt.gz", super::super::open::tests::gzip(text.as_bytes())),
+        ("a.txt.gz", super::super::decompress::tests::gzip(text.as_bytes())),
         ("a.jsonl", json!({ "text": text }).to_string().into_bytes()),
         ("a.json", serde_json::to_vec_pretty(&json!([{ "text": text }])).unwrap()),
     ];
@@ -89,7 +98,10 @@ fn a_lone_text_gives_its_end_whatever_holds_it() {
         // 1000 bytes become 950 and 50, each with an end of text.
         let tokens = (corpus.train.len(), corpus.train.tokens(), corpus.held_out.tokens());
         assert_eq!(tokens, (1, 951, 51), "{name}");
-        assert_eq!((corpus.learned, corpus.largest, corpus.about.documents()), ([950, 50], Some(256), 1));
+        assert_eq!(
+            (corpus.learned_tokens, corpus.largest_token, corpus.summary.documents()),
+            ([950, 50], Some(256), 1)
+        );
         let corpus = read(&path, 0.0).unwrap();
         assert_eq!((corpus.train.tokens(), corpus.held_out.tokens()), (1001, 0), "{name}");
     }
@@ -103,14 +115,14 @@ fn a_lone_text_gives_its_end_whatever_holds_it() {
 /// The text has several parts and windows; it is read alone and in a folder with others.
 #[test]
 fn a_long_text_is_one_document_and_its_words_are_its_bytes() {
-    let folder = folder_of(&["z".into()]);
+    let folder = folder_with_files(&["z".into()]);
     let long = (0..90_000).map(|i| format!("{i} é\n")).collect::<String>();
     let path = folder.path().join("data/long.txt");
     fs::write(&path, &long).unwrap();
     let bytes = |words: &[u32]| words.iter().filter(|&&w| w < 256).map(|&w| w as u8).collect::<Vec<_>>();
-    let alone = read(&path, 0.05).unwrap();
-    assert_eq!((alone.train.len(), alone.held_out.len()), (1, 1));
-    let whole = [bytes(alone.train.document(0)), bytes(alone.held_out.document(0))];
+    let sequential = read(&path, 0.05).unwrap();
+    assert_eq!((sequential.train.len(), sequential.held_out.len()), (1, 1));
+    let whole = [bytes(sequential.train.document(0)), bytes(sequential.held_out.document(0))];
     assert!(whole.concat() == long.as_bytes());
     assert!(whole[1].len().abs_diff(long.len() / 20) <= 1, "no character is cut");
     let both = read(&folder.path().join("data"), 0.0).unwrap();
@@ -119,24 +131,24 @@ fn a_long_text_is_one_document_and_its_words_are_its_bytes() {
 
 #[test]
 fn threads_make_the_same_tokens_and_so_does_a_second_start() {
-    let folder = folder_of(&(0..200).map(|i| format!("{i}")).collect::<Vec<_>>());
+    let folder = folder_with_files(&(0..200).map(|i| format!("{i}")).collect::<Vec<_>>());
     let data = folder.path().join("data");
-    let alone = read(&data, 0.05).unwrap();
-    let kept = folder.path().join("tokens");
-    let file = |()| fs::read_dir(&kept).unwrap().map(|entry| entry.unwrap().path()).collect::<Vec<_>>();
+    let sequential = read(&data, 0.05).unwrap();
+    let cache_folder = folder.path().join("tokens");
+    let file = |()| fs::read_dir(&cache_folder).unwrap().map(|entry| entry.unwrap().path()).collect::<Vec<_>>();
     let [one] = &file(())[..] else { panic!("one file") };
-    let made = fs::metadata(one).unwrap().modified().unwrap();
-    assert_eq!(read(&data, 0.05).unwrap().fingerprint, alone.fingerprint);
-    assert_eq!(fs::metadata(one).unwrap().modified().unwrap(), made, "it was read, not made");
+    let modified = fs::metadata(one).unwrap().modified().unwrap();
+    assert_eq!(read(&data, 0.05).unwrap().fingerprint, sequential.fingerprint);
+    assert_eq!(fs::metadata(one).unwrap().modified().unwrap(), modified, "it was read, not made");
     fs::remove_file(one).unwrap();
-    let together = pool::run(4, || read(&data, 0.05).unwrap()).unwrap();
-    assert_eq!(together.fingerprint, alone.fingerprint);
-    assert_eq!(texts(&together.held_out), texts(&alone.held_out));
+    let parallel = pool::run(4, || read(&data, 0.05).unwrap()).unwrap();
+    assert_eq!(parallel.fingerprint, sequential.fingerprint);
+    assert_eq!(texts(&parallel.held_out), texts(&sequential.held_out));
 }
 
 #[test]
 fn processes_that_want_the_same_tokens_make_them_once() {
-    let folder = folder_of(&(0..300).map(|i| format!("{i}")).collect::<Vec<_>>());
+    let folder = folder_with_files(&(0..300).map(|i| format!("{i}")).collect::<Vec<_>>());
     let data = folder.path().join("data");
     let all: Vec<u64> = std::thread::scope(|scope| {
         let each: Vec<_> = (0..4).map(|_| scope.spawn(|| read(&data, 0.05).unwrap().fingerprint)).collect();
@@ -164,18 +176,20 @@ fn a_full_check_finds_another_content_and_damaged_tokens() {
     let tokenizer = Tokenizer::byte_level(Path::new("bytes")).unwrap();
     let checked = || {
         let encoder = Encoder::new(&tokenizer, None);
-        reading(&path, 0.05, encoder, |reading| Reading { check: true, ..reading }.corpus().unwrap())
+        with_reader(&path, 0.05, encoder, |reader| {
+            SourceReader { check_contents: true, ..reader }.load_or_tokenize().unwrap()
+        })
     };
-    let (now, said) = checked();
+    let (now, remarks) = checked();
     assert_ne!(now.fingerprint, first.fingerprint);
-    assert!(said[0].contains("is made again: it was made of another content"), "{said:?}");
+    assert!(remarks[0].contains("is made again: it was made of another content"), "{remarks:?}");
     assert!(checked().1.is_empty());
     assert_eq!(read(&path, 0.05).unwrap().fingerprint, now.fingerprint);
 }
 
 #[test]
 fn another_tokenizer_template_share_or_text_has_a_file_of_its_own() {
-    let folder = folder_of(&["a".into(), "b".into()]);
+    let folder = folder_with_files(&["a".into(), "b".into()]);
     let data = folder.path().join("data");
     let tokenizer = Tokenizer::byte_level(Path::new("bytes")).unwrap();
     let path = folder.path().join("t.jinja");
@@ -183,7 +197,8 @@ fn another_tokenizer_template_share_or_text_has_a_file_of_its_own() {
     let template = Template::read(&path, None).unwrap();
     let count = || fs::read_dir(folder.path().join("tokens")).unwrap().count();
     let make = |share, template| {
-        reading(&data, share, Encoder::new(&tokenizer, template), |reading| reading.corpus().map(drop)).unwrap();
+        with_reader(&data, share, Encoder::new(&tokenizer, template), |reader| reader.load_or_tokenize().map(drop))
+            .unwrap();
         count()
     };
     assert_eq!((make(0.05, None), make(0.05, None)), (1, 1));
@@ -219,7 +234,7 @@ fn every_form_in_every_packing_is_learned_as_it_is_meant() {
     let objects: Vec<&serde_json::Value> = records.iter().map(|(object, _)| object).collect();
     let lines = objects.iter().map(|object| format!("{object}\n")).collect::<String>();
     let array = serde_json::to_string_pretty(&objects).unwrap();
-    let (gzip, zstd) = (super::super::open::tests::gzip, super::super::open::tests::zstd);
+    let (gzip, zstd) = (super::super::decompress::tests::gzip, super::super::decompress::tests::zstd);
     let mark = |text: &str| [b"\xef\xbb\xbf", text.as_bytes()].concat();
     let files = [
         ("a.jsonl", lines.clone().into_bytes()),
@@ -235,15 +250,15 @@ fn every_form_in_every_packing_is_learned_as_it_is_meant() {
         let path = root.join(name);
         fs::File::create(&path).unwrap().write_all(&bytes).unwrap();
         let encoder = Encoder::new(&tokenizer, Some(&template));
-        let corpus = reading(&path, 0.0, encoder, |reading| reading.corpus()).unwrap().0;
+        let corpus = with_reader(&path, 0.0, encoder, |reader| reader.load_or_tokenize()).unwrap().0;
         let learned = |words: &[u32]| {
-            let learned = words.iter().filter(|&&word| word & GIVEN == 0);
+            let learned = words.iter().filter(|&&word| word & NOT_LEARNED == 0);
             learned.map(|&word| if word == 256 { '$' } else { word as u8 as char }).collect::<String>()
         };
         assert_eq!(corpus.train.documents().map(learned).collect::<Vec<_>>(), expected, "{name}");
-        let About { texts, completions, chats, .. } = corpus.about;
+        let SourceSummary { texts, completions, chats, .. } = corpus.summary;
         assert_eq!((texts, completions, chats), (1, 1, 4));
-        assert!(corpus.about.stays_whole());
+        assert!(corpus.summary.must_stay_whole());
     }
     assert_eq!(
         crate::data::read(&root.join("c.json"), &[]).unwrap().documents[1].content,
@@ -261,8 +276,9 @@ fn a_conversation_that_teaches_nothing_stops_the_run_and_a_damaged_template_is_n
     fs::write(&template, "{{ messages[0].content }}").unwrap();
     let template = Template::read(&template, None).unwrap();
     let tokenizer = Tokenizer::byte_level(Path::new("bytes")).unwrap();
-    let failed =
-        |encoder: Encoder<'_>| reading(&path, 0.05, encoder, |reading| reading.corpus()).unwrap_err().to_string();
+    let failed = |encoder: Encoder<'_>| {
+        with_reader(&path, 0.05, encoder, |reader| reader.load_or_tokenize()).unwrap_err().to_string()
+    };
     let message = failed(Encoder::new(&tokenizer, Some(&template)));
     assert!(message.contains("c.jsonl:2") && message.contains("no token of it is learned"), "{message}");
     let message = failed(Encoder::new(&tokenizer, None).without_template("the template is damaged"));
@@ -272,7 +288,7 @@ fn a_conversation_that_teaches_nothing_stops_the_run_and_a_damaged_template_is_n
 
 /// A folder of text, records and an archive, of some megabytes.
 fn megabytes() -> tempfile::TempDir {
-    let folder = folder_of(&[]);
+    let folder = folder_with_files(&[]);
     let data = folder.path().join("data");
     let line = format!("{{\"text\": \"{}\"}}\n", "some words ".repeat(400));
     fs::write(data.join("a.jsonl"), line.repeat(300)).unwrap();
@@ -283,42 +299,44 @@ fn megabytes() -> tempfile::TempDir {
 }
 
 #[test]
-fn who_watches_is_told_of_all_bytes_of_the_files_as_they_are_stored() {
+fn progress_counts_all_bytes_of_the_files_as_they_are_stored() {
     let folder = megabytes();
     let data = folder.path().join("data");
     let stored: u64 = fs::read_dir(&data).unwrap().map(|entry| entry.unwrap().metadata().unwrap().len()).sum();
-    let told = Mutex::new(Vec::new());
-    let watch = |done: u64, bytes: u64| {
-        told.lock().unwrap().push((done, bytes));
+    let reports = Mutex::new(Vec::new());
+    let on_progress = |done: u64, bytes: u64| {
+        reports.lock().unwrap().push((done, bytes));
         ControlFlow::Continue(())
     };
     let tokenizer = Tokenizer::byte_level(Path::new("bytes")).unwrap();
-    let made =
-        reading(&data, 0.05, Encoder::new(&tokenizer, None), |reading| Reading { watch: &watch, ..reading }.corpus());
-    assert_eq!(made.unwrap().0.about.texts, 500);
-    let told = told.into_inner().unwrap();
-    assert!(told.iter().all(|(done, bytes)| done <= bytes && *bytes == stored), "{told:?}");
-    assert!(told.windows(2).all(|pair| pair[0].0 <= pair[1].0), "{told:?}");
+    let corpus = with_reader(&data, 0.05, Encoder::new(&tokenizer, None), |reader| {
+        SourceReader { on_progress: &on_progress, ..reader }.load_or_tokenize()
+    });
+    assert_eq!(corpus.unwrap().0.summary.texts, 500);
+    let reports = reports.into_inner().unwrap();
+    assert!(reports.iter().all(|(done, bytes)| done <= bytes && *bytes == stored), "{reports:?}");
+    assert!(reports.windows(2).all(|pair| pair[0].0 <= pair[1].0), "{reports:?}");
     assert!(
-        told.iter().any(|(done, _)| (stored / 4..3 * stored / 4).contains(done)) && told.last().unwrap().0 == stored
+        reports.iter().any(|(done, _)| (stored / 4..3 * stored / 4).contains(done))
+            && reports.last().unwrap().0 == stored
     );
 }
 
 #[test]
-fn who_watches_may_end_it_at_any_time_and_nothing_is_left() {
+fn tokenization_may_be_stopped_at_any_time_and_leaves_nothing() {
     let folder = megabytes();
     let data = folder.path().join("data");
     let tokenizer = Tokenizer::byte_level(Path::new("bytes")).unwrap();
     for allowed in [0, 1, 3, 6] {
         let asked = AtomicUsize::new(0);
-        let watch = |_, _| match asked.fetch_add(1, Ordering::SeqCst) < allowed {
+        let on_progress = |_, _| match asked.fetch_add(1, Ordering::SeqCst) < allowed {
             true => ControlFlow::Continue(()),
             false => ControlFlow::Break(()),
         };
-        let made = reading(&data, 0.05, Encoder::new(&tokenizer, None), |reading| {
-            Reading { watch: &watch, ..reading }.corpus()
+        let corpus = with_reader(&data, 0.05, Encoder::new(&tokenizer, None), |reader| {
+            SourceReader { on_progress: &on_progress, ..reader }.load_or_tokenize()
         });
-        assert!(matches!(made, Err(Error::Interrupted { .. })), "{made:?}");
+        assert!(matches!(corpus, Err(Error::Interrupted { .. })), "{corpus:?}");
         assert_eq!(asked.into_inner(), allowed + 1);
         assert_eq!(fs::read_dir(folder.path().join("tokens")).unwrap().count(), 0, "after {allowed}");
     }

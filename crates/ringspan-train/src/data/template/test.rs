@@ -132,7 +132,7 @@ fn a_model_folder_has_its_template_in_one_of_three_places() {
     let folder = tempfile::tempdir().expect("folder");
     let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).expect("file");
     let text = || {
-        let found = Template::of_model(folder.path()).expect("readable");
+        let found = Template::from_model_folder(folder.path()).expect("readable");
         found.map(|template| template.render(&[say("user", "x")], &Value::Null).expect("text").text)
     };
     assert_eq!(text(), None);
@@ -145,6 +145,6 @@ fn a_model_folder_has_its_template_in_one_of_three_places() {
     write("chat_template.jinja", "{{ bos_token }}4");
     assert_eq!(text(), Some("<b>4".into()));
     write("tokenizer_config.json", "{");
-    let message = Template::of_model(folder.path()).expect_err("damaged").to_string();
+    let message = Template::from_model_folder(folder.path()).expect_err("damaged").to_string();
     assert!(message.contains("tokenizer_config.json"), "{message}");
 }

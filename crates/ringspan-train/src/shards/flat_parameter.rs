@@ -20,25 +20,25 @@ pub(crate) struct Flat {
 
 /// The part of a portion that lies in a shard.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Piece<'a> {
+pub(crate) struct PortionShard<'a> {
     pub(crate) portion: &'a Portion,
     /// Range of the piece in the portion.
-    pub(crate) of_portion: Range<usize>,
+    pub(crate) in_portion: Range<usize>,
     /// Range of the same elements in the shard.
-    pub(crate) of_shard: Range<usize>,
+    pub(crate) in_shard: Range<usize>,
 }
 
 /// The piece that is a whole portion.
-pub(crate) fn whole_piece(portion: &Portion) -> Piece<'_> {
-    Piece { portion, of_portion: 0..portion.len(), of_shard: 0..portion.len() }
+pub(crate) fn whole_portion(portion: &Portion) -> PortionShard<'_> {
+    PortionShard { portion, in_portion: 0..portion.len(), in_shard: 0..portion.len() }
 }
 
-impl Piece<'_> {
+impl PortionShard<'_> {
     /// The piece's elements as a region of the whole parameter.
     pub(crate) fn region(&self) -> Region {
         let Portion { rows, columns, .. } = self.portion;
         let before = rows.start * columns.len();
-        let elements = before + self.of_portion.start..before + self.of_portion.end;
+        let elements = before + self.in_portion.start..before + self.in_portion.end;
         match self.portion.width() {
             width if width == columns.len() => Region { columns: None, elements },
             width => Region { columns: Some(Columns { range: columns.clone(), of: width }), elements },
@@ -50,7 +50,7 @@ impl Piece<'_> {
     fn rows(&self) -> impl Iterator<Item = (Range<usize>, usize)> {
         let Portion { rows, columns, .. } = self.portion;
         let (wide, width) = (columns.len().max(1), self.portion.width());
-        let of = self.of_portion.clone();
+        let of = self.in_portion.clone();
         (of.start / wide..of.end.div_ceil(wide)).map(move |row| {
             let (from, to) = (of.start.max(row * wide), of.end.min((row + 1) * wide));
             (from - of.start..to - of.start, (rows.start + row) * width + columns.start + from - row * wide)
@@ -58,16 +58,16 @@ impl Piece<'_> {
     }
 
     /// Copies the piece's values to their places in the whole parameter.
-    pub(crate) fn put(&self, values: &[f32], whole: &mut [f32]) {
+    pub(crate) fn scatter_into(&self, values: &[f32], whole: &mut [f32]) {
         for (own, at) in self.rows() {
             whole[at..at + own.len()].copy_from_slice(&values[own]);
         }
     }
 
     /// Picks the piece's values from `rows`, which are rows of the whole parameter from row `first` on, at least
-    /// [`Self::of_rows`].
-    pub(crate) fn pick(&self, first: usize, rows: &[f32]) -> Vec<f32> {
-        let mut values = Vec::with_capacity(self.of_portion.len());
+    /// [`Self::row_range`].
+    pub(crate) fn gather_from(&self, first: usize, rows: &[f32]) -> Vec<f32> {
+        let mut values = Vec::with_capacity(self.in_portion.len());
         let before = first * self.portion.whole[1..].iter().product::<usize>();
         for (own, at) in self.rows() {
             let at = at - before;
@@ -77,10 +77,10 @@ impl Piece<'_> {
     }
 
     /// The range of the whole parameter's first dimension in which the piece has elements.
-    pub(crate) fn of_rows(&self) -> Range<usize> {
+    pub(crate) fn row_range(&self) -> Range<usize> {
         let Portion { whole, dim, rows, columns, .. } = self.portion;
         let (wide, in_first) = (columns.len().max(1), whole[1..*dim].iter().product::<usize>().max(1));
-        let (from, to) = (self.of_portion.start / wide, self.of_portion.end.div_ceil(wide));
+        let (from, to) = (self.in_portion.start / wide, self.in_portion.end.div_ceil(wide));
         (rows.start + from) / in_first..(rows.start + to).div_ceil(in_first)
     }
 
@@ -120,10 +120,10 @@ impl Flat {
     }
 
     /// The pieces of portions that the shard of a rank consists of, in its order.
-    pub(crate) fn pieces(&self, rank: usize) -> impl Iterator<Item = Piece<'_>> {
+    pub(crate) fn portion_shards(&self, rank: usize) -> impl Iterator<Item = PortionShard<'_>> {
         self.portions.iter().filter_map(move |(portion, place)| {
-            let (of_portion, of_shard) = self.common(place, rank)?;
-            Some(Piece { portion, of_portion, of_shard })
+            let (in_portion, in_shard) = self.common(place, rank)?;
+            Some(PortionShard { portion, in_portion, in_shard })
         })
     }
 
@@ -170,8 +170,8 @@ impl Flat {
             let fits = gradients.take(&name, |dims, values| {
                 let fits = dims == shape;
                 for (rank, shard) in shards.iter_mut().enumerate().filter(|_| fits) {
-                    if let Some((of_portion, _)) = self.common(place, rank) {
-                        shard.extend_from_slice(&values[of_portion]);
+                    if let Some((in_portion, _)) = self.common(place, rank) {
+                        shard.extend_from_slice(&values[in_portion]);
                     }
                 }
                 fits
@@ -243,9 +243,9 @@ mod tests {
                     (gradients()[&portion.name].dims(), values(&gradients()[&portion.name]))
                 );
             }
-            let pieces: Vec<_> = (0..ranks).flat_map(|rank| flat.pieces(rank)).collect();
-            assert_eq!(pieces.iter().map(|piece| piece.of_portion.len()).sum::<usize>(), 15);
-            assert!(pieces.iter().all(|piece| piece.of_portion.len() == piece.of_shard.len()));
+            let portion_shards: Vec<_> = (0..ranks).flat_map(|rank| flat.portion_shards(rank)).collect();
+            assert_eq!(portion_shards.iter().map(|piece| piece.in_portion.len()).sum::<usize>(), 15);
+            assert!(portion_shards.iter().all(|piece| piece.in_portion.len() == piece.in_shard.len()));
         }
     }
 

@@ -20,19 +20,19 @@ const SPEAKERS: [(&str, &str); 12] = [
 ];
 
 /// The keys by which a message says whether it is learned: OpenAI's, and the one of other formats.
-const LEARNED: [&str; 2] = ["weight", "train"];
+const LEARNED_KEYS: [&str; 2] = ["weight", "train"];
 
 pub(super) fn string(key: &str, value: Value) -> Result<String, String> {
     match value {
         Value::String(text) => Ok(text),
-        other => Err(format!("has a `{key}` that is no string but {}", kind(&other))),
+        other => Err(format!("has a `{key}` that is no string but {}", json_type(&other))),
     }
 }
 
 /// The messages of a list of objects with `role` and `content`.
 pub(super) fn conversation(key: &str, value: Value) -> Result<Vec<Value>, String> {
     let Value::Array(messages) = value else {
-        return Err(format!("has `{key}` that are no list but {}", kind(&value)));
+        return Err(format!("has `{key}` that are no list but {}", json_type(&value)));
     };
     let each = |(index, message)| self::message(message).map_err(|problem| format!("message {} {problem}", index + 1));
     messages.into_iter().enumerate().map(each).collect()
@@ -51,7 +51,7 @@ fn message(mut message: Value) -> Result<Value, String> {
     // A message that calls a tool may have no content.
     let calls = keys.get("content").is_none_or(Value::is_null) && keys.contains_key("tool_calls");
     if let (Some(content), false) = (keys.get_mut("content"), calls) {
-        *content = words(content.take())?.into();
+        *content = content_text(content.take())?.into();
     } else if !calls {
         return Err("has a `content` that is no string but null".into());
     }
@@ -60,18 +60,18 @@ fn message(mut message: Value) -> Result<Value, String> {
 
 /// Removes the keys that say whether a message is learned, and returns their value.
 fn train(keys: &mut serde_json::Map<String, Value>) -> Result<Option<bool>, String> {
-    let [weight, train] = LEARNED.map(|key| keys.shift_remove(key).filter(|value| !value.is_null()));
+    let [weight, train] = LEARNED_KEYS.map(|key| keys.shift_remove(key).filter(|value| !value.is_null()));
     let weight = match weight.as_ref().map(|weight| weight.as_f64().ok_or(weight)) {
         None => None,
         Some(Ok(0.0)) => Some(false),
         Some(Ok(1.0)) => Some(true),
         Some(Ok(other)) => return Err(format!("has `weight` {other}, but can be learned (1) or not (0)")),
-        Some(Err(other)) => return Err(format!("has a `weight` that is no number but {}", kind(other))),
+        Some(Err(other)) => return Err(format!("has a `weight` that is no number but {}", json_type(other))),
     };
     let train = match &train {
         None => None,
         Some(Value::Bool(train)) => Some(*train),
-        Some(other) => return Err(format!("has a `train` that is no truth value but {}", kind(other))),
+        Some(other) => return Err(format!("has a `train` that is no truth value but {}", json_type(other))),
     };
     match (weight, train) {
         (Some(weight), Some(train)) if weight != train => {
@@ -82,26 +82,26 @@ fn train(keys: &mut serde_json::Map<String, Value>) -> Result<Option<bool>, Stri
 }
 
 /// The text of a content, which is a string or a list of text parts.
-fn words(content: Value) -> Result<String, String> {
+fn content_text(content: Value) -> Result<String, String> {
     let Value::Array(parts) = content else {
         return match content {
             Value::String(text) => Ok(text),
-            other => Err(format!("has a `content` that is no string but {}", kind(&other))),
+            other => Err(format!("has a `content` that is no string but {}", json_type(&other))),
         };
     };
-    let part = |part: &Value| match (part["type"].as_str(), &part["text"]) {
+    let text_of = |part: &Value| match (part["type"].as_str(), &part["text"]) {
         (Some("text"), Value::String(text)) => Ok(text.clone()),
         (Some("text"), _) => Err("has a part of type text without a string `text`".to_owned()),
         (Some(other), _) => Err(format!("has a part of type {other}, but only text can be learned")),
         (None, _) => Err("has a part without a `type`".into()),
     };
-    parts.iter().map(part).collect()
+    parts.iter().map(text_of).collect()
 }
 
 /// Converts ShareGPT's turns, which are `from` a speaker and have a `value`; some data sets write messages under the same key.
 pub(super) fn share_gpt(turns: Value, system: Option<Value>) -> Result<Vec<Value>, String> {
     let Value::Array(mut turns) = turns else {
-        return Err(format!("has `conversations` that are no list but {}", kind(&turns)));
+        return Err(format!("has `conversations` that are no list but {}", json_type(&turns)));
     };
     for (index, turn) in turns.iter_mut().enumerate().filter(|(_, turn)| turn.get("from").is_some()) {
         let Some(keys) = turn.as_object_mut() else { continue };
@@ -114,7 +114,7 @@ pub(super) fn share_gpt(turns: Value, system: Option<Value>) -> Result<Vec<Value
         keys.insert("role".into(), (*role).into());
         keys.insert("content".into(), value);
     }
-    let turns = begun_by(system)?.into_iter().chain(turns).collect();
+    let turns = system_message(system)?.into_iter().chain(turns).collect();
     conversation("conversations", Value::Array(turns))
 }
 
@@ -127,30 +127,30 @@ pub(super) fn alpaca(
     history: Option<Value>,
     system: Option<Value>,
 ) -> Result<Vec<Value>, String> {
-    let mut messages: Vec<Value> = begun_by(system)?.into_iter().collect();
-    let mut say = |user: String, assistant: String| {
-        messages.extend([say("user", user), say("assistant", assistant)]);
+    let mut messages: Vec<Value> = system_message(system)?.into_iter().collect();
+    let mut add_turn = |user: String, assistant: String| {
+        messages.extend([chat_message("user", user), chat_message("assistant", assistant)]);
     };
     let earlier = match history {
         None => Vec::new(),
         Some(history) => serde_json::from_value::<Vec<[String; 2]>>(history)
             .map_err(|_| "has a `history` that is no list of pairs of strings".to_owned())?,
     };
-    earlier.into_iter().for_each(|[user, assistant]| say(user, assistant));
+    earlier.into_iter().for_each(|[user, assistant]| add_turn(user, assistant));
     let (mut user, input) = (string("instruction", instruction)?, input.map(|input| string("input", input)));
     if let Some(input) = input.transpose()?.filter(|input| !input.is_empty()) {
         user = format!("{user}\n{input}");
     }
     let output = string("output", output)?;
     if output.is_empty() {
-        return Ok(vec![self::say("user", user)]);
+        return Ok(vec![chat_message("user", user)]);
     }
-    say(user, output);
+    add_turn(user, output);
     Ok(messages)
 }
 
 /// A prompt and its completion, as strings or as messages.
-pub(super) fn pair(prompt: Value, completion: Value, tools: Value) -> Result<Content, String> {
+pub(super) fn prompt_and_completion(prompt: Value, completion: Value, tools: Value) -> Result<Content, String> {
     if !(prompt.is_array() && completion.is_array()) {
         return Ok(Content::Completion {
             prompt: string("prompt", prompt)?,
@@ -166,12 +166,12 @@ pub(super) fn pair(prompt: Value, completion: Value, tools: Value) -> Result<Con
     Ok(Content::Chat { messages, tools })
 }
 
-fn begun_by(system: Option<Value>) -> Result<Option<Value>, String> {
+fn system_message(system: Option<Value>) -> Result<Option<Value>, String> {
     let system = system.map(|system| string("system", system)).transpose()?;
-    Ok(system.filter(|system| !system.is_empty()).map(|system| say("system", system)))
+    Ok(system.filter(|system| !system.is_empty()).map(|system| chat_message("system", system)))
 }
 
-fn say(role: &str, content: String) -> Value {
+fn chat_message(role: &str, content: String) -> Value {
     json!({ "role": role, "content": content })
 }
 
@@ -181,7 +181,7 @@ pub(super) fn is_learned(message: &Value) -> bool {
 }
 
 /// The message as a template sees it, without the key that says whether it is learned.
-pub(super) fn shown(message: &Value) -> Value {
+pub(super) fn without_train_key(message: &Value) -> Value {
     let mut message = message.clone();
     if let Some(keys) = message.as_object_mut() {
         keys.shift_remove("train");
@@ -199,7 +199,7 @@ pub(super) fn strings(value: &Value) -> Vec<&str> {
     }
 }
 
-fn kind(value: &Value) -> &'static str {
+fn json_type(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",
         Value::Bool(_) => "a truth value",
@@ -221,17 +221,23 @@ mod tests {
         }
     }
 
-    fn said(role: &str, content: &str) -> Value {
-        say(role, content.into())
+    fn test_message(role: &str, content: &str) -> Value {
+        chat_message(role, content.into())
     }
 
     #[test]
     fn turns_of_share_gpt_and_instructions_are_conversations() {
         let turns = json!([{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "train": false},
             {"role": "user", "content": "c"}, {"from": "assistant", "value": "d", "weight": 1}]);
-        let mut silent = said("assistant", "b");
-        silent["train"] = false.into();
-        let expected = [said("system", "s"), said("user", "a"), silent, said("user", "c"), said("assistant", "d")];
+        let mut without_targets = test_message("assistant", "b");
+        without_targets["train"] = false.into();
+        let expected = [
+            test_message("system", "s"),
+            test_message("user", "a"),
+            without_targets,
+            test_message("user", "c"),
+            test_message("assistant", "d"),
+        ];
         assert_eq!(chat(json!({"conversations": turns, "system": "s"})).unwrap(), expected);
         let message = chat(json!({"conversations": [{"from": "narrator", "value": "a"}]})).unwrap_err();
         assert!(
@@ -240,12 +246,12 @@ mod tests {
         );
 
         let plain = json!({"instruction": "add", "input": "1 2", "output": "3"});
-        assert_eq!(chat(plain).unwrap(), [said("user", "add\n1 2"), said("assistant", "3")]);
+        assert_eq!(chat(plain).unwrap(), [test_message("user", "add\n1 2"), test_message("assistant", "3")]);
         let more = json!({"instruction": "more", "input": "", "output": "4", "history": [["a", "b"]], "system": "s"});
         let expected = [("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "more"), ("assistant", "4")];
-        assert_eq!(chat(more).unwrap(), expected.map(|(role, content)| said(role, content)));
-        let silent = Content::from_object(json!({"instruction": "add", "output": ""})).unwrap().unwrap();
-        assert!(silent.is_blank());
+        assert_eq!(chat(more).unwrap(), expected.map(|(role, content)| test_message(role, content)));
+        let without_targets = Content::from_object(json!({"instruction": "add", "output": ""})).unwrap().unwrap();
+        assert!(without_targets.has_no_targets());
         assert!(
             chat(json!({"instruction": "a", "output": "b", "history": [["a"]]})).unwrap_err().contains("`history`")
         );
@@ -255,7 +261,10 @@ mod tests {
     fn parts_of_text_are_one_text() {
         let parts = json!([{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]);
         let messages = json!([{"role": "user", "content": parts}, {"role": "assistant", "content": []}]);
-        assert_eq!(chat(json!({ "messages": messages })).unwrap(), [said("user", "one two"), said("assistant", "")]);
+        assert_eq!(
+            chat(json!({ "messages": messages })).unwrap(),
+            [test_message("user", "one two"), test_message("assistant", "")]
+        );
         for (part, expected) in [
             (json!({"type": "image_url", "image_url": {}}), "message 1 has a part of type image_url"),
             (json!({"type": "text"}), "without a string `text`"),
@@ -269,9 +278,9 @@ mod tests {
     #[test]
     fn a_message_of_weight_0_is_given_and_other_weights_are_refused() {
         let one = |more: Value| {
-            let mut message = said("assistant", "a");
+            let mut message = test_message("assistant", "a");
             message.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-            chat(json!({"messages": [said("user", "q"), message]})).map(|messages| is_learned(&messages[1]))
+            chat(json!({"messages": [test_message("user", "q"), message]})).map(|messages| is_learned(&messages[1]))
         };
         assert_eq!(one(json!({"weight": 0})), Ok(false));
         assert_eq!(one(json!({"weight": 0.0, "train": false})), Ok(false));
@@ -289,18 +298,18 @@ mod tests {
             assert!(message.contains(part), "{message}");
         }
         let user = |weight: u8| {
-            let messages = json!([{"role": "user", "content": "q", "weight": weight}, said("assistant", "a")]);
+            let messages = json!([{"role": "user", "content": "q", "weight": weight}, test_message("assistant", "a")]);
             chat(json!({ "messages": messages }))
         };
-        assert_eq!(user(0).unwrap()[0], said("user", "q"));
+        assert_eq!(user(0).unwrap()[0], test_message("user", "q"));
         assert!(user(1).unwrap_err().contains("message 1 of role user is to be learned"));
     }
 
     #[test]
     fn of_messages_before_a_completion_nothing_is_learned() {
-        let prompt = json!([said("user", "a"), said("assistant", "b"), said("user", "c")]);
-        let messages = chat(json!({"prompt": prompt, "completion": [said("assistant", "d")]})).unwrap();
+        let prompt = json!([test_message("user", "a"), test_message("assistant", "b"), test_message("user", "c")]);
+        let messages = chat(json!({"prompt": prompt, "completion": [test_message("assistant", "d")]})).unwrap();
         assert_eq!(messages.iter().map(is_learned).collect::<Vec<_>>(), [false, false, false, true]);
-        assert_eq!(shown(&messages[1]), said("assistant", "b"));
+        assert_eq!(without_train_key(&messages[1]), test_message("assistant", "b"));
     }
 }

@@ -49,13 +49,13 @@ impl Shards {
                         return Err(Error::Model(format!("rank {rank} sent {} numbers of {unit:?}", buffer.len())));
                     };
                     rest = later;
-                    for piece in flat.pieces(index) {
+                    for piece in flat.portion_shards(index) {
                         let portion = piece.portion;
                         let size = portion.whole.iter().product();
                         let (_, whole) = values
                             .entry(portion.name.clone())
                             .or_insert_with(|| (portion.whole.clone(), vec![0.0; size]));
-                        piece.put(&shard[piece.of_shard.clone()], whole);
+                        piece.scatter_into(&shard[piece.in_shard.clone()], whole);
                     }
                 }
             }

@@ -1,7 +1,7 @@
 //! Which rank of a copy of the model holds which portions and shards: arithmetic that every rank does for all ranks.
 
-use super::flat::Flat;
-use super::stored::{Formats, Region, StoredFlat};
+use super::flat_parameter::Flat;
+use super::stored_matrices::{Region, StoredFlat, StoredFormats};
 use crate::{error::Result, setup::model_error};
 use ringspan_candle::quantized::Format;
 use ringspan_candle::{ParallelRank, Portion, ReplicaGroup, Unit};
@@ -12,29 +12,29 @@ use ringspan_models::Decoder;
 /// Portions of parameters with the same holders are a *family*. The holders of a portion share it: each keeps a shard of it, and
 /// the gradient of the whole portion is the sum of their gradients.
 #[derive(Debug, Clone)]
-pub(crate) struct Sharing {
+pub(crate) struct ShardPlacement {
     places: Vec<ParallelRank>,
     /// The replica group of each family on each rank, by rank, then by family.
     groups: Vec<Vec<ReplicaGroup>>,
     /// Whether holders keep a shard each; otherwise each keeps the whole portion.
     cut: bool,
     /// The formats of the matrices that stay as they are stored.
-    stored: Formats,
+    stored: StoredFormats,
     /// Number of such matrices that are f32 all the same, because ranks would cut them inside their blocks.
     decoded: usize,
 }
 
-impl Sharing {
+impl ShardPlacement {
     /// The sharing among the ranks of a copy, which are at these places.
     pub(crate) fn new(decoder: &Decoder, places: Vec<ParallelRank>, cut: bool) -> Result<Self> {
         let groups = places.iter().map(|rank| decoder.all_parameters().replica_groups(*rank).map_err(model_error));
         let groups = groups.collect::<Result<_>>()?;
-        Ok(Self { places, groups, cut, stored: Formats::new(), decoded: 0 })
+        Ok(Self { places, groups, cut, stored: StoredFormats::new(), decoded: 0 })
     }
 
     /// This sharing, with the matrices of `formats` kept as they are stored. A matrix that ranks would cut inside its blocks is
     /// f32 on all of them.
-    pub(crate) fn with_stored(self, decoder: &Decoder, formats: Formats) -> Result<Self> {
+    pub(crate) fn with_stored(self, decoder: &Decoder, formats: StoredFormats) -> Result<Self> {
         let (all, mut stored) = (formats.len(), formats);
         for rank in &self.places {
             for unit in decoder.units() {
@@ -53,7 +53,7 @@ impl Sharing {
     }
 
     /// The formats of the matrices that stay as they are stored.
-    pub(crate) fn stored(&self) -> &Formats {
+    pub(crate) fn stored(&self) -> &StoredFormats {
         &self.stored
     }
 
@@ -172,7 +172,7 @@ mod tests {
                 ep: (rank / moe_tp % ep, ep),
                 moe_tp: (rank % moe_tp, moe_tp),
             };
-            let sharing = Sharing::new(&decoder, (0..ranks).map(place).collect(), cut).expect("possible");
+            let sharing = ShardPlacement::new(&decoder, (0..ranks).map(place).collect(), cut).expect("possible");
             for unit in decoder.units() {
                 for (name, shape) in decoder.unit_shapes(unit) {
                     let whole: Vec<f32> = (0..shape.iter().product()).map(|at| at as f32).collect();
@@ -183,15 +183,16 @@ mod tests {
                         for (family, flat) in
                             sharing.flats(&decoder, unit, rank, trained).expect("possible").iter().enumerate()
                         {
-                            for piece in flat.pieces(sharing.shard(rank, family).0) {
+                            for piece in flat.portion_shards(sharing.shard(rank, family).0) {
                                 let portion = piece.portion;
                                 if portion.name != name {
                                     continue;
                                 }
                                 let times = if cut { 1.0 } else { 1.0 / sharing.holders(rank, family).len() as f64 };
-                                let rows = piece.of_rows();
-                                let picked = piece.pick(rows.start, &whole[rows.start * in_first..rows.end * in_first]);
-                                for (at, picked) in piece.of_portion.clone().zip(picked) {
+                                let rows = piece.row_range();
+                                let picked =
+                                    piece.gather_from(rows.start, &whole[rows.start * in_first..rows.end * in_first]);
+                                for (at, picked) in piece.in_portion.clone().zip(picked) {
                                     let (row, column) = (at / portion.columns.len(), at % portion.columns.len());
                                     let row = (portion.rows.start + row) * portion.width();
                                     let at = row + portion.columns.start + column;

@@ -1,6 +1,6 @@
 //! Opens data files and unpacks them as they are read, whatever they are compressed with.
 
-use super::progress::Counted;
+use super::progress::ByteCounter;
 use crate::error::{Error, Result};
 use flate2::bufread::MultiGzDecoder;
 use ruzstd::decoding::{
@@ -53,11 +53,11 @@ pub(super) fn open(path: &Path, compression: Compression) -> Result<Box<dyn BufR
 /// Like [`open`]; `count` grows by the bytes of the file that are read.
 pub(super) fn open_counted(path: &Path, compression: Compression, count: Rc<Cell<u64>>) -> Result<Box<dyn BufRead>> {
     let from = File::open(path).map_err(Error::io("read", path))?;
-    let file = BufReader::with_capacity(1 << 16, Counted { from, count });
+    let file = BufReader::with_capacity(1 << 16, ByteCounter { from, count });
     let mut unpacked: Box<dyn BufRead> = match compression {
         Compression::None => Box::new(file),
         Compression::Gzip => Box::new(BufReader::with_capacity(1 << 16, MultiGzDecoder::new(file))),
-        Compression::Zstd => Box::new(BufReader::with_capacity(1 << 16, Frames::new(file))),
+        Compression::Zstd => Box::new(BufReader::with_capacity(1 << 16, ZstdFrames::new(file))),
     };
     let mut head = Vec::new();
     unpacked.by_ref().take(BYTE_ORDER_MARK.len() as u64).read_to_end(&mut head).map_err(Error::io("read", path))?;
@@ -68,22 +68,22 @@ pub(super) fn open_counted(path: &Path, compression: Compression, count: Rc<Cell
 }
 
 /// The frames of a .zst file, one after the other, without those that hold no data.
-struct Frames<R: BufRead> {
+struct ZstdFrames<R: BufRead> {
     source: R,
     decoder: FrameDecoder,
     /// Whether the decoder is inside a frame.
-    begun: bool,
+    in_frame: bool,
 }
 
-impl<R: BufRead> Frames<R> {
+impl<R: BufRead> ZstdFrames<R> {
     fn new(source: R) -> Self {
         let mut decoder = FrameDecoder::new();
         decoder.set_max_window_size(ZSTD_WINDOW);
-        Self { source, decoder, begun: false }
+        Self { source, decoder, in_frame: false }
     }
 
     /// Begins the next frame that holds data; false at the end of the file.
-    fn begin(&mut self) -> io::Result<bool> {
+    fn begin_frame(&mut self) -> io::Result<bool> {
         while !self.source.fill_buf()?.is_empty() {
             match self.decoder.init(&mut self.source) {
                 Ok(()) => return Ok(true),
@@ -97,7 +97,7 @@ impl<R: BufRead> Frames<R> {
     }
 
     /// Compares the data of a frame with the checksum that it may carry.
-    fn end(&mut self) -> io::Result<()> {
+    fn check_frame(&mut self) -> io::Result<()> {
         match self.decoder.get_checksum_from_data() {
             Some(sum) if self.decoder.get_calculated_checksum() != Some(sum) => {
                 Err(io::Error::new(io::ErrorKind::InvalidData, "damaged: its checksum is another one"))
@@ -107,12 +107,12 @@ impl<R: BufRead> Frames<R> {
     }
 }
 
-impl<R: BufRead> Read for Frames<R> {
+impl<R: BufRead> Read for ZstdFrames<R> {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         loop {
-            if !self.begun {
-                self.begun = self.begin()?;
-                if !self.begun {
+            if !self.in_frame {
+                self.in_frame = self.begin_frame()?;
+                if !self.in_frame {
                     return Ok(0);
                 }
             }
@@ -122,8 +122,8 @@ impl<R: BufRead> Read for Frames<R> {
             }
             match self.decoder.read(into)? {
                 0 => {
-                    self.end()?;
-                    self.begun = false;
+                    self.check_frame()?;
+                    self.in_frame = false;
                 }
                 bytes => return Ok(bytes),
             }

@@ -1,8 +1,8 @@
 //! Proposes the nearest setting with which a run fits into memory.
 
-use super::{bytes, memory::Moment, shape::Shape};
+use super::{bytes, cpu_memory::Moment, rank_sizes::Shape};
 use crate::{
-    config::{Sharding, Source, TrainConfig},
+    config::{DataSource, Sharding, TrainConfig},
     error::Result,
     observer::grouped,
 };
@@ -13,7 +13,7 @@ const STEP: u64 = 256;
 
 /// Tokens of the fullest rank and of the whole batch, and the number of ranks that share a memory.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub(super) struct Load {
+pub(super) struct Workload {
     pub(super) tokens: u64,
     pub(super) batch: u64,
     /// Number of rows of a micro-batch per data-parallel rank.
@@ -25,7 +25,7 @@ pub(super) struct Load {
 
 /// The memory that is predicted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Side {
+pub(super) enum MemoryKind {
     /// The memory of the CPU, which ranks that compute on GPUs need as well.
     Cpu,
     /// The memory of a GPU.
@@ -35,17 +35,23 @@ pub(super) enum Side {
 impl Shape {
     /// Predicted memory on `side` of a rank with `tokens` tokens, where all ranks have `batch` tokens: the fullest moment, and
     /// its parts.
-    pub(super) fn memory_on(&self, side: Side, tokens: u64, batch: u64) -> Result<Moment> {
+    pub(super) fn memory_on(&self, side: MemoryKind, tokens: u64, batch: u64) -> Result<Moment> {
         match (side, self.computes_in) {
-            (Side::Gpu, _) => self.gpu_memory(tokens),
-            (Side::Cpu, Some(_)) => Ok(self.memory_beside_gpu(tokens, batch)),
-            (Side::Cpu, None) => self.memory(tokens, batch),
+            (MemoryKind::Gpu, _) => self.gpu_memory(tokens),
+            (MemoryKind::Cpu, Some(_)) => Ok(self.memory_beside_gpu(tokens, batch)),
+            (MemoryKind::Cpu, None) => self.memory(tokens, batch),
         }
     }
 }
 
 /// A setting near that of `config` with which the ranks that share a memory need no more than `free` bytes, in words.
-pub(super) fn nearest(config: &TrainConfig, shape: &Shape, load: &Load, side: Side, free: u64) -> Result<String> {
+pub(super) fn nearest(
+    config: &TrainConfig,
+    shape: &Shape,
+    load: &Workload,
+    side: MemoryKind,
+    free: u64,
+) -> Result<String> {
     let needs = |shape: &Shape, tokens: u64, batch: u64| -> Result<u64> {
         let (_, parts) = shape.memory_on(side, tokens, batch)?;
         Ok(load.ranks * parts.iter().map(|(_, bytes)| bytes).sum::<u64>())
@@ -53,7 +59,7 @@ pub(super) fn nearest(config: &TrainConfig, shape: &Shape, load: &Load, side: Si
     let least = shape.computed_again();
     let found = |settings: &str, needed: u64| Ok(format!("the nearest that fits is {settings} ({})", bytes(needed)));
     let mut given = String::new();
-    if side == Side::Gpu && !shape.offloads && shape.layers > offload::RESIDENT_LAYERS as u64 {
+    if side == MemoryKind::Gpu && !shape.offloads && shape.layers > offload::RESIDENT_LAYERS as u64 {
         let needed = needs(&shape.offloaded(), load.tokens, load.batch)?;
         if needed <= free {
             let away = load.ranks * shape.away(load.tokens) * (shape.layers - offload::RESIDENT_LAYERS as u64);
@@ -61,7 +67,8 @@ pub(super) fn nearest(config: &TrainConfig, shape: &Shape, load: &Load, side: Si
         }
     }
     // Where a GPU computes and keeps the activations, the CPU's memory does not depend on `recompute`.
-    if shape.recompute != Recompute::Full && (side == Side::Gpu || shape.offloads || shape.computes_in.is_none()) {
+    if shape.recompute != Recompute::Full && (side == MemoryKind::Gpu || shape.offloads || shape.computes_in.is_none())
+    {
         given = "--recompute full ".into();
         let needed = needs(&least, load.tokens, load.batch)?;
         if needed <= free {
@@ -75,19 +82,19 @@ pub(super) fn nearest(config: &TrainConfig, shape: &Shape, load: &Load, side: Si
     let smallest = STEP.min(whole);
     let without_tokens = needs(&least, 1, 1)?;
     let mut others = match side {
-        Side::Cpu => vec!["take fewer ranks", "share the model with more machines"],
-        Side::Gpu => vec!["share layers among more GPUs (--tp)"],
+        MemoryKind::Cpu => vec!["take fewer ranks", "share the model with more machines"],
+        MemoryKind::Gpu => vec!["share layers among more GPUs (--tp)"],
     };
-    if side == Side::Cpu && shape.offloads {
+    if side == MemoryKind::Cpu && shape.offloads {
         others.insert(0, "leave out --offload-activations");
     }
-    if side == Side::Gpu && load.ranks > 1 {
+    if side == MemoryKind::Gpu && load.ranks > 1 {
         others.push("give fewer ranks to a GPU");
     }
-    if side == Side::Gpu && config.dtype == Precision::F32 {
+    if side == MemoryKind::Gpu && config.dtype == Precision::F32 {
         others.push("compute in half of it (--dtype bf16)");
     }
-    if side == Side::Cpu && config.sharding == Sharding::None && config.ranks() > config.dp_replicate {
+    if side == MemoryKind::Cpu && config.sharding == Sharding::None && config.ranks() > config.dp_replicate {
         others.insert(0, "leave out --sharding none");
     }
     if config.lora.is_none() {
@@ -102,7 +109,7 @@ pub(super) fn nearest(config: &TrainConfig, shape: &Shape, load: &Load, side: Si
     if without_tokens > free {
         return Ok(by_parameters);
     }
-    if let Source::Tokens(_) = config.source {
+    if let DataSource::Tokens(_) = config.source {
         for parts in 2..=load.rows {
             let rows = load.rows.div_ceil(parts);
             let needed = needs(&least, part(load.tokens, rows, load.rows), load.batch)?;
@@ -146,13 +153,13 @@ mod tests {
         let decoder = Decoder::new(model.clone()).expect("supported");
         let weights = decoder.init(1).expect("fits");
         let config = TrainConfig::resolve(settings).expect("possible");
-        let batch = Batch { rows: 0, length: 0, tokens: vec![], targets: vec![], pieces: vec![] };
-        let setup = Setup::of_batch(&config, decoder, weights, batch).expect("possible");
+        let batch = Batch { rows: 0, length: 0, tokens: vec![], targets: vec![], segments: vec![] };
+        let setup = Setup::for_batch(&config, decoder, weights, batch).expect("possible");
         let shape = Shape::new(&config, &setup, &model).expect("possible");
-        let load = Load { tokens: 1 << 15, batch: 1 << 16, rows: 4, ranks: 2, offloads: false };
+        let load = Workload { tokens: 1 << 15, batch: 1 << 16, rows: 4, ranks: 2, offloads: false };
         let (_, parts) = shape.memory(load.tokens, load.batch).expect("possible");
         let needed = load.ranks * parts.iter().map(|(_, bytes)| bytes).sum::<u64>();
-        nearest(&config, &shape, &load, Side::Cpu, (needed as f64 * share) as u64).expect("possible")
+        nearest(&config, &shape, &load, MemoryKind::Cpu, (needed as f64 * share) as u64).expect("possible")
     }
 
     #[test]

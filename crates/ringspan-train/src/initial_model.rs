@@ -1,12 +1,12 @@
 //! The model that a run starts from, as its settings name it, with its tokenizer.
 
 use crate::{
-    config::{Source, TrainConfig},
+    config::{DataSource, TrainConfig},
     default_model,
     error::{Error, Result},
+    initial_parameters::InitialParameters,
     setup::model_error,
-    start::Start,
-    tokenizer::{BYTE_LEVEL, Tokenizer},
+    tokenizer::{BYTE_LEVEL_TOKENS, Tokenizer},
 };
 use ringspan_candle::StoredWeights;
 use ringspan_candle::model::stored;
@@ -20,7 +20,7 @@ const TOKENIZER: &str = "tokenizer.json";
 const SENTENCE_PIECE: &str = "tokenizer.model";
 
 /// The model that training starts from: configuration and adapter, without weights.
-pub(crate) struct Given {
+pub(crate) struct InitialModel {
     pub(crate) config: Config,
     /// `config.json` as it is saved with the model.
     pub(crate) json: Value,
@@ -28,39 +28,39 @@ pub(crate) struct Given {
     adapter: Option<Origin>,
 }
 
-/// Where a model's first parameters come from. [`Given::begin`] consumes it: weights that were read are moved, not copied.
-pub(crate) enum First {
+/// Where a model's first parameters come from. [`InitialModel::begin`] consumes it: weights that were read are moved, not copied.
+pub(crate) enum InitialWeights {
     Folder(Arc<Folder>),
     /// Weights read at once: of a GGUF file, or of a model with an adapter merged into it.
-    Whole(StoredWeights),
+    Loaded(StoredWeights),
     /// The built-in model.
-    Default,
+    BuiltIn,
     /// New weights for the user's own configuration.
     New,
 }
 
-impl Given {
+impl InitialModel {
     /// Reads the model that `--model` or `--model-config` name. The weights of a folder, and those of a new model, are read or
     /// drawn later.
-    pub(crate) fn new(config: &TrainConfig) -> Result<(Self, First)> {
-        let (mut json, first, adapter) = match (&config.model, &config.model_config) {
-            (Some(path), _) => given(config, path)?,
-            (None, Some(path)) => (folder::config_json(path).map_err(model_error)?, First::New, None),
-            (None, None) => (default_model::config(config.sequence_length), First::Default, None),
+    pub(crate) fn new(config: &TrainConfig) -> Result<(Self, InitialWeights)> {
+        let (mut json, weights, adapter) = match (&config.model, &config.model_config) {
+            (Some(path), _) => read_model(config, path)?,
+            (None, Some(path)) => (folder::config_json(path).map_err(model_error)?, InitialWeights::New, None),
+            (None, None) => (default_model::config(config.sequence_length), InitialWeights::BuiltIn, None),
         };
         if let Some(scaling) = &config.rope_scaling {
             json = scaling.apply(&json, Some(config.sequence_length)).map_err(model_error)?;
         }
         // Settings of the training alone: they must not enter the `config.json` that is saved.
-        let mut trained = json.clone();
-        if let (Some(factor), Some(keys)) = (config.router_aux_loss, trained.as_object_mut()) {
+        let mut training_json = json.clone();
+        if let (Some(factor), Some(keys)) = (config.router_aux_loss, training_json.as_object_mut()) {
             keys.insert("output_router_logits".into(), json!(factor > 0.0));
             keys.insert("router_aux_loss_coef".into(), json!(factor));
         }
-        if let (Some(share), Some(keys)) = (config.attention_dropout, trained.as_object_mut()) {
+        if let (Some(share), Some(keys)) = (config.attention_dropout, training_json.as_object_mut()) {
             keys.insert("attention_dropout".into(), json!(share));
         }
-        let parsed: Config = serde_json::from_value(trained).map_err(|error| match &config.model_config {
+        let parsed: Config = serde_json::from_value(training_json).map_err(|error| match &config.model_config {
             Some(path) => Error::Model(format!("{}: {error}", path.display())),
             None => model_error(error),
         })?;
@@ -77,31 +77,36 @@ impl Given {
                     .into(),
             ));
         }
-        Ok((Self { config: parsed, json, adapter }, first))
+        Ok((Self { config: parsed, json, adapter }, weights))
     }
 
     /// The decoder, with its adapters where they are trained, and the start of its parameters, for `ranks` ranks of this process.
-    pub(crate) fn begin(&self, first: First, config: &TrainConfig, ranks: usize) -> Result<(Decoder, Start)> {
+    pub(crate) fn build(
+        &self,
+        weights: InitialWeights,
+        config: &TrainConfig,
+        ranks: usize,
+    ) -> Result<(Decoder, InitialParameters)> {
         let decoder = Decoder::new(self.config.clone()).map_err(model_error)?;
-        let start = first.start(&decoder, config.seed, ranks)?;
-        let Some(lora) = config.lora.clone() else { return Ok((decoder, start)) };
+        let parameters = weights.into_parameters(&decoder, config.seed, ranks)?;
+        let Some(lora) = config.lora.clone() else { return Ok((decoder, parameters)) };
         let decoder = decoder.with_lora(lora.clone()).map_err(model_error)?;
         let adapter = self.adapter.as_ref().map(|origin| origin.adapter(&decoder).map_err(model_error)).transpose()?;
-        Ok((decoder, start.with_lora(lora, adapter)))
+        Ok((decoder, parameters.with_lora(lora, adapter)))
     }
 
     /// The model's tokenizer; none where the data is already tokenized and the model has no tokenizer.
     pub(crate) fn tokenizer(&mut self, config: &TrainConfig) -> Result<Option<Tokenizer>> {
-        let text = matches!(config.source, Source::Text(_));
+        let text = matches!(config.source, DataSource::Text(_));
         let found = match (&config.model, &config.model_config) {
-            (Some(path), _) => of_model(path, text)?,
-            (None, Some(shape)) => self.of_new(config, shape, text)?,
+            (Some(path), _) => model_tokenizer(path, text)?,
+            (None, Some(config_path)) => self.new_model_tokenizer(config, config_path, text)?,
             (None, None) => Some(Tokenizer::byte_level(Path::new("byte-level"))?),
         };
         let Some(tokenizer) = found else { return Ok(None) };
         // Models often have more embedding rows than their tokenizer has tokens. A few published models have fewer, and then the
         // data decides (`Dataset` refuses tokens without a row); the configuration of a new model can be made to fit.
-        let (tokens, vocabulary) = (tokenizer.vocabulary(), self.config.vocab_size);
+        let (tokens, vocabulary) = (tokenizer.vocabulary_size(), self.config.vocab_size);
         if text && config.model.is_none() && tokens > vocabulary {
             let problem = format!("has {tokens} tokens, but the model's vocabulary is {vocabulary}");
             return Err(Error::Tokenizer { path: tokenizer.path().into(), problem });
@@ -111,27 +116,35 @@ impl Given {
 
     /// The tokenizer of a new model: the one `--tokenizer` names, else the one next to the configuration, else, for text, the
     /// byte-level one.
-    fn of_new(&mut self, config: &TrainConfig, shape: &Path, text: bool) -> Result<Option<Tokenizer>> {
-        let beside = if shape.is_dir() { shape.join(TOKENIZER) } else { shape.with_file_name(TOKENIZER) };
+    fn new_model_tokenizer(
+        &mut self,
+        config: &TrainConfig,
+        config_path: &Path,
+        text: bool,
+    ) -> Result<Option<Tokenizer>> {
+        let default_path =
+            if config_path.is_dir() { config_path.join(TOKENIZER) } else { config_path.with_file_name(TOKENIZER) };
         let vocabulary = self.config.vocab_size;
         let tokenizer = match &config.tokenizer {
-            Some(named) => named_tokenizer(named)?,
-            None if beside.exists() => {
+            Some(tokenizer_path) => named_tokenizer(tokenizer_path)?,
+            None if default_path.exists() => {
                 let ends = special_tokens::end_tokens(&[], &self.json).map_err(model_error)?;
-                let tokenizer = Tokenizer::read(&beside)?.or_ends(&ends);
-                self.end_with(&tokenizer);
+                let tokenizer = Tokenizer::read(&default_path)?.or_end_tokens(&ends);
+                self.set_end_token(&tokenizer);
                 return Ok(Some(tokenizer));
             }
             None if !text => return Ok(None),
             // Falling back to bytes would train another model than the one that the folder describes.
-            None if beside.with_file_name(SENTENCE_PIECE).exists() => return Err(missing(beside)),
-            None if vocabulary < BYTE_LEVEL => {
+            None if default_path.with_file_name(SENTENCE_PIECE).exists() => {
+                return Err(missing_tokenizer(default_path));
+            }
+            None if vocabulary < BYTE_LEVEL_TOKENS => {
                 let problem = format!(
-                    "is missing, and vocab_size {vocabulary} of {} is too small for the {BYTE_LEVEL} tokens of the byte-level \
-                     tokenizer: put a tokenizer there, name one with --tokenizer, or make vocab_size at least {BYTE_LEVEL}",
-                    shape.display()
+                    "is missing, and vocab_size {vocabulary} of {} is too small for the {BYTE_LEVEL_TOKENS} tokens of the byte-level \
+                     tokenizer: put a tokenizer there, name one with --tokenizer, or make vocab_size at least {BYTE_LEVEL_TOKENS}",
+                    config_path.display()
                 );
-                return Err(Error::Tokenizer { path: beside, problem });
+                return Err(Error::Tokenizer { path: default_path, problem });
             }
             None => Tokenizer::byte_level(Path::new("byte-level"))?,
         };
@@ -139,54 +152,58 @@ impl Given {
         if let Some(keys) = self.json.as_object_mut() {
             keys.retain(|key, _| !["bos_token_id", "eos_token_id", "pad_token_id"].contains(&key.as_str()));
         }
-        self.end_with(&tokenizer);
+        self.set_end_token(&tokenizer);
         Ok(Some(tokenizer))
     }
 
     /// Writes the tokenizer's end of text into `config.json` where that names none, so that generation stops there.
-    fn end_with(&mut self, tokenizer: &Tokenizer) {
-        let says = self.json.get("eos_token_id").is_some_and(|end| !end.is_null());
-        let Some(keys) = self.json.as_object_mut().filter(|_| !says) else { return };
+    fn set_end_token(&mut self, tokenizer: &Tokenizer) {
+        let names_end = self.json.get("eos_token_id").is_some_and(|end| !end.is_null());
+        let Some(keys) = self.json.as_object_mut().filter(|_| !names_end) else { return };
         if let Some(end) = tokenizer.end_of_text() {
             keys.insert("eos_token_id".into(), json!(end));
         }
     }
 }
 
-impl First {
+impl InitialWeights {
     /// The initial parameters of a decoder, for `ranks` ranks of this process.
-    fn start(self, decoder: &Decoder, seed: u64, ranks: usize) -> Result<Start> {
+    fn into_parameters(self, decoder: &Decoder, seed: u64, ranks: usize) -> Result<InitialParameters> {
         Ok(match self {
-            Self::Folder(folder) => Start::folder(folder, seed),
-            Self::Whole(weights) => Start::weights(weights, ranks, seed),
-            Self::Default => Start::weights(stored(default_model::weights(decoder, seed)?), ranks, seed),
-            Self::New => Start::new_weights(NewWeights::new(decoder, seed).map_err(model_error)?, seed),
+            Self::Folder(folder) => InitialParameters::from_folder(folder, seed),
+            Self::Loaded(weights) => InitialParameters::from_weights(weights, ranks, seed),
+            Self::BuiltIn => {
+                InitialParameters::from_weights(stored(default_model::weights(decoder, seed)?), ranks, seed)
+            }
+            Self::New => {
+                InitialParameters::from_new_weights(NewWeights::new(decoder, seed).map_err(model_error)?, seed)
+            }
         })
     }
 }
 
 /// The tokenizer that `--tokenizer` names.
-fn named_tokenizer(named: &Path) -> Result<Tokenizer> {
-    let (folder, path) = match named.is_dir() {
-        true => (true, named.join(TOKENIZER)),
-        false => (false, named.to_owned()),
+fn named_tokenizer(tokenizer_path: &Path) -> Result<Tokenizer> {
+    let (folder, path) = match tokenizer_path.is_dir() {
+        true => (true, tokenizer_path.join(TOKENIZER)),
+        false => (false, tokenizer_path.to_owned()),
     };
-    if folder && !path.exists() || named.file_name().is_some_and(|name| name == SENTENCE_PIECE) {
-        return Err(missing(path.with_file_name(TOKENIZER)));
+    if folder && !path.exists() || tokenizer_path.file_name().is_some_and(|name| name == SENTENCE_PIECE) {
+        return Err(missing_tokenizer(path.with_file_name(TOKENIZER)));
     }
     Tokenizer::read(&path)
 }
 
-fn missing(path: PathBuf) -> Error {
+fn missing_tokenizer(path: PathBuf) -> Error {
     let problem = special_tokens::without_tokenizer(path.parent().unwrap_or(Path::new(".")));
     Error::Tokenizer { path, problem }
 }
 
 /// The tokenizer of an existing model.
-fn of_model(path: &Path, text: bool) -> Result<Option<Tokenizer>> {
+fn model_tokenizer(path: &Path, text: bool) -> Result<Option<Tokenizer>> {
     let origin = Origin::at(path).map_err(model_error)?;
     if let Some(file) = origin.tokenizer_file() {
-        return Ok(Some(Tokenizer::read(&file)?.or_ends(&origin.end_tokens().map_err(model_error)?)));
+        return Ok(Some(Tokenizer::read(&file)?.or_end_tokens(&origin.end_tokens().map_err(model_error)?)));
     }
     match origin.tokenizer().map_err(model_error)? {
         None if text => Err(Error::Tokenizer {
@@ -197,21 +214,21 @@ fn of_model(path: &Path, text: bool) -> Result<Option<Tokenizer>> {
             ),
         }),
         None => Ok(None),
-        Some(found) => Ok(Some(Tokenizer::new(found, path)?.or_ends(&origin.end_tokens().map_err(model_error)?))),
+        Some(found) => Ok(Some(Tokenizer::new(found, path)?.or_end_tokens(&origin.end_tokens().map_err(model_error)?))),
     }
 }
 
 /// The model at a path, and the adapter there if its training is continued.
-fn given(config: &TrainConfig, path: &Path) -> Result<(Value, First, Option<Origin>)> {
+fn read_model(config: &TrainConfig, path: &Path) -> Result<(Value, InitialWeights, Option<Origin>)> {
     let origin = Origin::at(path).map_err(model_error)?;
     let json = origin.config_json().map_err(model_error)?;
     let is_adapter = matches!(origin, Origin::Adapter(..));
     if is_adapter && config.lora.is_none() {
-        return Ok((json, First::Whole(stored(origin.load().map_err(model_error)?.1)), None));
+        return Ok((json, InitialWeights::Loaded(stored(origin.load().map_err(model_error)?.1)), None));
     }
-    let first = match origin.base() {
-        Base::Folder(folder) => First::Folder(Arc::new(folder::open(folder).map_err(model_error)?)),
-        base @ Base::Gguf(_) => First::Whole(base.load_stored().map_err(model_error)?.1),
+    let weights = match origin.base() {
+        Base::Folder(folder) => InitialWeights::Folder(Arc::new(folder::open(folder).map_err(model_error)?)),
+        base @ Base::Gguf(_) => InitialWeights::Loaded(base.load_stored().map_err(model_error)?.1),
     };
-    Ok((json, first, Some(origin).filter(|_| is_adapter)))
+    Ok((json, weights, Some(origin).filter(|_| is_adapter)))
 }

@@ -9,17 +9,17 @@ use ringspan_models::{Decoder, Parameters};
 ///
 /// # Errors
 /// Failures of the model or of other ranks.
-pub fn hidden(
+pub fn hidden_states(
     decoder: &Decoder,
     parameters: &dyn Parameters,
     tokens: &[u32],
     attend: &dyn Attend,
 ) -> ringspan_models::Result<Tensor> {
-    hidden_before(Unit::Head, decoder, parameters, tokens, attend)
+    hidden_states_prefetching(Unit::Head, decoder, parameters, tokens, attend)
 }
 
-/// Like [`hidden`], but after the last layer it prefetches the parameters of `next` instead of the head's.
-pub(crate) fn hidden_before(
+/// Like [`hidden_states`], but after the last layer it prefetches the parameters of `next` instead of the head's.
+pub(crate) fn hidden_states_prefetching(
     next: Unit,
     decoder: &Decoder,
     parameters: &dyn Parameters,
@@ -27,10 +27,10 @@ pub(crate) fn hidden_before(
     attend: &dyn Attend,
 ) -> ringspan_models::Result<Tensor> {
     let layers = decoder.config().num_hidden_layers;
-    let of = |unit| parameters.unit(decoder, unit).map(constant);
-    let mut x = decoder.embed(&of(Unit::Embedding)?, tokens, attend)?;
+    let unit_weights = |unit| parameters.unit(decoder, unit).map(constant);
+    let mut x = decoder.embed(&unit_weights(Unit::Embedding)?, tokens, attend)?;
     for index in 0..layers {
-        let layer = of(Unit::Layer(index))?;
+        let layer = unit_weights(Unit::Layer(index))?;
         parameters.prefetch(if index + 1 < layers { Unit::Layer(index + 1) } else { next })?;
         x = decoder.layer(&layer, index, &x, attend)?;
     }

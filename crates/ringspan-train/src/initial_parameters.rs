@@ -4,9 +4,9 @@ use crate::{
     checkpoint::Checkpoint,
     data::fingerprint,
     error::{Error, Result},
-    optimizer::{Method, Optimizer, State, kinds},
+    optimizer::{Optimizer, OptimizerConfig, OptimizerState, state_names},
     setup::model_error,
-    shards::{Formats, Piece, Shards},
+    shards::{PortionShard, Shards, StoredFormats},
 };
 use ringspan_candle::quantized::QuantizedMatrix;
 use ringspan_candle::{StoredWeights, Weight, Weights};
@@ -18,9 +18,9 @@ use std::{
 };
 
 /// The source of the initial parameters.
-pub(crate) struct Start {
+pub(crate) struct InitialParameters {
     /// The model; it is freed when the last rank has taken its shards.
-    model: Mutex<Model>,
+    model: Mutex<ModelWeights>,
     /// The trained parameters and optimizer state of a resumed run; each rank reads only its shards.
     checkpoint: Option<Checkpoint>,
     /// The seed from which new adapters are drawn.
@@ -31,21 +31,21 @@ pub(crate) struct Start {
 }
 
 #[derive(Clone)]
-enum Model {
+enum ModelWeights {
     /// The model is loaded as a whole; the number counts the ranks that have not taken their shards.
-    Whole(Arc<StoredWeights>, usize),
+    Loaded(Arc<StoredWeights>, usize),
     /// The model is on disk.
     Folder(Arc<Folder>),
     /// The model is new, and drawn from a seed when it is read.
     New(Arc<NewWeights>),
-    Taken,
+    Freed,
 }
 
-impl Start {
+impl InitialParameters {
     /// Starts from loaded weights, of which `ranks` ranks take their shards.
-    pub(crate) fn weights(weights: StoredWeights, ranks: usize, seed: u64) -> Self {
+    pub(crate) fn from_weights(weights: StoredWeights, ranks: usize, seed: u64) -> Self {
         Self {
-            model: Mutex::new(Model::Whole(Arc::new(weights), ranks)),
+            model: Mutex::new(ModelWeights::Loaded(Arc::new(weights), ranks)),
             checkpoint: None,
             seed,
             lora: None,
@@ -54,13 +54,13 @@ impl Start {
     }
 
     /// Starts from a folder, of which each rank reads its shards.
-    pub(crate) fn folder(folder: Arc<Folder>, seed: u64) -> Self {
-        Self { model: Mutex::new(Model::Folder(folder)), checkpoint: None, seed, lora: None, adapter: None }
+    pub(crate) fn from_folder(folder: Arc<Folder>, seed: u64) -> Self {
+        Self { model: Mutex::new(ModelWeights::Folder(folder)), checkpoint: None, seed, lora: None, adapter: None }
     }
 
     /// Starts from a new model, of which each rank draws its shards.
-    pub(crate) fn new_weights(new: NewWeights, seed: u64) -> Self {
-        Self { model: Mutex::new(Model::New(Arc::new(new))), checkpoint: None, seed, lora: None, adapter: None }
+    pub(crate) fn from_new_weights(new: NewWeights, seed: u64) -> Self {
+        Self { model: Mutex::new(ModelWeights::New(Arc::new(new))), checkpoint: None, seed, lora: None, adapter: None }
     }
 
     /// Adds adapters: the matrices of `adapter`, or else new ones. A checkpoint replaces either.
@@ -82,63 +82,68 @@ impl Start {
     }
 
     /// A handle on the model that does not hold the lock, so that ranks read at the same time.
-    fn model(&self) -> Model {
+    fn model(&self) -> ModelWeights {
         self.model.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// The values of a shard.
-    pub(crate) fn read(&self, decoder: &Decoder, piece: &Piece<'_>) -> Result<Vec<f32>> {
-        let (name, shape) = (&piece.portion.name, &piece.portion.whole);
+    pub(crate) fn read(&self, decoder: &Decoder, shard: &PortionShard<'_>) -> Result<Vec<f32>> {
+        let (name, shape) = (&shard.portion.name, &shard.portion.whole);
         if let Some(checkpoint) = self.checkpoint.as_ref().filter(|_| decoder.trains(name)) {
-            return checkpoint.tensors.read(name, &piece.region());
+            return checkpoint.tensors.read(name, &shard.region());
         }
         if let Some(lora) = self.lora.as_ref().filter(|_| decoder.trains(name)) {
             let whole = match self.adapter.as_ref().and_then(|matrices| matrices.get(name)) {
                 Some(matrix) => matrix.flatten_all()?.to_vec1()?,
                 None => lora.init(name, shape, self.seed),
             };
-            return Ok(piece.pick(0, &whole));
+            return Ok(shard.gather_from(0, &whole));
         }
         let missing = || Error::Model(format!("the model has no parameter `{name}` {shape:?}"));
         // Sources are read by whole rows, even where the shard has only some of the columns.
-        let rows = piece.of_rows();
+        let rows = shard.row_range();
         let (first, count) = (rows.start, rows.len());
         let values = match self.model() {
-            Model::Whole(weights, _) => {
+            ModelWeights::Loaded(weights, _) => {
                 let weight = weights.get(name).filter(|weight| weight.dims() == *shape);
                 weight.ok_or_else(missing)?.rows(first..first + count)?
             }
-            Model::Folder(folder) => folder.read(name, rows).map_err(model_error)?,
-            Model::New(new) => new.read(name, rows).map_err(model_error)?,
-            Model::Taken => return Err(missing()),
+            ModelWeights::Folder(folder) => folder.read(name, rows).map_err(model_error)?,
+            ModelWeights::New(new) => new.read(name, rows).map_err(model_error)?,
+            ModelWeights::Freed => return Err(missing()),
         };
-        Ok(piece.pick(first, &values.flatten_all()?.to_vec1::<f32>()?))
+        Ok(shard.gather_from(first, &values.flatten_all()?.to_vec1::<f32>()?))
     }
 
     /// The formats of the matrices that can stay as they are stored (quantized): the frozen ones.
-    pub(crate) fn formats(&self, decoder: &Decoder) -> Formats {
+    pub(crate) fn stored_formats(&self, decoder: &Decoder) -> StoredFormats {
         let model = self.model();
-        let of = |name: &String| match &model {
-            Model::Whole(weights, _) => weights.get(name)?.format(),
-            Model::Folder(folder) => folder.format(name),
-            Model::New(_) | Model::Taken => None,
+        let format_of = |name: &String| match &model {
+            ModelWeights::Loaded(weights, _) => weights.get(name)?.format(),
+            ModelWeights::Folder(folder) => folder.format(name),
+            ModelWeights::New(_) | ModelWeights::Freed => None,
         };
         let frozen = decoder.stored_matrices().into_iter().filter(|name| !decoder.trains(name));
-        frozen.filter_map(|name| of(&name).map(|format| (name, format))).collect()
+        frozen.filter_map(|name| format_of(&name).map(|format| (name, format))).collect()
     }
 
     /// Some rows and columns of a matrix that stays as it is stored. The matrices of experts in one parameter count as one
     /// matrix, one below the other.
-    pub(crate) fn read_stored(&self, name: &str, rows: Range<usize>, columns: Range<usize>) -> Result<QuantizedMatrix> {
+    pub(crate) fn read_stored_matrix(
+        &self,
+        name: &str,
+        rows: Range<usize>,
+        columns: Range<usize>,
+    ) -> Result<QuantizedMatrix> {
         let missing = || Error::Model(format!("the model stores no matrix `{name}`"));
         let matrix = match self.model() {
-            Model::Whole(weights, _) => match weights.get(name) {
+            ModelWeights::Loaded(weights, _) => match weights.get(name) {
                 Some(Weight::Quantized(matrix)) => matrix.rows(rows)?,
                 Some(Weight::Stack(stack)) => stack.matrix().rows(rows)?,
                 _ => return Err(missing()),
             },
-            Model::Folder(folder) => folder.read_matrix(name, rows).map_err(model_error)?,
-            Model::New(_) | Model::Taken => return Err(missing()),
+            ModelWeights::Folder(folder) => folder.read_matrix(name, rows).map_err(model_error)?,
+            ModelWeights::New(_) | ModelWeights::Freed => return Err(missing()),
         };
         Ok(matrix.columns(columns)?)
     }
@@ -153,14 +158,16 @@ impl Start {
             for row in [0, last] {
                 let values = match (&model, self.adapter.as_ref().and_then(|matrices| matrices.get(name))) {
                     (_, Some(matrix)) => matrix.narrow(0, row, 1)?,
-                    (Model::Whole(weights, _), _) => match weights.get(name) {
+                    (ModelWeights::Loaded(weights, _), _) => match weights.get(name) {
                         Some(weight) => weight.rows(row..row + 1)?,
                         None => continue,
                     },
-                    (Model::Folder(folder), _) if folder.shapes().contains_key(name) => {
+                    (ModelWeights::Folder(folder), _) if folder.shapes().contains_key(name) => {
                         folder.read(name, row..row + 1).map_err(model_error)?
                     }
-                    (Model::New(new), _) if new.has(name) => new.read(name, row..row + 1).map_err(model_error)?,
+                    (ModelWeights::New(new), _) if new.has(name) => {
+                        new.read(name, row..row + 1).map_err(model_error)?
+                    }
                     _ => continue,
                 };
                 let values: Vec<f32> = values.flatten_all()?.to_vec1()?;
@@ -171,26 +178,27 @@ impl Start {
     }
 
     /// The optimiser of a rank with these shards, with its state from the checkpoint, if there is one.
-    pub(crate) fn optimizer(&self, method: Method, shards: &Shards) -> Result<Optimizer> {
+    pub(crate) fn optimizer(&self, method: OptimizerConfig, shards: &Shards) -> Result<Optimizer> {
         let Some(checkpoint) = &self.checkpoint else { return Ok(Optimizer::new(method)) };
-        let mut state = State::new();
-        for piece in shards.pieces() {
-            for kind in kinds(&method) {
-                let values = checkpoint.tensors.read(&format!("{kind}.{}", piece.portion.name), &piece.region())?;
-                state.insert(format!("{kind}.{}", piece.portion.key()), Arc::new(values));
+        let mut state = OptimizerState::new();
+        for shard in shards.portion_shards() {
+            for state_name in state_names(&method) {
+                let values =
+                    checkpoint.tensors.read(&format!("{state_name}.{}", shard.portion.name), &shard.region())?;
+                state.insert(format!("{state_name}.{}", shard.portion.key()), Arc::new(values));
             }
         }
-        let sizes: Vec<_> = shards.pieces().map(|piece| (piece.portion.key(), piece.of_shard.len())).collect();
+        let sizes: Vec<_> = shards.portion_shards().map(|shard| (shard.portion.key(), shard.in_shard.len())).collect();
         Optimizer::resume(method, state, sizes.iter().map(|(key, size)| (&**key, *size)))
     }
 
     /// Notes that a rank has taken its shards.
-    pub(crate) fn done(&self) {
+    pub(crate) fn release(&self) {
         let mut model = self.model.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Model::Whole(_, waiting) = &mut *model {
-            *waiting = waiting.saturating_sub(1);
-            if *waiting == 0 {
-                *model = Model::Taken;
+        if let ModelWeights::Loaded(_, ranks_left) = &mut *model {
+            *ranks_left = ranks_left.saturating_sub(1);
+            if *ranks_left == 0 {
+                *model = ModelWeights::Freed;
             }
         }
     }

@@ -1,6 +1,6 @@
 //! The sizes from which memory and traffic are predicted.
 
-use super::{LayerSchedule, experts::Experts, held::Held};
+use super::{LayerSchedule, experts::Experts, parameter_counts::ParameterCounts};
 use crate::{
     config::TrainConfig,
     error::Result,
@@ -16,7 +16,7 @@ use ringspan_models::{Config, Decoder};
 /// Sizes of a model on a rank; each is that of the rank that has most of it.
 #[derive(Clone)]
 pub(super) struct Shape {
-    pub(super) held: Held,
+    pub(super) held: ParameterCounts,
     pub(super) layers: u64,
     pub(super) hidden: u64,
     /// Heads that a rank computes; with tensor parallelism, a share of all.
@@ -66,7 +66,7 @@ pub(super) struct Shape {
 
 impl Shape {
     pub(super) fn new(config: &TrainConfig, setup: &Setup, model: &Config) -> Result<Self> {
-        let held = Held::new(setup, model)?;
+        let held = ParameterCounts::new(setup, model)?;
         let tp = config.tp;
         // Heads are dealt evenly to within one, and the rank with most query heads has most of everything else.
         let of = |rank| setup.decoder.head_counts().of_rank((rank, tp)).map_err(model_error);
@@ -101,7 +101,7 @@ impl Shape {
         let drops = decoder.lora().is_some_and(|lora| lora.dropout > 0.0);
         let inputs = |of_attention| if drops { most_of_layers(of_attention, &|[_, inputs]| inputs) } else { Ok(0) };
         let (dropped, feed_forward_dropped) = (inputs(true)?, inputs(false)?);
-        let state = Optimizer::state_bytes(&config.method, held.trained as usize) as u64;
+        let state = Optimizer::state_bytes(&config.optimizer, held.trained as usize) as u64;
         Ok(Self {
             held,
             layers,
@@ -177,7 +177,7 @@ impl Shape {
             forward = forward.max(of(Pass::Forward)?);
             backward = backward.max(of(Pass::Backward)?);
         }
-        let Held { gathered, gathered_by_layers, cut, summed, .. } = self.held;
+        let ParameterCounts { gathered, gathered_by_layers, cut, summed, .. } = self.held;
         let mut traffic = vec![
             ("attention forward", forward * (forward_times * times + counting)),
             ("attention backward", backward * times),

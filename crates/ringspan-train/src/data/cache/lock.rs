@@ -11,16 +11,16 @@ use std::{
 };
 
 /// Time between two tries to take the lock.
-const PAUSE: Duration = Duration::from_millis(50);
+const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
 /// The right to make a token file, which ends when this is dropped.
-pub(in crate::data) struct Turn {
+pub(in crate::data) struct CacheLock {
     /// None where the file system has no locks: then each process makes a file of its own, and the last one to be renamed stays.
     lock: Option<File>,
     path: PathBuf,
 }
 
-impl Drop for Turn {
+impl Drop for CacheLock {
     fn drop(&mut self) {
         if self.lock.is_some() {
             // A process that waits for this lock has its file open, and looks for the tokens before making them.
@@ -35,7 +35,12 @@ impl Drop for Turn {
 /// # Errors
 /// [`Error::Data`] once nothing was written for `deadline`, [`Error::Io`] when the system refuses a file, [`Error::Interrupted`]
 /// where `progress` ends the reading.
-pub(in crate::data) fn in_turn(folder: &Path, key: u64, deadline: Duration, progress: &Progress<'_>) -> Result<Turn> {
+pub(in crate::data) fn lock_token_file(
+    folder: &Path,
+    key: u64,
+    deadline: Duration,
+    progress: &Progress<'_>,
+) -> Result<CacheLock> {
     let path = folder.join(format!(".tokens-{key:016x}.lock"));
     let open = || {
         let opened = File::options().read(true).write(true).create(true).truncate(false).open(&path);
@@ -45,16 +50,16 @@ pub(in crate::data) fn in_turn(folder: &Path, key: u64, deadline: Duration, prog
     let (mut seen, mut since) = (0, Instant::now());
     loop {
         match file.try_lock() {
-            Ok(()) if is_at(&file, &path) => break,
+            Ok(()) if is_same_file(&file, &path) => break,
             // The previous owner has removed this lock file: a new one is opened.
             Ok(()) => {
                 file = open()?;
                 continue;
             }
             Err(TryLockError::WouldBlock) => {}
-            Err(TryLockError::Error(_)) => return Ok(Turn { lock: None, path }),
+            Err(TryLockError::Error(_)) => return Ok(CacheLock { lock: None, path }),
         }
-        let size = written(folder, key);
+        let size = unfinished_bytes(folder, key);
         if size != seen {
             (seen, since) = (size, Instant::now());
         }
@@ -66,28 +71,28 @@ pub(in crate::data) fn in_turn(folder: &Path, key: u64, deadline: Duration, prog
             );
             return Err(Error::Data { path: folder.into(), problem });
         }
-        progress.tell()?;
-        std::thread::sleep(PAUSE);
+        progress.report()?;
+        std::thread::sleep(RETRY_INTERVAL);
     }
     remove_unfinished(folder, key);
-    Ok(Turn { lock: Some(file), path })
+    Ok(CacheLock { lock: Some(file), path })
 }
 
 /// Whether an open file is the one at `path`.
 #[cfg(unix)]
-fn is_at(file: &File, path: &Path) -> bool {
+fn is_same_file(file: &File, path: &Path) -> bool {
     use std::os::unix::fs::MetadataExt;
-    let id = |about: fs::Metadata| (about.dev(), about.ino());
+    let id = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
     file.metadata().map(id).ok() == path.metadata().map(id).ok()
 }
 
 #[cfg(not(unix))]
-fn is_at(_: &File, path: &Path) -> bool {
+fn is_same_file(_: &File, path: &Path) -> bool {
     path.exists()
 }
 
 /// The unfinished token files of a key.
-fn unfinished(folder: &Path, key: u64) -> impl Iterator<Item = fs::DirEntry> {
+fn unfinished_files(folder: &Path, key: u64) -> impl Iterator<Item = fs::DirEntry> {
     let begin = format!(".tokens-{key:016x}.");
     let ours = move |entry: &fs::DirEntry| {
         let name = entry.file_name().to_string_lossy().into_owned();
@@ -97,34 +102,34 @@ fn unfinished(folder: &Path, key: u64) -> impl Iterator<Item = fs::DirEntry> {
 }
 
 /// Bytes of a key's unfinished files.
-fn written(folder: &Path, key: u64) -> u64 {
-    unfinished(folder, key).filter_map(|entry| entry.metadata().ok()).map(|about| about.len()).sum()
+fn unfinished_bytes(folder: &Path, key: u64) -> u64 {
+    unfinished_files(folder, key).filter_map(|entry| entry.metadata().ok()).map(|metadata| metadata.len()).sum()
 }
 
 /// Removes the unfinished files of a process that was killed.
 fn remove_unfinished(folder: &Path, key: u64) {
-    unfinished(folder, key).for_each(|entry| drop(fs::remove_file(entry.path())));
+    unfinished_files(folder, key).for_each(|entry| drop(fs::remove_file(entry.path())));
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::progress::unwatched;
+    use crate::data::progress::ignore_progress;
 
-    fn turn(folder: &Path, key: u64, deadline: Duration) -> Result<Turn> {
-        in_turn(folder, key, deadline, &Progress::new(&unwatched, folder, 0))
+    fn lock(folder: &Path, key: u64, deadline: Duration) -> Result<CacheLock> {
+        lock_token_file(folder, key, deadline, &Progress::new(&ignore_progress, folder, 0))
     }
 
     #[test]
-    fn one_has_the_turn_and_others_wait_until_it_is_given_back() {
+    fn one_holds_the_lock_and_others_wait_until_it_is_released() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path();
-        let first = turn(path, 7, Duration::from_secs(9)).unwrap();
-        let message = turn(path, 7, Duration::from_millis(120)).err().unwrap().to_string();
+        let first = lock(path, 7, Duration::from_secs(9)).unwrap();
+        let message = lock(path, 7, Duration::from_millis(120)).err().unwrap().to_string();
         assert!(message.contains("another process makes the tokens") && message.contains("--deadline"), "{message}");
-        drop(turn(path, 8, Duration::from_millis(120)).unwrap());
+        drop(lock(path, 8, Duration::from_millis(120)).unwrap());
         std::thread::scope(|scope| {
-            let waiting = scope.spawn(|| turn(path, 7, Duration::from_secs(30)).map(drop));
+            let waiting = scope.spawn(|| lock(path, 7, Duration::from_secs(30)).map(drop));
             std::thread::sleep(Duration::from_millis(150));
             assert!(!waiting.is_finished());
             drop(first);
@@ -134,13 +139,13 @@ mod tests {
     }
 
     #[test]
-    fn whoever_goes_on_writing_is_waited_for_and_what_a_killed_one_left_is_removed() {
+    fn a_writer_is_waited_for_and_files_of_a_killed_one_are_removed() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path();
         let part = path.join(".tokens-0000000000000007.1.part");
-        let first = turn(path, 7, Duration::from_secs(9)).unwrap();
+        let first = lock(path, 7, Duration::from_secs(9)).unwrap();
         std::thread::scope(|scope| {
-            let waiting = scope.spawn(|| turn(path, 7, Duration::from_millis(400)).map(drop));
+            let waiting = scope.spawn(|| lock(path, 7, Duration::from_millis(400)).map(drop));
             for size in 1..12 {
                 std::thread::sleep(Duration::from_millis(100));
                 fs::write(&part, vec![0; size]).unwrap();

@@ -4,7 +4,7 @@
 //! of a layer's activations are counts of what its tape and its gradients hold at once, by the allocator (`tests/memory/plan.rs`
 //! compares them with it).
 
-use super::shape::Shape;
+use super::rank_sizes::Shape;
 use crate::error::Result;
 use ringspan::Strategy;
 use ringspan_candle::quantized::scratch;

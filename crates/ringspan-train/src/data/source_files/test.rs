@@ -1,5 +1,5 @@
 use super::*;
-use crate::data::open::tests::{gzip, zstd};
+use crate::data::decompress::tests::{gzip, zstd};
 
 fn write(root: &Path, name: &str, content: &[u8]) {
     let path = root.join(name);
@@ -15,7 +15,7 @@ fn a_folder_of_parts_is_one_data_set_and_a_folder_of_text_is_not() {
     write(root, "LICENSE", b"free");
     write(root, "data/b.jsonl", b"{\"text\": \"third\"}\n");
     write(root, "data/a.jsonl", b"{\"text\": \"first\"}\n\n{\"text\": \"second\"}\n");
-    let names = |texts: &Texts| texts.documents.iter().map(|d| d.name.clone()).collect::<Vec<_>>();
+    let names = |texts: &SourceDocuments| texts.documents.iter().map(|d| d.name.clone()).collect::<Vec<_>>();
     let parts = read(root, &[]).unwrap();
     assert_eq!(names(&parts), ["data/a.jsonl:1", "data/a.jsonl:3", "data/b.jsonl:1"]);
     write(root, "data/b.jsonl", b"{\"text\": 3}\n");
@@ -37,17 +37,17 @@ fn a_folder_of_parts_is_one_data_set_and_a_folder_of_text_is_not() {
 }
 
 #[test]
-fn data_to_judge_by_is_named_and_can_be_left_out() {
+fn evaluation_files_are_named_and_can_be_left_out() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path();
     for name in ["train-0.jsonl", "test-0.jsonl", "Valid/x.jsonl", "contest.jsonl"] {
         write(root, name, b"{\"text\": \"words\"}\n");
     }
     let texts = read(root, &[]).unwrap();
-    assert_eq!(texts.suspects, ["Valid/x.jsonl", "test-0.jsonl"]);
+    assert_eq!(texts.evaluation_like_files, ["Valid/x.jsonl", "test-0.jsonl"]);
     assert_eq!(texts.documents.len(), 4);
     let left = read(root, &[root.join("test-0.jsonl"), root.join("Valid")]).unwrap();
-    assert!(left.suspects.is_empty());
+    assert!(left.evaluation_like_files.is_empty());
     assert_eq!(left.documents.len(), 2);
 }
 
@@ -83,7 +83,7 @@ fn a_folder_yields_its_text_sorted_and_leaves_out_what_is_no_text() {
     let names: Vec<_> = texts.documents.iter().map(|d| d.name.as_str()).collect();
     assert_eq!(names, ["a/z.rs", "b.md"]);
     assert_eq!(
-        texts.skipped.words().unwrap(),
+        texts.skipped.describe().unwrap(),
         "not read: 2 folders of a model or run (model, stopped), 1 empty (blank.txt), 1 binary (image.png), 1 not UTF-8 \
          (latin.txt)"
     );
@@ -95,7 +95,7 @@ fn json_lines_are_documents_and_a_bad_line_is_named_by_its_number() {
     write(folder.path(), "d.jsonl", b"{\"text\":\"one\",\"id\":1}\n\n{\"text\":\"two\"}\n");
     let texts = read(&folder.path().join("d.jsonl"), &[]).unwrap();
     assert_eq!(texts.documents.len(), 2);
-    assert_eq!(texts.documents[1], Text { name: "d.jsonl:3".into(), content: Content::Text("two".into()) });
+    assert_eq!(texts.documents[1], SourceDocument { name: "d.jsonl:3".into(), content: Content::Text("two".into()) });
 
     write(folder.path(), "bad.jsonl", b"{\"text\":\"one\"}\n{\"txt\":\"two\"}\n");
     let message = read(&folder.path().join("bad.jsonl"), &[]).unwrap_err().to_string();
@@ -111,7 +111,7 @@ fn conversations_without_an_assistant_are_counted_and_left_out() {
     write(folder.path(), "c.jsonl", format!("{user}\n{both}\n{none}\n").as_bytes());
     let texts = read(&folder.path().join("c.jsonl"), &[]).unwrap();
     assert_eq!(texts.documents.iter().map(|d| d.name.as_str()).collect::<Vec<_>>(), ["c.jsonl:2"]);
-    assert_eq!(texts.skipped.words().unwrap(), "skipped 2 documents without anything to learn");
+    assert_eq!(texts.skipped.describe().unwrap(), "skipped 2 documents without anything to learn");
     write(folder.path(), "c.jsonl", user.as_bytes());
     let message = read(&folder.path().join("c.jsonl"), &[]).unwrap_err().to_string();
     assert!(message.contains("skipped 1 documents without"), "{message}");
@@ -157,7 +157,7 @@ fn every_kind_of_records_in_a_folder_is_read_and_what_is_not_is_named() {
     let names: Vec<_> = texts.documents.iter().map(|d| d.name.as_str()).collect();
     assert_eq!(names, ["a.jsonl:1", "b.json:1", "b.json:2", "c.jsonl.gz:1", "d.json.zst:1"]);
     assert_eq!(
-        texts.skipped.words().unwrap(),
+        texts.skipped.describe().unwrap(),
         "not read: 4 beside the data set (LICENSE, README.md, dataset_infos.json and 1 more), 1 of JSON records in no known \
          form (other.json)"
     );
@@ -171,7 +171,7 @@ fn a_json_file_is_data_where_it_is_alone_and_a_text_or_named_among_others() {
     write(root, "train.json", chat);
     write(root, "README.md", b"# What this is");
     let texts = read(root, &[]).unwrap();
-    assert!(matches!(&texts.documents[..], [Text { content: Content::Chat { .. }, .. }]));
+    assert!(matches!(&texts.documents[..], [SourceDocument { content: Content::Chat { .. }, .. }]));
     // The folder also holds a program, its settings, and the data of its tests.
     write(root, "main.rs", b"fn main() {}");
     write(root, "package.json", b"{\"name\": \"it\"}");
@@ -182,7 +182,7 @@ fn a_json_file_is_data_where_it_is_alone_and_a_text_or_named_among_others() {
     assert_eq!(names, ["README.md", "main.rs", "notes.txt.gz", "package.json"]);
     assert_eq!(texts.documents[2].content, Content::Text("packed notes".into()));
     assert_eq!(
-        texts.skipped.words().unwrap(),
+        texts.skipped.describe().unwrap(),
         "not read: 1 damaged archives (broken.gz), 1 of JSON records beside other text (train.json)"
     );
     // A file that is named by itself is read as what it is, or refused.

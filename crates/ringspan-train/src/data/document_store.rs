@@ -5,13 +5,13 @@ use std::{ops::Range, sync::Arc};
 
 /// Documents as words, none of them empty. Clones share the words.
 #[derive(Debug, Clone)]
-pub struct Store {
-    words: Arc<Words>,
+pub struct DocumentStore {
+    words: Arc<WordStorage>,
     tokens: usize,
 }
 
 #[derive(Debug)]
-enum Words {
+enum WordStorage {
     Owned {
         words: Vec<u32>,
         /// Indices of each document's first word, and of the one after its last.
@@ -21,7 +21,7 @@ enum Words {
     Mapped { file: Arc<Mmap>, words: Range<usize>, ranges: Range<usize> },
 }
 
-impl Words {
+impl WordStorage {
     fn all(&self) -> &[u32] {
         match self {
             Self::Owned { words, .. } => words,
@@ -39,7 +39,7 @@ impl Words {
     }
 }
 
-impl Store {
+impl DocumentStore {
     /// A store of `documents` in memory, without the empty ones.
     #[must_use]
     pub fn new(documents: &[Vec<u32>]) -> Self {
@@ -50,13 +50,13 @@ impl Store {
         };
         let ranges = documents.iter().filter(|document| !document.is_empty()).scan(0, range).collect();
         let words = documents.concat();
-        Self { tokens: words.len(), words: Arc::new(Words::Owned { words, ranges }) }
+        Self { tokens: words.len(), words: Arc::new(WordStorage::Owned { words, ranges }) }
     }
 
     /// The documents of a file that was checked: the bytes of its words, and the bytes of these documents' ranges. The documents
     /// have `tokens` words together.
     pub(super) fn mapped(file: Arc<Mmap>, words: Range<usize>, ranges: Range<usize>, tokens: usize) -> Self {
-        Self { words: Arc::new(Words::Mapped { file, words, ranges }), tokens }
+        Self { words: Arc::new(WordStorage::Mapped { file, words, ranges }), tokens }
     }
 
     /// Number of documents.
@@ -104,10 +104,10 @@ mod tests {
 
     #[test]
     fn documents_come_back_as_they_were() {
-        let store = Store::new(&[vec![1, 2], vec![], vec![3]]);
+        let store = DocumentStore::new(&[vec![1, 2], vec![], vec![3]]);
         assert_eq!((store.len(), store.tokens(), store.is_empty()), (2, 3, false));
         assert_eq!(store.documents().collect::<Vec<_>>(), [&[1, 2][..], &[3]]);
         assert_eq!((store.document_len(0), store.document_len(1)), (2, 1));
-        assert_eq!((Store::new(&[]).len(), Store::new(&[]).tokens()), (0, 0));
+        assert_eq!((DocumentStore::new(&[]).len(), DocumentStore::new(&[]).tokens()), (0, 0));
     }
 }

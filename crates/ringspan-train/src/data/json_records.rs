@@ -1,6 +1,6 @@
 //! Reads JSON records one at a time: one per line, in an array, or one after the other.
 
-use super::{Content, Text};
+use super::{Content, SourceDocument};
 use crate::error::{Error, Result};
 use serde::de::{DeserializeSeed, Deserializer as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::{Deserializer, Value};
@@ -11,10 +11,10 @@ use std::{
 };
 
 /// A function that takes the documents of a source, one after the other.
-pub(super) type Take<'a> = &'a mut dyn FnMut(Text) -> Result<()>;
+pub(super) type DocumentSink<'a> = &'a mut dyn FnMut(SourceDocument) -> Result<()>;
 
 /// Passes the record in each line that is not blank to `take`, named by its line's number.
-pub(super) fn lines(path: &Path, name: &str, mut from: Box<dyn BufRead>, take: Take<'_>) -> Result<()> {
+pub(super) fn lines(path: &Path, name: &str, mut from: Box<dyn BufRead>, take: DocumentSink<'_>) -> Result<()> {
     let mut line = Vec::new();
     for number in 1.. {
         line.clear();
@@ -28,14 +28,14 @@ pub(super) fn lines(path: &Path, name: &str, mut from: Box<dyn BufRead>, take: T
         }
         let object =
             serde_json::from_str(text).map_err(|e| wrong(format!(": {e}; each line must be a JSON object")))?;
-        document(object, format!("{name}:{number}"), take).map_err(|failed| failed.at(wrong))?;
+        document(object, format!("{name}:{number}"), take).map_err(|failed| failed.into_error(wrong))?;
     }
     Ok(())
 }
 
 /// Passes the records of a file to `take`, named by their number. The file is an array of records, a single one, or several one
 /// after the other.
-pub(super) fn values(path: &Path, name: &str, mut from: Box<dyn BufRead>, take: Take<'_>) -> Result<()> {
+pub(super) fn values(path: &Path, name: &str, mut from: Box<dyn BufRead>, take: DocumentSink<'_>) -> Result<()> {
     let wrong = |problem: String| Error::Data { path: path.into(), problem };
     let mut number = 0;
     let mut failed = None;
@@ -54,7 +54,7 @@ pub(super) fn values(path: &Path, name: &str, mut from: Box<dyn BufRead>, take: 
         }),
     };
     match (failed, read) {
-        (Some((number, failed)), _) => Err(failed.at(|problem| wrong(format!("record {number}{problem}")))),
+        (Some((number, failed)), _) => Err(failed.into_error(|problem| wrong(format!("record {number}{problem}")))),
         (None, read) => read.map_err(|e| wrong(format!("not JSON: {e}"))),
     }
 }
@@ -81,25 +81,25 @@ fn first_byte(from: &mut dyn BufRead) -> std::io::Result<Option<u8>> {
 }
 
 /// The reason why a record was not taken.
-enum Refused {
+enum RecordError {
     /// The record is in no known form.
-    Record(String),
+    Invalid(String),
     /// `take` failed.
-    Taken(Error),
+    Sink(Error),
 }
 
-impl Refused {
-    fn at(self, wrong: impl FnOnce(String) -> Error) -> Error {
+impl RecordError {
+    fn into_error(self, wrong: impl FnOnce(String) -> Error) -> Error {
         match self {
-            Self::Record(problem) => wrong(format!(" {problem}")),
-            Self::Taken(error) => error,
+            Self::Invalid(problem) => wrong(format!(" {problem}")),
+            Self::Sink(error) => error,
         }
     }
 }
 
-fn document(object: Value, name: String, take: Take<'_>) -> std::result::Result<(), Refused> {
-    match Content::from_object(object).map_err(Refused::Record)? {
-        Some(content) => take(Text { name, content }).map_err(Refused::Taken),
+fn document(object: Value, name: String, take: DocumentSink<'_>) -> std::result::Result<(), RecordError> {
+    match Content::from_object(object).map_err(RecordError::Invalid)? {
+        Some(content) => take(SourceDocument { name, content }).map_err(RecordError::Sink),
         None => Ok(()),
     }
 }
@@ -126,7 +126,7 @@ impl<'de> Visitor<'de> for Elements<'_> {
 
 /// The kind of a JSON file, as its beginning tells.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Shape {
+pub(super) enum JsonKind {
     /// One record per line.
     Lines,
     /// Records in an array, or a single record over several lines.
@@ -138,39 +138,39 @@ pub(super) enum Shape {
 }
 
 /// Looks at the first record of a JSON file. Damage after it is found when the file is read.
-pub(super) fn shape(from: Box<dyn BufRead>) -> std::io::Result<Shape> {
-    let mut from = Counted { from, lines: 0 };
+pub(super) fn json_kind(from: Box<dyn BufRead>) -> std::io::Result<JsonKind> {
+    let mut from = LineCounter { from, lines: 0 };
     let first = first_byte(&mut *from.from)?;
     if first == Some(b'[') {
         from.from.consume(1);
         return Ok(match first_byte(&mut *from.from)? {
-            Some(b'{') if has_form(&mut from) == Some(false) => Shape::Unknown,
-            Some(b'{') => Shape::Values,
-            _ => Shape::Text,
+            Some(b'{') if has_form(&mut from) == Some(false) => JsonKind::Unknown,
+            Some(b'{') => JsonKind::Values,
+            _ => JsonKind::Text,
         });
     }
     let known = if first == Some(b'{') { has_form(&mut from) } else { None };
     Ok(match (known, from.lines) {
-        (Some(true), 0) => Shape::Lines,
-        (Some(true), _) => Shape::Values,
-        (Some(false), _) if first_byte(&mut *from.from)? == Some(b'{') => Shape::Unknown,
-        _ => Shape::Text,
+        (Some(true), 0) => JsonKind::Lines,
+        (Some(true), _) => JsonKind::Values,
+        (Some(false), _) if first_byte(&mut *from.from)? == Some(b'{') => JsonKind::Unknown,
+        _ => JsonKind::Text,
     })
 }
 
 /// Whether the object that begins here is in a known form; none where it is damaged.
-fn has_form(from: &mut Counted) -> Option<bool> {
+fn has_form(from: &mut LineCounter) -> Option<bool> {
     let keys = Keys.deserialize(&mut Deserializer::from_reader(from)).ok()?;
     Some(Content::has_form(&keys))
 }
 
 /// A reader that counts line ends.
-struct Counted {
+struct LineCounter {
     from: Box<dyn BufRead>,
     lines: usize,
 }
 
-impl Read for Counted {
+impl Read for LineCounter {
     fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
         let count = self.from.read(into)?;
         self.lines += into[..count].iter().filter(|&&byte| byte == b'\n').count();
@@ -214,13 +214,13 @@ mod tests {
         Box::new(Cursor::new(text.as_bytes().to_vec()))
     }
 
-    fn named(
-        read: impl Fn(&Path, &str, Box<dyn BufRead>, Take<'_>) -> Result<()>,
+    fn read_all(
+        read: impl Fn(&Path, &str, Box<dyn BufRead>, DocumentSink<'_>) -> Result<()>,
         text: &str,
     ) -> std::result::Result<Vec<String>, String> {
         let mut all = Vec::new();
-        let mut take = |text: Text| {
-            all.push(format!("{} {:?}", text.name, text.content));
+        let mut take = |document: SourceDocument| {
+            all.push(format!("{} {:?}", document.name, document.content));
             Ok(())
         };
         read(Path::new("d.json"), "d.json", from(text), &mut take).map_err(|error| error.to_string())?;
@@ -235,11 +235,11 @@ mod tests {
             "{\n\"text\": \"a\"}\n{\"text\":\n\"b\"}\n",
             r#"{"text": "a"} {"text": "b"}"#,
         ] {
-            assert_eq!(named(values, text).unwrap(), expected, "{text}");
+            assert_eq!(read_all(values, text).unwrap(), expected, "{text}");
         }
-        assert_eq!(named(values, r#"{"text": "a"}"#).unwrap(), expected[..1]);
-        assert_eq!(named(lines, "{\"text\": \"a\"}\r\n\n{\"text\": \"c\"}").unwrap().len(), 2);
-        assert!(named(values, "[]").unwrap().is_empty());
+        assert_eq!(read_all(values, r#"{"text": "a"}"#).unwrap(), expected[..1]);
+        assert_eq!(read_all(lines, "{\"text\": \"a\"}\r\n\n{\"text\": \"c\"}").unwrap().len(), 2);
+        assert!(read_all(values, "[]").unwrap().is_empty());
     }
 
     #[test]
@@ -251,10 +251,10 @@ mod tests {
             (r#"{"text": "a"} {"text": 3}"#, ["record 2 has a `text`", "a number"]),
             ("[1, 2]", ["record 1 has none of", "`messages`"]),
         ] {
-            let message = named(values, text).unwrap_err();
+            let message = read_all(values, text).unwrap_err();
             assert!(parts.iter().all(|part| message.contains(part)), "{message}");
         }
-        let message = named(lines, "{\"text\": \"a\"}\n[").unwrap_err();
+        let message = read_all(lines, "{\"text\": \"a\"}\n[").unwrap_err();
         assert!(message.contains("line 2: ") && message.contains("each line must be a JSON object"), "{message}");
         let stopped = values(Path::new("d"), "d", from(r#"[{"text": "a"}]"#), &mut |_| {
             Err(Error::Settings("the disk is full".into()))
@@ -265,20 +265,20 @@ mod tests {
     #[test]
     fn a_file_of_json_is_known_by_its_first_record() {
         for (text, expected) in [
-            ("{\"text\": \"a\"}\n{\"text\": \"b\"}", Shape::Lines),
-            ("\n{\"messages\": []}", Shape::Lines),
-            ("{\n\"text\": \"a\"\n}", Shape::Values),
-            ("[\n{\"instruction\": \"a\", \"output\": \"b\"}", Shape::Values),
-            ("[{\"question\": \"a\"}]", Shape::Unknown),
-            ("{\"question\": \"a\"}\n{\"question\": \"b\"}", Shape::Unknown),
-            ("{\"name\": \"package\", \"version\": [1]}", Shape::Text),
-            ("[1, 2]", Shape::Text),
-            ("[]", Shape::Text),
-            ("// a comment\n{}", Shape::Text),
-            ("{ text: 3 }", Shape::Text),
-            ("", Shape::Text),
+            ("{\"text\": \"a\"}\n{\"text\": \"b\"}", JsonKind::Lines),
+            ("\n{\"messages\": []}", JsonKind::Lines),
+            ("{\n\"text\": \"a\"\n}", JsonKind::Values),
+            ("[\n{\"instruction\": \"a\", \"output\": \"b\"}", JsonKind::Values),
+            ("[{\"question\": \"a\"}]", JsonKind::Unknown),
+            ("{\"question\": \"a\"}\n{\"question\": \"b\"}", JsonKind::Unknown),
+            ("{\"name\": \"package\", \"version\": [1]}", JsonKind::Text),
+            ("[1, 2]", JsonKind::Text),
+            ("[]", JsonKind::Text),
+            ("// a comment\n{}", JsonKind::Text),
+            ("{ text: 3 }", JsonKind::Text),
+            ("", JsonKind::Text),
         ] {
-            assert_eq!(shape(from(text)).unwrap(), expected, "{text}");
+            assert_eq!(json_kind(from(text)).unwrap(), expected, "{text}");
         }
     }
 }

@@ -1,9 +1,9 @@
 //! Saves checkpoints while training goes on: each rank's shards are written by a thread while the next steps are computed.
 
-use super::{Host, Rank};
+use super::{Rank, RankZero};
 use crate::{
     checkpoint::{Part, Progress},
-    data::{Dealt, Position},
+    data::{PackerPosition, SourcePosition},
     error::{Error, Result},
 };
 use std::{
@@ -36,20 +36,21 @@ impl Rank<'_> {
     /// begins.
     pub(super) fn start_saving(
         &mut self,
-        host: &Mutex<Host<'_>>,
+        rank_zero: &Mutex<RankZero<'_>>,
         step: u64,
         tokens: u64,
-        places: Vec<Dealt>,
+        places: Vec<SourcePosition>,
     ) -> Result<()> {
         // The previous checkpoint may still be under way; writing two at once would take the memory of both.
-        self.finish_saving(host)?;
+        self.finish_saving(rank_zero)?;
         let part = if self.world.rank() == 0 { Some(self.checkpoints.begin(step)?) } else { None };
         self.world.barrier()?;
         let (model, data) = (self.setup.model.clone(), self.setup.data.clone());
-        let progress = Progress::new(step, Position::default(), self.config.seed, tokens, model, data);
+        let progress = Progress::new(step, PackerPosition::default(), self.config.seed, tokens, model, data);
         let progress = progress.with_sources(places);
-        let progress =
-            progress.with_losses(self.watchdog.losses()).with_config(self.setup.config_json.clone(), self.setup.end);
+        let progress = progress
+            .with_losses(self.watchdog.losses())
+            .with_config(self.setup.config_json.clone(), self.setup.end_token);
         let own = self.writers.iter().position(|rank| *rank == self.world.rank());
         let writer = own.map(|own| self.writer(step, own)).transpose()?;
         self.saving = Some(Saving { progress, writer, part });
@@ -64,7 +65,7 @@ impl Rank<'_> {
             // A parameter may have several portions, each with a state of its own; in the checkpoint they are slices of one
             // tensor.
             let key = piece.portion.key();
-            slices.extend(self.optimizer.state_of(&key).map(|(name, values)| {
+            slices.extend(self.optimizer.parameter_state(&key).map(|(name, values)| {
                 let kind = name.strip_suffix(&*key).unwrap_or(name);
                 piece.slice(format!("{kind}{}", piece.portion.name), values.clone())
             }));
@@ -100,7 +101,7 @@ impl Rank<'_> {
 
     /// Waits until all ranks have written, and commits. No rank continues before the commit: one that then failed would end rank
     /// 0 in the middle of it.
-    pub(super) fn finish_saving(&mut self, host: &Mutex<Host<'_>>) -> Result<()> {
+    pub(super) fn finish_saving(&mut self, rank_zero: &Mutex<RankZero<'_>>) -> Result<()> {
         self.written()?;
         let Some(Saving { progress, writer, part }) = self.saving.take() else { return Ok(()) };
         if let Some(writer) = writer {
@@ -110,8 +111,8 @@ impl Rank<'_> {
         self.world.barrier()?;
         if let Some(part) = part {
             let path = self.checkpoints.commit(part, &progress, self.writers.len())?;
-            self.on_host(host, |host| {
-                host.observer.saved(progress.step, &path);
+            self.on_rank_zero(rank_zero, |rank_zero| {
+                rank_zero.observer.saved(progress.step, &path);
                 Ok(())
             })?;
         }

@@ -5,8 +5,8 @@
 //! pool (`ringspan-cli/tests/gpu/gpu_memory.rs` compares them with it).
 
 use super::{
-    memory::{Moment, OF_BATCH, fullest},
-    shape::Shape,
+    cpu_memory::{Moment, OF_BATCH, fullest},
+    rank_sizes::Shape,
 };
 use crate::error::Result;
 use ringspan_candle::{Recompute, loss, offload, stored_activation::Storage};

@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 /// Numbers of elements on a rank. A portion is the part of a parameter that the rank computes with (its tensor- or
 /// expert-parallel shard); a shard is the part of a portion that it keeps (as in FSDP).
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Held {
+pub(super) struct ParameterCounts {
     /// The rank's shards of all parameters.
     pub(super) parameters: u64,
     /// The rank's shards of trained parameters: of all units, of the largest layer, of the head, of the embedding.
@@ -42,7 +42,7 @@ pub(super) struct Held {
     pub(super) summed: u64,
 }
 
-impl Held {
+impl ParameterCounts {
     pub(super) fn new(setup: &Setup, model: &Config) -> Result<Self> {
         let mut seen: BTreeSet<ParallelRank> = BTreeSet::new();
         let mut most = Self::default();
@@ -59,7 +59,7 @@ impl Held {
     }
 
     fn of(rank: usize, setup: &Setup, model: &Config) -> Result<Self> {
-        let (decoder, sharing) = (&setup.decoder, &setup.mesh.sharing);
+        let (decoder, sharing) = (&setup.decoder, &setup.mesh.placement);
         let mut own = Self::default();
         for unit in decoder.units() {
             let times = match unit {

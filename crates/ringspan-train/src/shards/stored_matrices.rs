@@ -1,6 +1,6 @@
 //! Frozen matrices that stay as their file stores them: shards of their bytes.
 
-use super::Stretch;
+use super::ShardSlice;
 use crate::error::{Error, Result};
 use bytes::Bytes;
 use ringspan::comm::Buffer;
@@ -9,7 +9,7 @@ use ringspan_candle::{Portion, Weight};
 use std::{collections::BTreeMap, ops::Range, sync::Arc};
 
 /// The formats of the matrices that stay as they are stored, by parameter name.
-pub(crate) type Formats = BTreeMap<String, Format>;
+pub(crate) type StoredFormats = BTreeMap<String, Format>;
 
 /// Reads some rows and columns of a matrix by its name. The matrices `[out, in]` of experts in one parameter count as one matrix,
 /// one below the other.
@@ -164,9 +164,9 @@ impl StoredFlat {
             let parts = shards.iter().enumerate().filter_map(|(rank, shard)| {
                 let own = self.shard(rank);
                 let (start, end) = (place.start.max(own.start), place.end.min(own.end));
-                (start < end).then(|| Stretch { shard: shard.clone(), range: start - own.start..end - own.start })
+                (start < end).then(|| ShardSlice { shard: shard.clone(), range: start - own.start..end - own.start })
             });
-            let mut parts: Vec<Stretch> = parts.collect();
+            let mut parts: Vec<ShardSlice> = parts.collect();
             let bytes = match parts.pop() {
                 Some(alone) if parts.is_empty() => Bytes::from_owner(alone),
                 last => parts.iter().chain(&last).map(AsRef::<[u8]>::as_ref).collect::<Vec<_>>().concat().into(),
@@ -221,7 +221,7 @@ fn bytes_of(buffer: &Buffer) -> &[u8] {
     }
 }
 
-impl AsRef<[u8]> for Stretch {
+impl AsRef<[u8]> for ShardSlice {
     fn as_ref(&self) -> &[u8] {
         &bytes_of(&self.shard)[self.range.clone()]
     }

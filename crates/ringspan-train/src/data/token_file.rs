@@ -1,6 +1,6 @@
 //! Reads a batch of ready tokens from a safetensors file.
 
-use super::{Batch, IGNORE, Piece};
+use super::{Batch, IGNORE, Segment};
 use crate::error::{Error, Result};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use std::path::Path;
@@ -30,7 +30,7 @@ pub fn read_tokens(path: &Path, vocabulary: usize) -> Result<Batch> {
         }
     };
     let mut batch =
-        Batch { rows, length, tokens: vec![0; rows * length], targets: vec![IGNORE; rows * length], pieces: vec![] };
+        Batch { rows, length, tokens: vec![0; rows * length], targets: vec![IGNORE; rows * length], segments: vec![] };
     for (row, &len) in lengths.iter().enumerate() {
         let len = usize::try_from(len)
             .ok()
@@ -50,7 +50,7 @@ pub fn read_tokens(path: &Path, vocabulary: usize) -> Result<Batch> {
             }
         }
         if len > 0 {
-            batch.pieces.push(Piece { row, start: 0, len });
+            batch.segments.push(Segment { row, start: 0, len });
         }
     }
     if batch.valid_targets() == 0 {
@@ -96,7 +96,7 @@ mod tests {
         let path = file(folder.path(), vec![tokens, ("lengths", Dtype::I32, vec![3], bytes(&[3i32, 2, 0]))]);
         let batch = read_tokens(&path, 6).unwrap();
         assert_eq!(batch.targets, [2, 3, IGNORE, 5, IGNORE, IGNORE, IGNORE, IGNORE, IGNORE]);
-        assert_eq!(batch.pieces, [Piece { row: 0, start: 0, len: 3 }, Piece { row: 1, start: 0, len: 2 }]);
+        assert_eq!(batch.segments, [Segment { row: 0, start: 0, len: 3 }, Segment { row: 1, start: 0, len: 2 }]);
         assert_eq!(batch.valid_targets(), 3);
         let path = file(folder.path(), vec![("tokens", Dtype::U32, vec![1, 2], bytes(&[1u32, 2]))]);
         assert_eq!(read_tokens(&path, 6).unwrap().tokens, [1, 2]);

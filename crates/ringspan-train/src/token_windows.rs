@@ -8,14 +8,14 @@
 use crate::error::Result;
 
 /// Bytes of a text that are tokenized at once.
-const WINDOW: usize = 64 << 10;
+const WINDOW_BYTES: usize = 64 << 10;
 /// Bytes that neighbouring windows share.
-const OVERLAP: usize = 4 << 10;
+const OVERLAP_BYTES: usize = 4 << 10;
 /// Number of consecutive tokens that two windows must agree on.
-const AGREED: usize = 16;
+const MIN_AGREEING_TOKENS: usize = 16;
 
 /// A token and the byte of the text at which it begins.
-pub(crate) type Token = (u32, usize);
+pub(crate) type PositionedToken = (u32, usize);
 
 /// A window of a text.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -36,19 +36,19 @@ impl Window {
 
 /// Cuts a text that arrives in parts into windows.
 #[derive(Debug, Clone)]
-pub(crate) struct Cutter {
+pub(crate) struct WindowSplitter {
     text: String,
     start: usize,
     window: usize,
     overlap: usize,
 }
 
-impl Cutter {
+impl WindowSplitter {
     pub(crate) fn new() -> Self {
-        Self::of(WINDOW, OVERLAP)
+        Self::with_sizes(WINDOW_BYTES, OVERLAP_BYTES)
     }
 
-    fn of(window: usize, overlap: usize) -> Self {
+    fn with_sizes(window: usize, overlap: usize) -> Self {
         Self { text: String::new(), start: 0, window, overlap }
     }
 
@@ -77,39 +77,39 @@ impl Cutter {
 
 /// Joins the tokens of windows to the tokens of their text.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Joiner {
+pub(crate) struct WindowJoiner {
     /// Tokens of the last window that the next one may replace.
-    open: Vec<Token>,
+    pending: Vec<PositionedToken>,
 }
 
-impl Joiner {
+impl WindowJoiner {
     /// Appends to `out` the tokens of the text that are settled once `tokens` (those of `window`, with positions in it) are
     /// known. `encode` tokenizes a part of the window again where the windows do not agree.
     pub(crate) fn push(
         &mut self,
         window: &Window,
-        tokens: Vec<Token>,
-        encode: impl Fn(&str) -> Result<Vec<Token>>,
+        tokens: Vec<PositionedToken>,
+        encode: impl Fn(&str) -> Result<Vec<PositionedToken>>,
         out: &mut Vec<u32>,
     ) -> Result<()> {
-        let placed = |tokens: Vec<Token>, from: usize| -> Vec<Token> {
+        let shifted = |tokens: Vec<PositionedToken>, from: usize| -> Vec<PositionedToken> {
             tokens.into_iter().map(|(id, at)| (id, from + at)).collect()
         };
-        let mut tokens = placed(tokens, window.start);
-        let shared = self.open.partition_point(|&(_, at)| at < window.start);
-        let (settled, next) = match joint(&self.open[shared..], &tokens) {
-            _ if self.open.is_empty() => (0, 0),
-            Some((before, behind)) => (shared + before, behind),
+        let mut tokens = shifted(tokens, window.start);
+        let shared = self.pending.partition_point(|&(_, at)| at < window.start);
+        let (settled_count, next) = match join_point(&self.pending[shared..], &tokens) {
+            _ if self.pending.is_empty() => (0, 0),
+            Some((first_end, second_end)) => (shared + first_end, second_end),
             None => {
-                let half = shared + (self.open.len() - shared) / 2;
+                let half = shared + (self.pending.len() - shared) / 2;
                 let border = |&at: &usize| {
-                    let (place, rises) = (self.open[at].1, at == 0 || self.open[at].1 > self.open[at - 1].1);
-                    rises && place >= window.start && window.text.is_char_boundary(place - window.start)
+                    let (byte, rises) = (self.pending[at].1, at == 0 || self.pending[at].1 > self.pending[at - 1].1);
+                    rises && byte >= window.start && window.text.is_char_boundary(byte - window.start)
                 };
-                match (half..self.open.len()).find(border) {
+                match (half..self.pending.len()).find(border) {
                     Some(at) => {
-                        let place = self.open[at].1;
-                        tokens = placed(encode(&window.text[place - window.start..])?, place);
+                        let byte = self.pending[at].1;
+                        tokens = shifted(encode(&window.text[byte - window.start..])?, byte);
                         (at, 0)
                     }
                     // The first window ends with one token that is longer than the overlap.
@@ -117,51 +117,55 @@ impl Joiner {
                 }
             }
         };
-        out.extend(self.open[..settled].iter().map(|(id, _)| id));
-        self.open = tokens.split_off(next);
+        out.extend(self.pending[..settled_count].iter().map(|(id, _)| id));
+        self.pending = tokens.split_off(next);
         if window.last {
-            out.extend(self.open.drain(..).map(|(id, _)| id));
+            out.extend(self.pending.drain(..).map(|(id, _)| id));
         }
         Ok(())
     }
 }
 
 /// The index in each list from which both are equal: inside the longest run of tokens that they agree on.
-fn joint(first: &[Token], second: &[Token]) -> Option<(usize, usize)> {
-    let (mut i, mut j, mut row) = (0, 0, 0);
+fn join_point(first: &[PositionedToken], second: &[PositionedToken]) -> Option<(usize, usize)> {
+    let (mut i, mut j, mut run) = (0, 0, 0);
     let mut longest = (0, 0, 0);
     while i < first.len() && j < second.len() {
-        row = if first[i] == second[j] { row + 1 } else { 0 };
+        run = if first[i] == second[j] { run + 1 } else { 0 };
         let (a, b) = (first[i].1, second[j].1);
         (i, j) = (i + usize::from(a <= b), j + usize::from(b <= a));
-        if row > longest.0 {
-            longest = (row, i, j);
+        if run > longest.0 {
+            longest = (run, i, j);
         }
     }
-    let (row, i, j) = longest;
+    let (run, i, j) = longest;
     let rises = |back: &usize| first[i - back].1 > first[i - back - 1].1;
-    let back = (1..=row / 2).rev().find(rises).filter(|_| row >= AGREED)?;
+    let back = (1..=run / 2).rev().find(rises).filter(|_| run >= MIN_AGREEING_TOKENS)?;
     Some((i - back, j - back))
 }
 
 /// The tokens of a text of any length; `encode` tokenizes parts of it.
-pub(crate) fn encode(text: &str, encode: impl Fn(&str) -> Result<Vec<Token>>) -> Result<Vec<u32>> {
-    encode_by(Cutter::new(), text, encode)
+pub(crate) fn encode(text: &str, encode: impl Fn(&str) -> Result<Vec<PositionedToken>>) -> Result<Vec<u32>> {
+    encode_with(WindowSplitter::new(), text, encode)
 }
 
-fn encode_by(mut cutter: Cutter, text: &str, encode: impl Fn(&str) -> Result<Vec<Token>>) -> Result<Vec<u32>> {
-    let (mut joiner, mut out) = (Joiner::default(), Vec::new());
+fn encode_with(
+    mut splitter: WindowSplitter,
+    text: &str,
+    encode: impl Fn(&str) -> Result<Vec<PositionedToken>>,
+) -> Result<Vec<u32>> {
+    let (mut joiner, mut out) = (WindowJoiner::default(), Vec::new());
     let mut push = |window: &Window| joiner.push(window, encode(&window.text)?, &encode, &mut out);
-    for window in cutter.push(text) {
+    for window in splitter.push(text) {
         push(&window)?;
     }
-    push(&cutter.finish())?;
+    push(&splitter.finish())?;
     Ok(out)
 }
 
 /// Whether a text is longer than a window.
 pub(crate) fn is_long(text: &str) -> bool {
-    text.len() > WINDOW
+    text.len() > WINDOW_BYTES
 }
 
 #[cfg(test)]
@@ -174,13 +178,13 @@ mod tests {
     proptest! {
         #[test]
         fn windows_cover_a_text_and_overlap(text in "[aé日🦀 \n]{0,400}", parts in 1usize..40) {
-            let mut cutter = Cutter::of(40, 12);
+            let mut splitter = WindowSplitter::with_sizes(40, 12);
             let mut windows = Vec::new();
-            let cut = |i: usize| text.floor_char_boundary(text.len() * i / parts);
+            let boundary = |i: usize| text.floor_char_boundary(text.len() * i / parts);
             for i in 0..parts {
-                windows.extend(cutter.push(&text[cut(i)..cut(i + 1)]));
+                windows.extend(splitter.push(&text[boundary(i)..boundary(i + 1)]));
             }
-            windows.push(cutter.finish());
+            windows.push(splitter.finish());
             prop_assert!(windows.iter().all(|w| text[w.start..].starts_with(&w.text) && w.text.len() <= 40));
             for pair in windows.windows(2) {
                 let end = pair[0].start + pair[0].text.len();
@@ -191,12 +195,12 @@ mod tests {
         }
     }
 
-    fn whole(tokenizer: &Tokenizer, text: &str) -> Vec<u32> {
-        tokenizer.tokens_of(text).unwrap().into_iter().map(|(id, _)| id).collect()
+    fn encode_whole(tokenizer: &Tokenizer, text: &str) -> Vec<u32> {
+        tokenizer.encode_part(text).unwrap().into_iter().map(|(id, _)| id).collect()
     }
 
     /// Words of many kinds, with long runs of white space and of one letter.
-    fn prose(words: usize) -> String {
+    fn sample_text(words: usize) -> String {
         let word = |i: usize| match i * i * 31 % 97 {
             0..4 => "    \n\n\t".to_owned(),
             4..6 => "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa".into(),
@@ -213,29 +217,30 @@ mod tests {
         for name in ["turns", "headers", "brackets", "thinking"] {
             tokenizers.push(Tokenizer::read(&fixtures.join(name).join("tokenizer.json")).unwrap());
         }
-        let text = prose(3000);
+        let text = sample_text(3000);
         for tokenizer in &tokenizers {
-            let expected = whole(tokenizer, &text);
-            let windows = encode_by(Cutter::of(2000, 600), &text, |part| tokenizer.tokens_of(part)).unwrap();
+            let expected = encode_whole(tokenizer, &text);
+            let windows =
+                encode_with(WindowSplitter::with_sizes(2000, 600), &text, |part| tokenizer.encode_part(part)).unwrap();
             assert!(windows == expected, "{} tokens, {} of the whole text", windows.len(), expected.len());
         }
     }
 
     #[test]
-    fn what_never_agrees_is_made_anew_from_a_border_of_tokens() {
+    fn windows_that_never_agree_are_tokenized_again_from_a_token_border() {
         // Groups of seven letters, counted from the beginning of a part, so that windows never agree.
         let sevens = |text: &str| {
             let starts = (0..text.len()).step_by(7);
             Ok(starts.map(|at| ((text.len() - at).min(7) as u32, at)).collect())
         };
         let text = "a".repeat(10_000);
-        let tokens = encode_by(Cutter::of(1000, 300), &text, sevens).unwrap();
-        let expected: Vec<Token> = sevens(&text).unwrap();
+        let tokens = encode_with(WindowSplitter::with_sizes(1000, 300), &text, sevens).unwrap();
+        let expected: Vec<PositionedToken> = sevens(&text).unwrap();
         assert_eq!(tokens, expected.into_iter().map(|(id, _)| id).collect::<Vec<_>>());
     }
 
     #[test]
-    fn a_long_text_and_a_short_one_are_joined_and_cut_as_they_come() {
+    fn a_long_text_and_a_short_one_are_tokenized_alike() {
         let tokenizer = Tokenizer::byte_level(Path::new("bytes")).unwrap();
         for text in [String::new(), "short".into(), "long é ".repeat(30_000)] {
             let tokens = tokenizer.encode(&text).unwrap();

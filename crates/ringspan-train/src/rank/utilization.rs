@@ -31,7 +31,7 @@ pub(super) struct Meter {
 }
 
 /// How a step used the machine; the same on all ranks.
-pub(super) struct Use {
+pub(super) struct Utilization {
     pub(super) seconds: f64,
     pub(super) peak_share: f64,
     pub(super) waited: f64,
@@ -79,14 +79,14 @@ impl Meter {
     }
 
     /// Ends the measurement of a step over `tokens` tokens of all ranks.
-    pub(super) fn stop(&self, tokens: u64) -> Result<Use> {
+    pub(super) fn stop(&self, tokens: u64) -> Result<Utilization> {
         let seconds = self.began.elapsed().as_secs_f64().max(1e-9);
         let waited = (self.timed.waited() - self.waited).as_secs_f64();
         let pairs = all(&*self.timed, self.pairs)?;
         let most_waited = all(&*self.timed, waited)?.into_iter().fold(0.0, f64::max);
         let (sum, most) = (pairs.iter().sum::<f64>(), pairs.iter().copied().fold(0.0, f64::max));
         let operations = tokens as f64 * self.of_token + sum * self.of_pair;
-        Ok(Use {
+        Ok(Utilization {
             seconds,
             peak_share: operations / seconds / self.peak.max(1.0),
             waited: (most_waited / seconds).min(1.0),
