@@ -141,8 +141,14 @@ impl Tokenizer {
         // Text that spells a special token stays text: data cannot end a document by naming the token.
         inner.set_encode_special_tokens(true);
         let special_tokens = SpecialTokens::of(&inner).map_err(wrong)?;
-        let read =
-            Self { inner, special_tokens, with_special_tokens: OnceLock::new(), end: None, path: path.into(), folder: None };
+        let read = Self {
+            inner,
+            special_tokens,
+            with_special_tokens: OnceLock::new(),
+            end: None,
+            path: path.into(),
+            folder: None,
+        };
         let usual = END_OF_TEXT.iter().filter_map(|name| read.inner.token_to_id(name));
         let end = usual.into_iter().find_map(|id| read.end_if_special(id, FROM_NAME));
         Ok(Self { end, ..read })

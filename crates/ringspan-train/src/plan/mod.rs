@@ -21,7 +21,7 @@ use crate::{
 use rank_sizes::Shape;
 use ringspan::{Layout, Schedule};
 use ringspan_candle::{DeviceName, ParallelRank, Precision, Recompute, gpu_memory::GpuMemoryUse};
-use ringspan_models::{ContextOverflow, Config, Decoder, adapter};
+use ringspan_models::{Config, ContextOverflow, Decoder, adapter};
 use std::fmt;
 use suggestion::{MemoryKind, Workload};
 
