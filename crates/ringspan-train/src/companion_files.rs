@@ -1,11 +1,11 @@
 //! The files next to a trained model's weights: tokenizer, chat template, and the generation config with its end tokens.
 
 use crate::{
-    checkpoint::write_file,
     config::TrainConfig,
-    error::{Error, Result},
-    setup::model_error,
-    tokenizer::{TOKENIZER_CONFIG, Tokenizer},
+    durable_file::write_file,
+    error::{Error, Result, model_error},
+    tokenizer::Tokenizer,
+    tokenizer_config::TOKENIZER_CONFIG,
 };
 use ringspan_models::{Origin, special_tokens::GENERATION_CONFIG};
 use serde_json::{Map, Value, json};

@@ -1,6 +1,6 @@
 //! The model a run starts with when none is given: small enough for minutes on two cores, and a Qwen3 like any other.
 
-use crate::{error::Result, setup::model_error};
+use crate::error::{Result, model_error};
 use candle_core::Tensor;
 use ringspan_candle::Weights;
 use ringspan_models::Decoder;

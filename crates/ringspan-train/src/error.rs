@@ -112,3 +112,8 @@ impl Error {
         move |source| Error::Io { action, path, source }
     }
 }
+
+/// Wraps an error of a model: of its folder, its configuration, its computation.
+pub(crate) fn model_error(error: impl std::fmt::Display) -> Error {
+    Error::Model(error.to_string())
+}

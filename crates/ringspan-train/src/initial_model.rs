@@ -3,9 +3,8 @@
 use crate::{
     config::{DataSource, TrainConfig},
     default_model,
-    error::{Error, Result},
+    error::{Error, Result, model_error},
     initial_parameters::InitialParameters,
-    setup::model_error,
     tokenizer::{BYTE_LEVEL_TOKENS, Tokenizer},
 };
 use ringspan_candle::StoredWeights;

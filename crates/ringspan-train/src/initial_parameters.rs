@@ -3,9 +3,8 @@
 use crate::{
     checkpoint::Checkpoint,
     data::fingerprint,
-    error::{Error, Result},
+    error::{Error, Result, model_error},
     optimizer::{Optimizer, OptimizerConfig, OptimizerState, state_names},
-    setup::model_error,
     shards::{PortionShard, Shards, StoredFormats},
 };
 use ringspan_candle::quantized::QuantizedMatrix;

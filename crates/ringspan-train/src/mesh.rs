@@ -2,8 +2,7 @@
 
 use crate::{
     config::{Sharding, TrainConfig},
-    error::{Error, Result},
-    setup::model_error,
+    error::{Error, Result, model_error},
     shards::ShardPlacement,
 };
 use ringspan::mesh::{Experts, Grid, Topology, Training};

@@ -1,7 +1,7 @@
 //! The metrics of a run, one JSON object per line.
 
 use crate::{
-    checkpoint::write_file,
+    durable_file::write_file,
     error::{Error, Result},
     events::EventFile,
 };

@@ -4,10 +4,10 @@ use crate::{
     checkpoint::Checkpoints,
     companion_files,
     config::TrainConfig,
-    error::{Error, Result},
+    error::{Error, Result, model_error},
     initial_model::InitialModel,
+    model_identity::{check_same_configuration, identity},
     settings::{Settings, TrainArgs},
-    setup::{check_same_configuration, identity, model_error},
     shards::whole_portion,
 };
 use candle_core::{Device, Tensor};

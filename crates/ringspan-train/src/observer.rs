@@ -1,6 +1,7 @@
 //! Observers of a training: a terminal, a log, a test.
 
 use crate::{
+    human_readable::{duration_text, grouped},
     metrics::{EvaluationMetrics, StepMetrics},
     plan::Plan,
 };
@@ -93,16 +94,6 @@ impl TerminalObserver {
         let done = step.saturating_sub(first).max(1);
         let each = self.began.elapsed().as_secs_f64() / done as f64;
         duration_text(each * self.steps.saturating_sub(step) as f64)
-    }
-}
-
-/// A duration in seconds, in words.
-fn duration_text(seconds: f64) -> String {
-    let seconds = seconds.round() as u64;
-    match (seconds / 3600, seconds / 60 % 60, seconds % 60) {
-        (0, 0, s) => format!("{s} s"),
-        (0, m, s) => format!("{m} min {s:02} s"),
-        (h, m, _) => format!("{h} h {m:02} min"),
     }
 }
 
@@ -211,31 +202,6 @@ impl Observer for TerminalObserver {
     fn saved(&mut self, _: u64, path: &Path) {
         if self.bar.is_none() {
             eprintln!("saved {}", path.display());
-        }
-    }
-}
-
-/// A number with thousands separators: 1234567 as 1,234,567.
-pub(crate) fn grouped(number: u64) -> String {
-    let digits = number.to_string();
-    let mut out = String::with_capacity(digits.len() * 4 / 3);
-    for (i, digit) in digits.chars().enumerate() {
-        if i > 0 && (digits.len() - i).is_multiple_of(3) {
-            out.push(',');
-        }
-        out.push(digit);
-    }
-    out
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn numbers_are_grouped_by_thousands() {
-        for (number, text) in [(0, "0"), (999, "999"), (1000, "1,000"), (1234567, "1,234,567")] {
-            assert_eq!(grouped(number), text);
         }
     }
 }

@@ -2,9 +2,9 @@
 
 use crate::{
     config::TrainConfig,
-    error::Result,
+    error::{Result, model_error},
     hidden_states::hidden_states,
-    setup::{Setup, model_error},
+    setup::Setup,
 };
 use rand_chacha::{
     ChaCha8Rng,

@@ -5,6 +5,9 @@ use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
+/// The file with a run's settings, kept in its folder so that the run can be resumed.
+pub(crate) const RUN_FILE: &str = "train.toml";
+
 /// The arguments of `ringspan train`.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct TrainArgs {

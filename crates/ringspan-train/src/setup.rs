@@ -1,9 +1,9 @@
-//! Everything read and checked before ranks start: model, data, the checkpoint to go on from, the plan.
+//! Everything read and checked before ranks start: model, data, mesh, the checkpoint to go on from.
 
 use crate::{
-    checkpoint::{Checkpoint, Checkpoints, Identity, LossStatistics},
-    config::{DataSource, RUN_FILE, TextSource, TrainConfig, TrainingLength},
-    data::{Batch, Sequence, fingerprint},
+    checkpoint::{Checkpoints, Identity, LossStatistics},
+    config::{TrainConfig, TrainingLength},
+    data::{Batch, Sequence},
     data_loader::DataLoader,
     dataset::{CachePolicy, Dataset, TokenizationMonitor},
     error::{Error, Result},
@@ -11,20 +11,14 @@ use crate::{
     initial_parameters::InitialParameters,
     lr_schedule::LrSchedule,
     mesh::RunMesh,
-    observer::grouped,
-    plan::Plan,
-    settings::Settings,
+    model_identity::{check_same_configuration, identity},
     tokenizer::Tokenizer,
 };
-use ringspan_candle::gpu_memory::GpuMemoryUse;
 use ringspan_candle::model::stored;
-use ringspan_candle::{DeviceName, Recompute, Weights, offload};
-use ringspan_models::{Config, Decoder};
+use ringspan_candle::{DeviceName, Weights, offload};
+use ringspan_models::Decoder;
 use serde_json::Value;
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    path::Path,
-};
+use std::collections::BTreeMap;
 
 /// A run that is ready to start. It is the same on every rank.
 pub(crate) struct Setup {
@@ -55,9 +49,6 @@ pub(crate) struct Setup {
     pub(crate) warnings: Vec<String>,
     /// The token that ends a document or an answer, where there is one.
     pub(crate) end_token: Option<u32>,
-    pub(crate) plan: Plan,
-    /// The activations that are recomputed for the backward pass.
-    pub(crate) recompute: Recompute,
 }
 
 /// Whether the frozen base of adapters stays in its stored (quantized) format. On GPUs it is f32, and so is a base that adapters
@@ -87,7 +78,7 @@ impl Setup {
         let data = Dataset::open(config, tokenizer.as_ref(), model_config.vocab_size, threads, cache_policy, monitor)?;
         let data_loader = data.data_loader.clone();
         let lr = config.lr(steps(config, &data_loader))?;
-        let mut setup = Self::without_plan(config_json, decoder, mesh, initial_parameters, tokenizer, data, lr);
+        let mut setup = Self::at_first_step(config_json, decoder, mesh, initial_parameters, tokenizer, data, lr);
         if config.resume {
             let saved = Checkpoints::new(&config.out, config.keep).newest(&setup.model, &setup.data)?;
             check_same_configuration(config, &saved, &setup.config_json)?;
@@ -106,18 +97,11 @@ impl Setup {
             setup.losses = saved.progress.losses;
             setup.initial_parameters = setup.initial_parameters.with_checkpoint(saved, &setup.decoder)?;
         }
-        setup.make_plan(config, Vec::new())?;
         Ok(setup)
     }
 
-    /// The setup of a loaded model and one batch, without a plan.
+    /// The setup of a loaded model and one batch.
     pub(crate) fn for_batch(config: &TrainConfig, decoder: Decoder, weights: Weights, batch: Batch) -> Result<Self> {
-        let Some(recompute) = config.recompute else {
-            let possible = Recompute::ALL.map(|recompute| recompute.to_string()).join(", ");
-            return Err(Error::Settings(format!(
-                "--recompute auto needs a plan of a training: possible here are {possible}"
-            )));
-        };
         let mesh = RunMesh::new(config, &decoder)?;
         check_offload(config, &decoder)?;
         let initial_parameters =
@@ -125,40 +109,11 @@ impl Setup {
         let identity = Identity { summary: "a batch".into(), fingerprint: 0 };
         let data = Dataset::from_loader(DataLoader::Tokens(batch), identity);
         let lr = config.lr(steps(config, &data.data_loader))?;
-        Ok(Self { recompute, ..Self::without_plan(Value::Null, decoder, mesh, initial_parameters, None, data, lr) })
+        Ok(Self::at_first_step(Value::Null, decoder, mesh, initial_parameters, None, data, lr))
     }
 
-    /// Makes the plan, and checks it against the free memory of the GPUs of this process's ranks, as far as that is known. Where
-    /// the configuration does not say which activations are recomputed, the plan recomputes as few as memory allows.
-    pub(crate) fn make_plan(&mut self, config: &TrainConfig, gpus: Vec<GpuMemoryUse>) -> Result<()> {
-        let auto = || Recompute::ALL.into_iter().rev().collect();
-        for recompute in config.recompute.map_or_else(auto, |chosen| vec![chosen]) {
-            self.make_plan_with(recompute, config, gpus.clone())?;
-            if self.plan.has_headroom() {
-                break;
-            }
-        }
-        Ok(())
-    }
-
-    /// Like [`make_plan`](Self::make_plan), with a fixed choice of the activations that are recomputed.
-    pub(crate) fn make_plan_with(
-        &mut self,
-        recompute: Recompute,
-        config: &TrainConfig,
-        gpus: Vec<GpuMemoryUse>,
-    ) -> Result<()> {
-        self.recompute = recompute;
-        let mut plan = Plan::new(config, self, self.decoder.config())?;
-        if !gpus.is_empty() {
-            plan.check_gpus(config, self, gpus)?;
-        }
-        self.plan = plan;
-        Ok(())
-    }
-
-    /// A setup without a plan, at the first step.
-    fn without_plan(
+    /// The setup of a run that begins.
+    fn at_first_step(
         config_json: Value,
         decoder: Decoder,
         mesh: RunMesh,
@@ -171,8 +126,6 @@ impl Setup {
         let model = identity(decoder.config(), &shapes);
         let Dataset { data_loader, held_out, identity: data, notes, warnings, end_token } = data;
         Self {
-            plan: Plan::default(),
-            recompute: Recompute::default(),
             config_json,
             decoder,
             mesh,
@@ -228,101 +181,4 @@ fn steps(config: &TrainConfig, data_loader: &DataLoader) -> u64 {
 /// Number of ranks in this process.
 fn local_rank_count(config: &TrainConfig) -> usize {
     if config.local_ranks.is_some() { 1 } else { config.ranks() }
-}
-
-/// The identity of a model, by which its checkpoints are recognised.
-pub(crate) fn identity(model: &Config, shapes: &BTreeMap<String, Vec<usize>>) -> Identity {
-    let parameters: usize = shapes.values().map(|shape| shape.iter().product::<usize>()).sum();
-    let shape_numbers = |(name, shape): (&String, &Vec<usize>)| -> Vec<u64> {
-        name.bytes().map(u64::from).chain(shape.iter().map(|&d| d as u64)).collect()
-    };
-    Identity {
-        summary: format!(
-            "{}: {} layers, hidden {}, {} heads over {}, vocabulary {}, {} parameters",
-            model.model_type,
-            model.num_hidden_layers,
-            model.hidden_size,
-            model.num_attention_heads,
-            model.num_key_value_heads(),
-            model.vocab_size,
-            grouped(parameters as u64)
-        ),
-        fingerprint: fingerprint(shapes.iter().flat_map(shape_numbers)),
-    }
-}
-
-/// Refuses a configuration that computes something else than the checkpoint's: where names and shapes are the same, its weights
-/// would be taken for those of another model. Keys that do not affect computation may change.
-pub(crate) fn check_same_configuration(config: &TrainConfig, saved: &Checkpoint, now: &Value) -> Result<()> {
-    let refuse = |problem: String| Err(Error::Checkpoint { path: saved.path.clone(), problem });
-    let before = &saved.progress.config;
-    if before.is_null() {
-        return Ok(());
-    }
-    let parse = |json: &Value| serde_json::from_value::<Config>(json.clone());
-    let old = match parse(before) {
-        Ok(old) => old,
-        Err(error) => return refuse(format!("damaged: the model's configuration: {error}")),
-    };
-    // The saved configuration was written and read as text, in which a number may lose its last bit; this one goes the same way.
-    let now: Value = serde_json::from_str(&now.to_string()).map_err(model_error)?;
-    let new = parse(&now).map_err(model_error)?;
-    if old == new {
-        return Ok(());
-    }
-    let keys = |json: &Value| json.as_object().into_iter().flat_map(|keys| keys.keys().cloned()).collect::<Vec<_>>();
-    let all: BTreeSet<String> = keys(before).into_iter().chain(keys(&now)).collect();
-    let affects_computation = |key: &&String| {
-        let mut reverted = now.clone();
-        reverted[*key] = before.get(*key).cloned().unwrap_or_default();
-        before.get(*key) != now.get(*key) && parse(&reverted).ok().as_ref() != Some(&new)
-    };
-    let value_text = |json: &Value, key: &str| json.get(key).map_or("absent".into(), Value::to_string);
-    let changes: Vec<String> = all
-        .iter()
-        .filter(affects_computation)
-        .map(|key| format!("{key} was {}, now {}", value_text(before, key), value_text(&now, key)))
-        .collect();
-    let file = config.model_config.as_ref().or(config.model.as_ref()).map(|path| path.display().to_string());
-    refuse(format!(
-        "it belongs to another model: the configuration in {} has changed since it was saved ({}); change it back to go on",
-        file.unwrap_or_default(),
-        changes.join("; ")
-    ))
-}
-
-pub(crate) fn model_error(error: impl std::fmt::Display) -> Error {
-    Error::Model(error.to_string())
-}
-
-/// Writes the settings into the run's folder, with paths that mean the same from any current folder.
-pub(crate) fn write_settings(config: &TrainConfig, lr: &LrSchedule) -> Result<()> {
-    std::fs::create_dir_all(&config.out).map_err(Error::io("create", &config.out))?;
-    let mut settings = config.settings.clone();
-    let absolute = |path: &Path| path.canonicalize().map_err(Error::io("read", path));
-    settings.out = None;
-    // These defaults follow from other settings, which a resumed run may change: it keeps the values it began with.
-    (settings.steps, settings.epochs, settings.warmup) = (Some(lr.steps), None, Some(lr.warmup));
-    if let DataSource::Text(_) = config.source {
-        settings.batch_size = Some(config.batch_size);
-    }
-    let Settings { model, model_config, tokenizer, chat_template, eval_data, token_cache, tensorboard, .. } =
-        &mut settings;
-    for path in [model, chat_template, eval_data].into_iter().flatten() {
-        *path = absolute(path)?;
-    }
-    // Symbolic links stay: other files are looked up next to the link, not next to its target. Some of these folders may not
-    // exist yet.
-    // yet.
-    for path in [model_config, tokenizer, token_cache, tensorboard].into_iter().flatten() {
-        *path = std::path::absolute(&*path).map_err(Error::io("read", &*path))?;
-    }
-    match &config.source {
-        DataSource::Text(sources) => {
-            let with_weight = |source: &TextSource| Ok(source.with_path(absolute(&source.path)?));
-            settings.data = Some(sources.iter().map(with_weight).collect::<Result<_>>()?);
-        }
-        DataSource::Tokens(path) => settings.tokens = Some(absolute(path)?),
-    }
-    crate::checkpoint::write_file(&config.out.join(RUN_FILE), settings.to_toml()?.as_bytes())
 }

@@ -3,12 +3,12 @@
 use crate::{
     config::TrainConfig,
     data::Batch,
-    error::Result,
+    error::{Error, Result},
     rank::{LossAndGradients, Rank},
     setup::Setup,
 };
 use ringspan::comm::{ranks::Ranks, threads::Options};
-use ringspan_candle::{Devices, Weights, pool};
+use ringspan_candle::{Devices, Recompute, Weights, pool};
 use ringspan_models::Decoder;
 use std::collections::BTreeMap;
 
@@ -39,13 +39,21 @@ pub fn single_step(
     batch: &Batch,
 ) -> Result<Option<StepResults>> {
     let devices = Devices::open(config.device, ranks.local_rank())?.computing_in(config.dtype);
+    let Some(recompute) = config.recompute else {
+        let possible = Recompute::ALL.map(|recompute| recompute.to_string()).join(", ");
+        return Err(Error::Settings(format!(
+            "--recompute auto needs a plan of a training: possible here are {possible}"
+        )));
+    };
     let setup = Setup::for_batch(config, decoder.clone(), weights.clone(), batch.clone())?;
     let options = Options { deadline: config.deadline, ..Options::default() };
     let (ranks, block_transport) = devices.connect(ranks, config.deadline)?;
     let results = ranks.run(config.ranks(), options, |world| {
         let first = world.rank() == 0;
-        let own = pool::run(config.threads, || run_rank(Rank::new(config, &setup, &devices, world)?, &setup, batch))??;
-        Ok::<_, crate::Error>(own).map(|results| if first { results } else { StepResults::default() })
+        let own = pool::run(config.threads, || {
+            run_rank(Rank::new(config, &setup, recompute, &devices, world)?, &setup, batch)
+        })??;
+        Ok::<_, Error>(own).map(|results| if first { results } else { StepResults::default() })
     })?;
     Ok(results.into_iter().next().filter(|_| ranks.lead()).map(|results| StepResults { block_transport, ..results }))
 }

@@ -1,9 +1,9 @@
 //! Text to tokens and back: Hugging Face's `tokenizer.json`, and the byte-level tokenizer of new models.
 
 use crate::{
-    data::special_tokens,
     error::{Error, Result},
     token_windows::{self, PositionedToken, Window},
+    tokenizer_config::{self, TOKENIZER_CONFIG},
 };
 use ringspan_models::special_tokens::{self, SpecialTokens};
 use serde_json::{Value, json};
@@ -20,9 +20,6 @@ const END_OF_TEXT: [&str; 6] = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eo
 /// Sources that name the token that ends a document, in words: a configuration file, or the token's own name.
 const FROM_CONFIG: &str = "eos_token of tokenizer_config.json";
 const FROM_NAME: &str = "by its name";
-
-/// Hugging Face's file next to `tokenizer.json`: special tokens by purpose, and often the chat template.
-pub(crate) const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
 /// Number of tokens of the byte-level tokenizer.
 pub(crate) const BYTE_LEVEL_TOKENS: usize = 257;
@@ -70,7 +67,7 @@ impl Tokenizer {
         let folder = path.parent().map(Path::to_path_buf);
         let mut read = Self { folder, ..Self::parse(&bytes, path)? };
         let Some(folder) = &read.folder else { return Ok(read) };
-        let named = special_tokens(&folder.join(TOKENIZER_CONFIG))?.remove("eos_token");
+        let named = tokenizer_config::strings(&folder.join(TOKENIZER_CONFIG))?.remove("eos_token");
         if let Some(named) = named.as_ref().and_then(Value::as_str)
             && let Some(id) = read.inner.token_to_id(named)
         {

@@ -13,8 +13,9 @@ use crate::{
     peak_memory::{PeakAllocated, PeakGpuMemory},
     plan::Plan,
     rank::{Rank, RankZero},
+    run_file,
     sample::{Sample, sample},
-    setup::{Setup, write_settings},
+    setup::Setup,
     tokenizer::Tokenizer,
 };
 use ringspan::comm::Buffer;
@@ -23,7 +24,7 @@ use ringspan::comm::ranks::Ranks;
 use ringspan::comm::threads::Options;
 use ringspan_candle::{DeviceName, Devices, Recompute, pool};
 use std::{
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::{Mutex, PoisonError, atomic::AtomicBool},
 };
 
@@ -87,18 +88,24 @@ pub fn plan(config: &TrainConfig) -> Result<Plan> {
 /// # Errors
 /// As [`plan`], and [`Error::Interrupted`]. A GPU that cannot be opened is no error: the plan says so.
 pub fn plan_on(ranks: &Ranks, config: &TrainConfig, stop: &AtomicBool, observer: &mut dyn Observer) -> Result<Plan> {
-    let mut setup = Setup::new(config, CachePolicy::TemporaryAllowed, &TokenizationMonitor::new(observer, stop))?;
+    let setup = set_up(config, CachePolicy::TemporaryAllowed, stop, observer)?;
+    let mut plan = Plan::new(config, &setup, &[])?;
     if config.device != DeviceName::Cpu {
         let opened = Devices::open(config.device, ranks.local_rank());
         // A process without a GPU calls it as well: in this collective, processes find out who shares a GPU.
         let gpu_memory = opened.as_ref().unwrap_or(&Devices::CPU).gpu_memory_use(ranks, config.ranks())?;
         match opened {
-            Ok(_) => setup.make_plan(config, gpu_memory)?,
-            Err(error) => setup.plan.gpus_unknown = error.to_string(),
+            Ok(_) => plan = Plan::new(config, &setup, &gpu_memory)?,
+            Err(error) => plan.gpus_unknown = error.to_string(),
         }
     }
-    agree_on_recompute(ranks, config, &mut setup)?;
-    Ok(setup.plan)
+    agree_on_recompute(ranks, config, &setup, plan)
+}
+
+/// Reads and checks everything, and reports the progress of tokenization to `observer`.
+fn set_up(config: &TrainConfig, cache: CachePolicy, stop: &AtomicBool, observer: &mut dyn Observer) -> Result<Setup> {
+    let mut report = |source: &Path, done, bytes| observer.tokenizing(source, done, bytes);
+    Setup::new(config, cache, &TokenizationMonitor::new(&mut report, stop))
 }
 
 /// Like [`train`], for ranks that may be processes. All of them must call this; each reads model, data and checkpoint. Only the
@@ -113,27 +120,28 @@ pub fn train_on(
     stop: &AtomicBool,
     observer: &mut dyn Observer,
 ) -> Result<Outcome> {
-    let mut setup = Setup::new(config, CachePolicy::Required, &TokenizationMonitor::new(observer, stop))?;
-    check_fits(&setup.plan)?;
+    let setup = set_up(config, CachePolicy::Required, stop, observer)?;
+    let mut plan = Plan::new(config, &setup, &[])?;
+    check_fits(&plan)?;
     if ranks.local().is_some() {
         ranks.agree(&process_settings(config, &setup)?)?;
     }
     let devices = Devices::open(config.device, ranks.local_rank())?.computing_in(config.dtype);
     if devices.are_gpus() {
         let gpu_memory = devices.gpu_memory_use(ranks, config.ranks())?;
-        setup.make_plan(config, gpu_memory)?;
-        check_fits(&setup.plan)?;
+        plan = Plan::new(config, &setup, &gpu_memory)?;
+        check_fits(&plan)?;
     }
-    agree_on_recompute(ranks, config, &mut setup)?;
+    let plan = agree_on_recompute(ranks, config, &setup, plan)?;
     let ranks_per_gpu = config.local_ranks.map_or(config.ranks().div_ceil(devices.count()), |_| 1);
-    let predicted_gpu_memory = setup.plan.gpu_bytes() * ranks_per_gpu as u64;
-    let predicted_memory = setup.plan.rank_bytes() * config.local_ranks.map_or(config.ranks(), |_| 1) as u64;
+    let predicted_gpu_memory = plan.gpu_bytes() * ranks_per_gpu as u64;
+    let predicted_memory = plan.rank_bytes() * config.local_ranks.map_or(config.ranks(), |_| 1) as u64;
     // No process checks any more whether the run's folder is free, so it may be written to.
     let metrics_path = config.out.join("metrics.jsonl");
     let mut metrics = None;
     if ranks.lead() {
-        observer.planned(&setup.plan);
-        write_settings(config, &setup.lr)?;
+        observer.planned(&plan);
+        run_file::write(config, &setup.lr)?;
         let mut file = MetricsFile::open(&metrics_path, setup.first_step)?;
         if let Some(folder) = &config.tensorboard {
             file = file.with_events(EventFile::create(folder, setup.first_step)?);
@@ -152,7 +160,9 @@ pub fn train_on(
         rank_zero.lock().unwrap_or_else(PoisonError::into_inner).observer.connected(&block_transport);
     }
     let ends = connected.run(config.ranks(), options, |world| {
-        pool::run(config.threads, || Rank::new(config, &setup, &devices, world)?.train(stop, &rank_zero))?
+        pool::run(config.threads, || {
+            Rank::new(config, &setup, plan.recompute, &devices, world)?.train(stop, &rank_zero)
+        })?
     })?;
     // The lead does the rest alone: the ranks of all other processes have ended.
     drop(connected);
@@ -186,20 +196,18 @@ pub fn train_on(
 
 /// With `--recompute auto`, processes may choose differently by their machines' memory; all then take the choice that recomputes
 /// most.
-fn agree_on_recompute(ranks: &Ranks, config: &TrainConfig, setup: &mut Setup) -> Result<()> {
-    let (Some(comm), None) = (ranks.comm(), config.recompute) else { return Ok(()) };
-    let own = Recompute::ALL.iter().position(|recompute| *recompute == setup.recompute).unwrap_or(0);
+fn agree_on_recompute(ranks: &Ranks, config: &TrainConfig, setup: &Setup, plan: Plan) -> Result<Plan> {
+    let (Some(comm), None) = (ranks.comm(), config.recompute) else { return Ok(plan) };
+    let own = Recompute::ALL.iter().position(|recompute| *recompute == plan.recompute).unwrap_or(0);
     let choices = comm.all_gather(Buffer::U8(vec![own as u8]))?;
     let chosen = choices.iter().filter_map(|buffer| match &**buffer {
         Buffer::U8(chosen) => chosen.first().map(|chosen| usize::from(*chosen)),
         _ => None,
     });
-    let chosen_index = chosen.min().unwrap_or(own);
-    if chosen_index < own {
-        let gpus = std::mem::take(&mut setup.plan.gpus);
-        setup.make_plan_with(Recompute::ALL[chosen_index], config, gpus)?;
+    match chosen.min().unwrap_or(own) {
+        chosen if chosen < own => Plan::with_recompute(config, setup, Recompute::ALL[chosen], &plan.gpus),
+        _ => Ok(plan),
     }
-    Ok(())
 }
 
 /// Refuses a plan that does not fit into memory, before any work.

@@ -3,12 +3,13 @@
 mod storage;
 mod tensors;
 
-pub use crate::watchdog::LossStatistics;
+pub use crate::{durable_file::write_file, watchdog::LossStatistics};
 pub use storage::{Disk, Sink, Storage};
 pub use tensors::{Columns, Numbers, Region, Slice, Tensors};
 
 use crate::{
     data::{PackerPosition, SourcePosition},
+    durable_file::sync_folder,
     error::{Error, Result},
 };
 use serde::{Deserialize, Serialize};
@@ -17,7 +18,6 @@ use std::{
     path::{Path, PathBuf},
     sync::Arc,
 };
-pub(crate) use storage::sync_folder;
 
 /// The version of the folder's format that this code writes.
 const FORMAT: u32 = 3;
@@ -362,23 +362,6 @@ fn remove_if_there(path: &Path) -> Result<()> {
 fn write_through(storage: &dyn Storage, path: &Path, bytes: &[u8]) -> Result<()> {
     let mut file = storage.create(path).map_err(Error::io("write", path))?;
     file.write_all(bytes).and_then(|()| file.sync()).map_err(Error::io("write", path))
-}
-
-/// Writes a file under a temporary name and renames it: readers see the old file or the new one, never a part.
-///
-/// # Errors
-/// [`Error::Io`]; then the old file is as it was.
-pub fn write_file(path: &Path, bytes: &[u8]) -> Result<()> {
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let part = path.with_file_name(format!(".{name}.part"));
-    let written =
-        write_through(&Disk, &part, bytes).and_then(|()| fs::rename(&part, path).map_err(Error::io("write", path)));
-    if written.is_err() {
-        let _ = fs::remove_file(&part);
-    } else if let Some(parent) = path.parent() {
-        sync_folder(parent);
-    }
-    written
 }
 
 #[cfg(test)]

@@ -35,11 +35,3 @@ impl Storage for Disk {
         Ok(Box::new(File::create(path)?))
     }
 }
-
-/// Flushes the entries of a folder, so that a rename in it survives a power failure. Not every system lets folders be
-/// opened; where it does not, the rename is as durable as the system makes it.
-pub(crate) fn sync_folder(path: &Path) {
-    if let Ok(folder) = File::open(path) {
-        let _ = folder.sync_all();
-    }
-}

@@ -1,10 +1,9 @@
 //! Checks of single settings and of settings that depend on each other.
 
-use super::RUN_FILE;
 use crate::{
     error::{Error, Result},
     optimizer::{OptimizerConfig, OptimizerKind},
-    settings::Settings,
+    settings::{RUN_FILE, Settings},
 };
 use ringspan_models::{Lora, Names, adapter};
 use std::fmt::Display;

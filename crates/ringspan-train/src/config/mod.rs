@@ -9,7 +9,7 @@ use crate::{
     error::{Error, Result},
     lr_schedule::{LrDecay, LrSchedule},
     optimizer::OptimizerConfig,
-    settings::{Settings, TrainArgs},
+    settings::{RUN_FILE, Settings, TrainArgs},
 };
 use checks::refuse_used_folder;
 use ringspan::comm::ranks::Ranks;
@@ -19,9 +19,6 @@ use ringspan_candle::{DeviceName, Precision, Recompute};
 use ringspan_models::{Lora, RopeScaling, folder::SavedType};
 pub use source::{DataSource, TextSource};
 use std::{path::PathBuf, str::FromStr, time::Duration};
-
-/// The file with a run's settings, kept in its folder so that the run can be resumed.
-pub(crate) const RUN_FILE: &str = "train.toml";
 
 /// The settings that a resumed run may change: its checkpoint and its position in the data do not depend on them.
 const CHANGEABLE: [&str; 37] = [

@@ -1,8 +1,9 @@
 //! Turns documents into words: tokens, each with a bit that says whether it is learned.
 
-use super::{Content, Template, chat_formats, fingerprint};
+use super::{Content, Template, chat_formats};
 use crate::{
     error::{Error, Result},
+    fingerprint::fingerprint,
     tokenizer::Tokenizer,
 };
 use std::{

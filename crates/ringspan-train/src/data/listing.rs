@@ -1,9 +1,10 @@
 //! Lists the files of a source, and tells two states of them apart without reading them whole.
 
-use super::{Skipped, fingerprint::Fingerprint, progress::Progress};
+use super::{Skipped, progress::Progress};
 use crate::{
-    config::RUN_FILE,
     error::{Error, Result},
+    fingerprint::Fingerprint,
+    settings::RUN_FILE,
 };
 use ringspan_models::adapter;
 use std::{

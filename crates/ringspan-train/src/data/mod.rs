@@ -10,7 +10,6 @@ mod corpus;
 mod decompress;
 mod document_store;
 mod encode;
-mod fingerprint;
 mod json_records;
 mod listing;
 mod mixture;
@@ -26,19 +25,18 @@ mod text_file;
 mod token_file;
 mod tokenize;
 
+pub use crate::fingerprint::fingerprint;
 pub use batch::{Batch, Segment};
 pub use content::Content;
 pub use corpus::{Corpus, SourceReader, SourceSummary};
 pub use document_store::DocumentStore;
 pub use encode::{Encoder, NOT_LEARNED};
-pub use fingerprint::fingerprint;
 pub use mixture::{Mixture, SourcePosition};
 pub use overlong::{Overlong, PackableSpans};
 pub use packing::{Packer, PackerPosition, Packing, Sequence};
 pub use progress::{ProgressCallback, ignore_progress};
 pub use skipped::{Skipped, SkippedFiles};
 pub use source_files::{SourceDocument, SourceDocuments, read};
-pub(crate) use template::special_tokens;
 pub use template::{Rendered, Template};
 pub use token_file::read_tokens;
 

@@ -1,7 +1,7 @@
 //! Decides what is packed of each document: all of it, or less where it is longer than a sequence.
 
 use super::{DocumentStore, encode::NOT_LEARNED, packing::Span};
-use crate::observer::grouped;
+use crate::human_readable::grouped;
 use std::{fmt, str::FromStr, sync::Arc};
 
 /// How a document that is longer than a sequence is treated.

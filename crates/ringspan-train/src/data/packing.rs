@@ -1,7 +1,8 @@
 //! Packs documents into sequences of S tokens, in which no document sees another. Text fills sequences to the last token;
 //! documents that must stay whole leave padding at their ends.
 
-use super::{DocumentStore, IGNORE, PackableSpans, balance, best_fit, encode::NOT_LEARNED, fingerprint};
+use super::{DocumentStore, IGNORE, PackableSpans, balance, best_fit, encode::NOT_LEARNED};
+use crate::fingerprint::fingerprint;
 use rand_chacha::{
     ChaCha8Rng,
     rand_core::{RngCore, SeedableRng},

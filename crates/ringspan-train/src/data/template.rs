@@ -3,7 +3,7 @@
 use super::chat_formats;
 use crate::{
     error::{Error, Result},
-    tokenizer::TOKENIZER_CONFIG,
+    tokenizer_config::{self, TOKENIZER_CONFIG},
 };
 use minijinja::{Environment, ErrorKind, Value as TemplateValue, value::Kwargs};
 use ringspan_models::gguf::ChatTemplate;
@@ -49,7 +49,7 @@ impl Template {
     /// [`Error::Template`] for a damaged file, [`Error::Io`] when the system refuses.
     pub fn from_model_folder(folder: &Path) -> Result<Option<Self>> {
         let config_path = folder.join(TOKENIZER_CONFIG);
-        let config = special_tokens(&config_path)?;
+        let config = tokenizer_config::strings(&config_path)?;
         let path = folder.join("chat_template.jinja");
         if path.exists() {
             return Self::parse(read(&path)?, config, &path).map(Some);
@@ -79,7 +79,7 @@ impl Template {
     /// # Errors
     /// As [`Self::from_model_folder`].
     pub fn read(path: &Path, tokenizer: Option<&Path>) -> Result<Self> {
-        let tokens = tokenizer.map(|folder| special_tokens(&folder.join(TOKENIZER_CONFIG))).transpose()?;
+        let tokens = tokenizer.map(|folder| tokenizer_config::strings(&folder.join(TOKENIZER_CONFIG))).transpose()?;
         Self::parse(read(path)?, tokens.unwrap_or_default(), path)
     }
 
@@ -241,23 +241,6 @@ fn replace_words(message: &mut Value) -> usize {
 
 fn read(path: &Path) -> Result<String> {
     std::fs::read_to_string(path).map_err(Error::io("read", path))
-}
-
-/// The special tokens in `tokenizer_config.json`, as strings, and its chat template; empty where there is no such file.
-pub(crate) fn special_tokens(path: &Path) -> Result<serde_json::Map<String, Value>> {
-    if !path.exists() {
-        return Ok(serde_json::Map::new());
-    }
-    let damaged = |e: serde_json::Error| Error::Template { path: path.into(), problem: format!("damaged: {e}") };
-    let config: serde_json::Map<String, Value> = serde_json::from_str(&read(path)?).map_err(damaged)?;
-    let token = |(key, value): (String, Value)| match value {
-        Value::String(_) => Some((key, value)),
-        Value::Array(_) if key == "chat_template" => Some((key, value)),
-        Value::Object(token) => token.get("content").filter(|content| content.is_string()).map(|c| (key, c.clone())),
-        _ => None,
-    };
-    let is_wanted = |(key, _): &(String, Value)| key.ends_with("_token") || key == "chat_template";
-    Ok(config.into_iter().filter(is_wanted).filter_map(token).collect())
 }
 
 /// The message of a template engine's error, with its causes.

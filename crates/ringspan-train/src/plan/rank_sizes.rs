@@ -3,15 +3,15 @@
 use super::{LayerSchedule, experts::Experts, parameter_counts::ParameterCounts};
 use crate::{
     config::TrainConfig,
-    error::Result,
+    error::{Result, model_error},
     optimizer::Optimizer,
-    setup::{Setup, model_error},
+    setup::Setup,
 };
 use ringspan::schedule::{HeadShare, Pass, Sizes};
 use ringspan::{Layout, Strategy};
 use ringspan_candle::shard::ShardSpec;
 use ringspan_candle::{DeviceName, Heads, ParallelRank, Precision, Recompute, Unit, stored_activation::Storage};
-use ringspan_models::{Config, Decoder};
+use ringspan_models::Decoder;
 
 /// Sizes of a model on a rank; each is that of the rank that has most of it.
 #[derive(Clone)]
@@ -65,7 +65,8 @@ pub(super) struct Shape {
 }
 
 impl Shape {
-    pub(super) fn new(config: &TrainConfig, setup: &Setup, model: &Config) -> Result<Self> {
+    pub(super) fn new(config: &TrainConfig, setup: &Setup, recompute: Recompute) -> Result<Self> {
+        let model = setup.decoder.config();
         let held = ParameterCounts::new(setup, model)?;
         let tp = config.tp;
         // Heads are dealt evenly to within one, and the rank with most query heads has most of everything else.
@@ -128,7 +129,7 @@ impl Shape {
             ulysses: config.ulysses,
             tp: tp as u64,
             strategy: config.strategy,
-            recompute: setup.recompute,
+            recompute,
             storage: config.activations,
             offloads: config.offload_activations,
             precision: config.dtype,

@@ -1,10 +1,10 @@
 //! Proposes the nearest setting with which a run fits into memory.
 
-use super::{bytes, cpu_memory::Moment, rank_sizes::Shape};
+use super::{cpu_memory::Moment, rank_sizes::Shape};
 use crate::{
     config::{DataSource, Sharding, TrainConfig},
     error::Result,
-    observer::grouped,
+    human_readable::{bytes_text, grouped},
 };
 use ringspan_candle::{Precision, Recompute, offload};
 
@@ -57,13 +57,17 @@ pub(super) fn nearest(
         Ok(load.ranks * parts.iter().map(|(_, bytes)| bytes).sum::<u64>())
     };
     let least = shape.computed_again();
-    let found = |settings: &str, needed: u64| Ok(format!("the nearest that fits is {settings} ({})", bytes(needed)));
+    let found =
+        |settings: &str, needed: u64| Ok(format!("the nearest that fits is {settings} ({})", bytes_text(needed)));
     let mut given = String::new();
     if side == MemoryKind::Gpu && !shape.offloads && shape.layers > offload::RESIDENT_LAYERS as u64 {
         let needed = needs(&shape.offloaded(), load.tokens, load.batch)?;
         if needed <= free {
             let away = load.ranks * shape.away(load.tokens) * (shape.layers - offload::RESIDENT_LAYERS as u64);
-            return found(&format!("--offload-activations, with {} more of the CPU's memory", bytes(away)), needed);
+            return found(
+                &format!("--offload-activations, with {} more of the CPU's memory", bytes_text(away)),
+                needed,
+            );
         }
     }
     // Where a GPU computes and keeps the activations, the CPU's memory does not depend on `recompute`.
@@ -103,7 +107,7 @@ pub(super) fn nearest(
     let by_parameters = format!(
         "no shorter sequence would, since each of the {} ranks here needs {} whatever its tokens are: {}",
         load.ranks,
-        bytes(without_tokens / load.ranks.max(1)),
+        bytes_text(without_tokens / load.ranks.max(1)),
         others.join(", or ")
     );
     if without_tokens > free {
@@ -150,12 +154,12 @@ mod tests {
             "num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 1e4, "hidden_act": "silu",
         });
         let model: Config = serde_json::from_value(config).expect("a config");
-        let decoder = Decoder::new(model.clone()).expect("supported");
+        let decoder = Decoder::new(model).expect("supported");
         let weights = decoder.init(1).expect("fits");
         let config = TrainConfig::resolve(settings).expect("possible");
         let batch = Batch { rows: 0, length: 0, tokens: vec![], targets: vec![], segments: vec![] };
         let setup = Setup::for_batch(&config, decoder, weights, batch).expect("possible");
-        let shape = Shape::new(&config, &setup, &model).expect("possible");
+        let shape = Shape::new(&config, &setup, config.recompute.unwrap_or_default()).expect("possible");
         let load = Workload { tokens: 1 << 15, batch: 1 << 16, rows: 4, ranks: 2, offloads: false };
         let (_, parts) = shape.memory(load.tokens, load.batch).expect("possible");
         let needed = load.ranks * parts.iter().map(|(_, bytes)| bytes).sum::<u64>();

@@ -21,7 +21,7 @@ use crate::{
 };
 use groups::Groups;
 use ringspan::comm::{Buffer, Communicator, timed::Timed};
-use ringspan_candle::{Devices, Offload};
+use ringspan_candle::{Devices, Offload, Recompute};
 use save_checkpoint::Saving;
 use std::{
     sync::{
@@ -53,6 +53,7 @@ pub(crate) struct End {
 pub(crate) struct Rank<'a> {
     config: &'a TrainConfig,
     setup: &'a Setup,
+    recompute: Recompute,
     world: Arc<dyn Communicator>,
     groups: Groups,
     shards: Shards,
@@ -69,10 +70,11 @@ pub(crate) struct Rank<'a> {
 }
 
 impl<'a> Rank<'a> {
-    /// The rank of `world`, which computes on its device of `devices`.
+    /// The rank of `world`, which computes on its device of `devices` and recomputes `recompute` for the backward pass.
     pub(crate) fn new(
         config: &'a TrainConfig,
         setup: &'a Setup,
+        recompute: Recompute,
         devices: &Devices,
         world: Arc<dyn Communicator>,
     ) -> Result<Self> {
@@ -95,6 +97,7 @@ impl<'a> Rank<'a> {
         Ok(Self {
             config,
             setup,
+            recompute,
             world,
             groups,
             shards,

@@ -4,11 +4,10 @@ use super::{Groups, Rank, RankZero};
 use crate::{
     config::RouterLossScope,
     data::Batch,
-    error::{Error, Result},
+    error::{Error, Result, model_error},
     hidden_states::{hidden_states, hidden_states_prefetching},
     metrics::EvaluationMetrics,
     optimizer::{UpdateArguments, clip_scale, sum_of_squares},
-    setup::model_error,
     shards::{GradientShards, Sums},
 };
 use candle_core::Tensor;
@@ -76,7 +75,7 @@ impl Rank<'_> {
                 &local.targets,
                 scale,
                 CheckpointPolicy {
-                    recompute: self.setup.recompute,
+                    recompute: self.recompute,
                     storage: self.config.activations,
                     offload: self.offload.as_ref(),
                 },

@@ -1,8 +1,8 @@
 //! Measures how well a step uses the machine: operations against the peak, waiting time, the balance of attention.
 
 use crate::{
-    error::Result,
-    setup::{Setup, model_error},
+    error::{Result, model_error},
+    setup::Setup,
 };
 use ringspan::{
     comm::{Buffer, Communicator, numbers, timed::Timed},

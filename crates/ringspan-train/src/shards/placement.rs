@@ -2,7 +2,7 @@
 
 use super::flat_parameter::Flat;
 use super::stored_matrices::{Region, StoredFlat, StoredFormats};
-use crate::{error::Result, setup::model_error};
+use crate::error::{Result, model_error};
 use ringspan_candle::quantized::Format;
 use ringspan_candle::{ParallelRank, Portion, ReplicaGroup, Unit};
 use ringspan_models::Decoder;

@@ -12,8 +12,11 @@ mod write;
 pub(super) use lock::lock_token_file;
 pub(super) use write::CacheWriter;
 
-use super::{Corpus, DocumentStore, SourceSummary, fingerprint::Fingerprint};
-use crate::error::{Error, Result};
+use super::{Corpus, DocumentStore, SourceSummary};
+use crate::{
+    error::{Error, Result},
+    fingerprint::Fingerprint,
+};
 use memmap2::Mmap;
 use std::{
     fs::File,

@@ -2,9 +2,10 @@
 
 use super::{BLOCK_BYTES, HEADER_BYTES, Header, MAGIC, VERSION, path};
 use crate::{
-    checkpoint::sync_folder,
-    data::{NOT_LEARNED, SourceSummary, fingerprint::Fingerprint},
+    data::{NOT_LEARNED, SourceSummary},
+    durable_file::sync_folder,
     error::{Error, Result},
+    fingerprint::Fingerprint,
 };
 use std::{
     fs::{self, File},

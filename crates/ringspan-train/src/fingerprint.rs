@@ -2,27 +2,27 @@
 
 /// FNV-1a over 64-bit words, then mixed so that the low bits are as good as the high ones: equal on every system and version.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Fingerprint(u64);
+pub(crate) struct Fingerprint(u64);
 
 impl Fingerprint {
-    pub(super) fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self(0xcbf2_9ce4_8422_2325)
     }
 
-    pub(super) fn push(&mut self, word: u64) {
+    pub(crate) fn push(&mut self, word: u64) {
         self.0 = (self.0 ^ word).wrapping_mul(0x0000_0100_0000_01b3);
         self.0 ^= self.0 >> 29;
     }
 
     /// Adds bytes, and their number.
-    pub(super) fn push_bytes(&mut self, bytes: &[u8]) {
+    pub(crate) fn push_bytes(&mut self, bytes: &[u8]) {
         let (whole, rest) = bytes.as_chunks::<8>();
         whole.iter().for_each(|word| self.push(u64::from_le_bytes(*word)));
         self.push(rest.iter().rev().fold(0, |word, &byte| word << 8 | u64::from(byte)));
         self.push(bytes.len() as u64);
     }
 
-    pub(super) fn finish(self) -> u64 {
+    pub(crate) fn finish(self) -> u64 {
         let hash = (self.0 ^ (self.0 >> 33)).wrapping_mul(0xff51_afd7_ed55_8ccd);
         hash ^ (hash >> 33)
     }
