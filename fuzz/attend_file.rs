@@ -3,30 +3,6 @@
 //! `cargo test -p ringspan-cli --test attend_files`.
 #![no_main]
 
-#[allow(dead_code)]
-#[path = "../crates/ringspan-cli/src/attend/args.rs"]
-mod args;
-#[allow(dead_code)]
-#[path = "../crates/ringspan-cli/src/device.rs"]
-mod device;
-#[allow(dead_code)]
-#[path = "../crates/ringspan-cli/src/files.rs"]
-mod files;
-#[allow(dead_code)]
-#[path = "../crates/ringspan-cli/src/header.rs"]
-mod header;
-#[allow(dead_code)]
-#[path = "../crates/ringspan-cli/src/attend/input.rs"]
-mod input;
-#[allow(dead_code)]
-#[path = "../crates/ringspan-cli/src/interrupt.rs"]
-mod interrupt;
-#[allow(dead_code)]
-#[path = "../crates/ringspan-cli/src/mesh.rs"]
-mod mesh;
-#[allow(dead_code)]
-#[path = "../crates/ringspan-cli/src/attend/parameters.rs"]
-mod parameters;
 #[path = "../crates/ringspan-cli/tests/attend_files/read.rs"]
 mod read;
 

@@ -5,7 +5,7 @@ use std::alloc::{GlobalAlloc, Layout};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 /// mimalloc, with a count of the requested bytes. Memory that mimalloc keeps for itself is not counted.
-pub(crate) struct Counted;
+pub struct Counted;
 
 /// Bytes that are allocated now.
 static NOW: AtomicUsize = AtomicUsize::new(0);

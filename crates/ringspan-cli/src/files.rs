@@ -10,23 +10,23 @@ use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 /// The bytes of a safetensors file, all in memory.
-pub(crate) struct TensorBytes {
+pub struct TensorBytes {
     path: PathBuf,
     bytes: Vec<u8>,
 }
 
 impl TensorBytes {
-    pub(crate) fn read(path: &Path) -> Result<Self> {
+    pub fn read(path: &Path) -> Result<Self> {
         let bytes = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
         Ok(Self::new(path, bytes))
     }
 
     /// The file at `path`, whose bytes have been read already.
-    pub(crate) fn new(path: &Path, bytes: Vec<u8>) -> Self {
+    pub fn new(path: &Path, bytes: Vec<u8>) -> Self {
         Self { path: path.to_owned(), bytes }
     }
 
-    pub(crate) fn parse(&self) -> Result<Tensors<'_>> {
+    pub fn parse(&self) -> Result<Tensors<'_>> {
         let size = self.bytes.len();
         let whole = || format!("{} ({size} bytes) is not a whole safetensors file", self.path.display());
         header::check(&self.bytes).with_context(whole)?;
@@ -36,28 +36,28 @@ impl TensorBytes {
 }
 
 /// The tensors of a file.
-pub(crate) struct Tensors<'a> {
+pub struct Tensors<'a> {
     path: &'a Path,
     tensors: SafeTensors<'a>,
 }
 
 impl<'a> Tensors<'a> {
-    pub(crate) fn path(&self) -> &'a Path {
+    pub fn path(&self) -> &'a Path {
         self.path
     }
 
-    pub(crate) fn names(&self) -> Vec<String> {
+    pub fn names(&self) -> Vec<String> {
         let mut names: Vec<String> = self.tensors.names().into_iter().map(str::to_owned).collect();
         names.sort_unstable();
         names
     }
 
-    pub(crate) fn has(&self, name: &str) -> bool {
+    pub fn has(&self, name: &str) -> bool {
         self.tensors.tensor(name).is_ok()
     }
 
     /// The tensor `name`, of one of the types and with as many dims as `shape` names, e.g. `[B, S, H, D]`.
-    pub(crate) fn get<const N: usize>(&self, name: &str, types: &[Dtype], shape: &str) -> Result<Given<'a, N>> {
+    pub fn get<const N: usize>(&self, name: &str, types: &[Dtype], shape: &str) -> Result<Given<'a, N>> {
         let path = self.path.display();
         let Ok(view) = self.tensors.tensor(name) else {
             let has = self.names().join(", ");
@@ -85,15 +85,15 @@ impl<'a> Tensors<'a> {
 
 /// A tensor in the bytes of its file.
 #[derive(Clone, Copy)]
-pub(crate) struct Given<'a, const N: usize> {
-    pub(crate) dtype: Dtype,
-    pub(crate) shape: [usize; N],
-    pub(crate) data: &'a [u8],
+pub struct Given<'a, const N: usize> {
+    pub dtype: Dtype,
+    pub shape: [usize; N],
+    pub data: &'a [u8],
 }
 
 impl<const N: usize> Given<'_, N> {
     /// All elements of an integer tensor.
-    pub(crate) fn integers(&self) -> Vec<i64> {
+    pub fn integers(&self) -> Vec<i64> {
         match self.dtype {
             Dtype::I64 => self.data.chunks_exact(8).map(bytemuck::pod_read_unaligned::<i64>).collect(),
             Dtype::U32 => {
@@ -104,12 +104,12 @@ impl<const N: usize> Given<'_, N> {
     }
 
     /// All elements of a float tensor.
-    pub(crate) fn floats(&self) -> Vec<f32> {
+    pub fn floats(&self) -> Vec<f32> {
         self.float_rows(&[0], self.shape.iter().product())
     }
 
     /// The finite element of a float tensor for which `size` is greatest; 0 if there is none.
-    pub(crate) fn greatest(&self, size: impl Fn(f32) -> f32) -> f32 {
+    pub fn greatest(&self, size: impl Fn(f32) -> f32) -> f32 {
         let greater = |most: f32, x: f32| if x.is_finite() && size(x) > size(most) { x } else { most };
         let (pairs, fours) = (self.data.chunks_exact(2), self.data.chunks_exact(4));
         match self.dtype {
@@ -120,7 +120,7 @@ impl<const N: usize> Given<'_, N> {
     }
 
     /// Rows of `width` elements each of a float tensor, in its type.
-    pub(crate) fn stored_rows(&self, rows: &[usize], width: usize) -> Stored {
+    pub fn stored_rows(&self, rows: &[usize], width: usize) -> Stored {
         fn read<T: bytemuck::AnyBitPattern>(data: &[u8], rows: &[usize], width: usize) -> Vec<T> {
             let size = size_of::<T>() * width;
             let row = |row: &usize| data[row * size..(row + 1) * size].chunks_exact(size_of::<T>());
@@ -134,7 +134,7 @@ impl<const N: usize> Given<'_, N> {
     }
 
     /// Rows of `width` elements each of a float tensor, as f32, which holds every value of the shorter types.
-    pub(crate) fn float_rows(&self, rows: &[usize], width: usize) -> Vec<f32> {
+    pub fn float_rows(&self, rows: &[usize], width: usize) -> Vec<f32> {
         let size = self.dtype.bitsize() / 8 * width;
         let mut out = Vec::with_capacity(rows.len() * width);
         for row in rows {
@@ -154,14 +154,14 @@ impl<const N: usize> Given<'_, N> {
 }
 
 /// Elements of a float tensor, in the type of their file.
-pub(crate) enum Stored {
+pub enum Stored {
     F32(Vec<f32>),
     Bf16(Vec<half::bf16>),
     F16(Vec<half::f16>),
 }
 
 impl Stored {
-    pub(crate) fn data(&self) -> ringspan::kernel::Data<'_> {
+    pub fn data(&self) -> ringspan::kernel::Data<'_> {
         match self {
             Self::F32(values) => ringspan::kernel::Data::F32(values),
             Self::Bf16(values) => ringspan::kernel::Data::Bf16(values),
@@ -171,7 +171,7 @@ impl Stored {
 }
 
 /// A float tensor for an output file, rounded once to its type.
-pub(crate) struct Out {
+pub struct Out {
     name: &'static str,
     dtype: Dtype,
     shape: Vec<usize>,
@@ -179,7 +179,7 @@ pub(crate) struct Out {
 }
 
 impl Out {
-    pub(crate) fn new(name: &'static str, dtype: Dtype, shape: Vec<usize>, values: Vec<f32>) -> Self {
+    pub fn new(name: &'static str, dtype: Dtype, shape: Vec<usize>, values: Vec<f32>) -> Self {
         let bytes = match dtype {
             Dtype::BF16 => values.into_iter().flat_map(|x| half::bf16::from_f32(x).to_le_bytes()).collect(),
             Dtype::F16 => values.into_iter().flat_map(|x| half::f16::from_f32(x).to_le_bytes()).collect(),
@@ -190,7 +190,7 @@ impl Out {
 }
 
 /// Writes a safetensors file that replaces `path`.
-pub(crate) fn write_tensors(path: &Path, tensors: &[Out]) -> Result<()> {
+pub fn write_tensors(path: &Path, tensors: &[Out]) -> Result<()> {
     let cannot = || format!("cannot write {}", path.display());
     let views = tensors
         .iter()
@@ -202,7 +202,7 @@ pub(crate) fn write_tensors(path: &Path, tensors: &[Out]) -> Result<()> {
 }
 
 /// Writes `bytes` under a temporary name and renames the file to `path`, so that no reader ever sees half of it.
-pub(crate) fn write(path: &Path, bytes: &[u8]) -> Result<()> {
+pub fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     replace(path, bytes).with_context(|| format!("cannot write {} ({} bytes)", path.display(), bytes.len()))
 }
 
@@ -225,7 +225,7 @@ fn replace(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
 }
 
 /// Refuses a path that cannot be written, before the work rather than after it.
-pub(crate) fn check_output(flag: &str, path: &Path) -> Result<()> {
+pub fn check_output(flag: &str, path: &Path) -> Result<()> {
     ensure!(!path.is_dir(), "{flag} {}: this is a folder; give the name of a file", path.display());
     ensure!(path.file_name().is_some(), "{flag} '{}' is not the name of a file", path.display());
     let folder = match path.parent() {
@@ -237,7 +237,7 @@ pub(crate) fn check_output(flag: &str, path: &Path) -> Result<()> {
 }
 
 /// The name of a type as safetensors writes it.
-pub(crate) fn type_name(dtype: Dtype) -> String {
+pub fn type_name(dtype: Dtype) -> String {
     format!("{dtype:?}")
 }
 

@@ -1,100 +1,12 @@
 //! The command `ringspan`: trains and runs transformers over sequences cut across ranks.
-#![allow(rustdoc::broken_intra_doc_links)] // Shapes like [B,S] in the texts of --help are no links.
 
-mod allocator;
-mod attend;
-mod device;
-mod draw;
-mod export;
-mod files;
-mod generate;
-mod header;
-mod interrupt;
-mod launch;
-mod mesh;
-mod model;
-mod say;
-mod score;
-mod tokens;
-mod topology;
-mod train;
-mod verify;
-
-use clap::{Parser, Subcommand};
-use ringspan::comm::ranks::Ranks;
+use ringspan_cli::Counted;
 use std::process::ExitCode;
 
 /// candle allocates and frees large buffers all the time, and the system's allocator would return their pages each time.
 #[global_allocator]
-static ALLOCATOR: allocator::Counted = allocator::Counted;
-
-/// Context parallelism: train and run transformers over sequences cut across ranks.
-#[derive(Debug, Parser)]
-#[command(name = "ringspan", version, max_term_width = 100)]
-struct Cli {
-    #[command(flatten)]
-    launch: launch::LaunchArgs,
-    #[command(subcommand)]
-    command: Command,
-}
-
-#[derive(Debug, Subcommand)]
-enum Command {
-    /// Train a model, or adapters for one, on text cut across ranks
-    Train(Box<train::TrainArgs>),
-    Export(export::ExportArgs),
-    Generate(generate::GenerateArgs),
-    Score(score::ScoreArgs),
-    Attend(attend::AttendArgs),
-    Draw(draw::DrawArgs),
-    Mesh(topology::TopologyArgs),
-    Verify(verify::VerifyArgs),
-}
-
-/// Lets mimalloc keep freed memory. By default it returns memory that was free for a while, and each training step requests and
-/// clears the same pages anew, which takes 8 % of the step.
-fn keep_memory() {
-    /// The option `mi_option_purge_delay`, for which the crate has no constant.
-    const PURGE_DELAY: libmimalloc_sys::mi_option_t = 15;
-    // // SAFETY: sets an integer option, for which every value is valid.
-    unsafe { libmimalloc_sys::mi_option_set(PURGE_DELAY, -1) };
-}
+static ALLOCATOR: Counted = Counted;
 
 fn main() -> ExitCode {
-    keep_memory();
-    let Cli { launch, command } = Cli::parse();
-    launch::run(launch, |ranks| {
-        interrupt::install()?;
-        run(command, ranks)
-    })
-}
-
-fn run(command: Command, ranks: &Ranks) -> anyhow::Result<ExitCode> {
-    if !matches!(command, Command::Train(_)) {
-        // A training compares its settings across processes one by one.
-        let arguments: Vec<String> = std::env::args().skip(1).collect();
-        ranks.agree(&[("the command line".into(), arguments.join(" "))])?;
-    }
-    match command {
-        Command::Train(args) => return train::run(*args, ranks),
-        Command::Export(args) => export::run(&args, ranks),
-        Command::Generate(args) => generate::run(&args, ranks),
-        Command::Score(args) => score::run(&args, ranks),
-        Command::Attend(args) => attend::run(&args, ranks),
-        Command::Draw(args) => draw::run(&args, ranks),
-        Command::Mesh(args) => topology::run(&args, ranks),
-        Command::Verify(args) => verify::run(&args, ranks),
-    }?;
-    Ok(ExitCode::SUCCESS)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::Cli;
-    use clap::CommandFactory;
-
-    #[test]
-    fn the_flags_do_not_contradict_each_other() {
-        Cli::command().debug_assert();
-    }
+    ringspan_cli::main()
 }

@@ -14,7 +14,7 @@ const MOST_RANKS: usize = 4096;
 
 /// The mesh: ring x ulysses ranks, which are threads of this process, or processes of MPI.
 #[derive(Debug, Clone, Copy, clap::Args)]
-pub(crate) struct MeshArgs {
+pub struct MeshArgs {
     /// Ring size R: ranks between which keys and values move
     #[arg(long, default_value_t = 1, value_name = "R")]
     pub(crate) ring: usize,

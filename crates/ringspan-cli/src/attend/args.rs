@@ -3,7 +3,7 @@
 use crate::mesh::MeshArgs;
 use anyhow::{Result, bail};
 use ringspan::kernel::Isa;
-use ringspan::schedule::Strategy;
+use ringspan::schedule::StrategyChoice;
 use ringspan::{LayoutKind, Mask};
 use ringspan_candle::DeviceName;
 use std::path::PathBuf;
@@ -25,98 +25,98 @@ use std::str::FromStr;
 /// OUT receives out (q's type), lse f32 [B,H,Sq] (natural log, sinks included) and, with --backward, dq, dk, dv in the types of
 /// q, k, v, and f32 d_sinks, d_relative_bias, d_bias in the shapes of their tensors.
 #[derive(Debug, clap::Args)]
-pub(crate) struct AttendArgs {
+pub struct AttendArgs {
     /// The safetensors file with the inputs
     #[arg(value_name = "IN", required_unless_present = "support")]
-    pub(crate) input: Option<PathBuf>,
+    pub input: Option<PathBuf>,
     /// The safetensors file for the results
     #[arg(long, value_name = "OUT", required_unless_present = "support")]
-    pub(crate) out: Option<PathBuf>,
+    pub out: Option<PathBuf>,
     /// Print a table of what can be combined with what, and stop
     #[arg(long, exclusive = true)]
-    pub(crate) support: bool,
+    pub support: bool,
     #[command(flatten)]
-    pub(crate) mesh: MeshArgs,
+    pub mesh: MeshArgs,
     /// Device of the ranks: cpu; cuda: the GPUs of this machine, in turn; cuda:N: one of them
     #[arg(long, default_value = "cpu", value_name = "NAME")]
-    pub(crate) device: DeviceName,
+    pub device: DeviceName,
     /// Instructions that the kernels use: auto (the best this processor has), avx512, avx2 or portable
     #[arg(long, default_value = "auto", value_name = "NAME")]
-    pub(crate) isa: IsaChoice,
+    pub isa: IsaChoice,
     /// Let Ulysses be the outer axis, so that neighbours are next to each other in the ring
     #[arg(long)]
-    pub(crate) ulysses_outer: bool,
+    pub ulysses_outer: bool,
     /// Compute the heads of a Ulysses rank in N parts: one travels while another is computed
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
-    pub(crate) head_chunks: Option<u32>,
+    pub head_chunks: Option<u32>,
     /// Strategy of attention: ring, bidirectional-ring, all-gather, halo, pass-q, or auto: the cheapest by counted bytes and
     /// operations, for the speeds given by --link-bandwidth, --link-latency and --rank-speed
     #[arg(long, default_value = "ring", value_name = "NAME")]
-    pub(crate) strategy: StrategyChoice,
+    pub strategy: StrategyChoice,
     /// Bandwidth of a link between ranks, for --strategy auto [default: 10]
     #[arg(long, value_name = "GB/s", value_parser = positive)]
-    pub(crate) link_bandwidth: Option<f64>,
+    pub link_bandwidth: Option<f64>,
     /// Latency of a link between ranks, for --strategy auto [default: 5]
     #[arg(long, value_name = "MICROSECONDS", value_parser = positive)]
-    pub(crate) link_latency: Option<f64>,
+    pub link_latency: Option<f64>,
     /// Speed of a rank in attention, for --strategy auto [default: 100 for each thread]
     #[arg(long, value_name = "GFLOP/s", value_parser = positive)]
-    pub(crate) rank_speed: Option<f64>,
+    pub rank_speed: Option<f64>,
     /// Type in which q, k and v travel: f32, bf16 or f16 [default: that of the tensors]; tensors with a larger number than
     /// it has (65504 in f16) are refused, on any mesh. Results and gradients always travel in f32
     #[arg(long, value_name = "TYPE")]
-    pub(crate) dtype: Option<WireName>,
+    pub dtype: Option<WireName>,
     /// Layout of the tokens over the ranks: contiguous, zigzag, striped:K, per-document-zigzag, balanced, balanced:BLOCK
     /// [default: zigzag for causal masks, contiguous otherwise]
     #[arg(long, value_name = "NAME")]
-    pub(crate) layout: Option<LayoutKind>,
+    pub layout: Option<LayoutKind>,
     /// Mask: full or causal (aligned to the first key), full-bottom-right or causal-bottom-right (aligned to the last: i counts
     /// from Sk - Sq)
     #[arg(long, default_value = "full", value_name = "NAME")]
-    pub(crate) mask: MaskName,
+    pub mask: MaskName,
     /// Key j is visible from query i only if i - LEFT <= j <= i + RIGHT; -1 is no limit. A RIGHT above 0 needs a full
     /// mask
     #[arg(long, value_name = "LEFT,RIGHT", allow_hyphen_values = true, value_parser = window)]
-    pub(crate) window: Option<Window>,
+    pub window: Option<Window>,
     /// Cut the tokens of each document into chunks of N; a query sees keys of its own chunk
     #[arg(long, value_name = "N")]
-    pub(crate) chunk: Option<usize>,
+    pub chunk: Option<usize>,
     /// Let every query see the first N tokens of its document, also those ahead of it (prefix-LM)
     #[arg(long, value_name = "N")]
-    pub(crate) prefix: Option<usize>,
+    pub prefix: Option<usize>,
     /// Positions in a block of queries and in a block of keys, for the tensor block_pairs
     #[arg(long, value_name = "QUERIES,KEYS", value_parser = block_size)]
-    pub(crate) block_size: Option<BlockSize>,
+    pub block_size: Option<BlockSize>,
     /// Bound scores: F * tanh(score / F)
     #[arg(long, value_name = "F")]
-    pub(crate) softcap: Option<f32>,
+    pub softcap: Option<f32>,
     /// Add a score of 0 without a value to each softmax, so that a query may attend to nothing
     #[arg(long)]
-    pub(crate) off_by_one: bool,
+    pub off_by_one: bool,
     /// Distance from which all keys are in T5's last relative bucket [default: 128]
     #[arg(long, value_name = "N")]
-    pub(crate) relative_max_distance: Option<usize>,
+    pub relative_max_distance: Option<usize>,
     /// Give keys ahead of the query relative buckets of their own
     #[arg(long)]
-    pub(crate) relative_bidirectional: bool,
+    pub relative_bidirectional: bool,
     /// Drop weights with this probability; the same ones on any mesh
     #[arg(long, value_name = "RATE")]
-    pub(crate) dropout: Option<f32>,
+    pub dropout: Option<f32>,
     /// Seed that determines which weights are dropped [default: 0]
     #[arg(long, value_name = "N")]
-    pub(crate) seed: Option<u64>,
+    pub seed: Option<u64>,
     /// Factor on q.k [default: 1/sqrt(D)]
     #[arg(long, value_name = "F", allow_hyphen_values = true)]
-    pub(crate) scale: Option<f32>,
+    pub scale: Option<f32>,
     /// Compute dq, dk and dv from d_out as well
     #[arg(long)]
-    pub(crate) backward: bool,
+    pub backward: bool,
     /// Compute N times and report the median of the times
     #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
-    pub(crate) repeat: u32,
+    pub repeat: u32,
     /// Write the settings, times, and tokens, FLOPs, bytes sent and peak memory of each rank as JSON
     #[arg(long, value_name = "FILE")]
-    pub(crate) report: Option<PathBuf>,
+    pub report: Option<PathBuf>,
 }
 
 impl AttendArgs {
@@ -124,44 +124,26 @@ impl AttendArgs {
     ///
     /// # Errors
     /// A causal mask with a window that has keys after the query.
-    pub(crate) fn visibility(&self) -> Result<Mask> {
+    pub fn visibility(&self) -> Result<Mask> {
         self.mask.within(self.window)
     }
 
     /// The requested layout, or else the one that suits the mask.
-    pub(crate) fn layout(&self) -> LayoutKind {
+    pub fn layout(&self) -> LayoutKind {
         self.layout.unwrap_or(self.mask.layout())
-    }
-}
-
-/// A given strategy, or the request to choose the cheapest.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum StrategyChoice {
-    Auto,
-    Fixed(Strategy),
-}
-
-impl FromStr for StrategyChoice {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "auto" => Ok(Self::Auto),
-            _ => text.parse().map(Self::Fixed).map_err(|error: ringspan::Error| format!("{error}, auto")),
-        }
     }
 }
 
 /// A given instruction set, or the request to choose the best.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum IsaChoice {
+pub enum IsaChoice {
     Auto,
     Fixed(Isa),
 }
 
 impl IsaChoice {
     /// The requested instruction set, if there is one.
-    pub(crate) fn fixed(self) -> Option<Isa> {
+    pub fn fixed(self) -> Option<Isa> {
         match self {
             Self::Auto => None,
             Self::Fixed(isa) => Some(isa),
@@ -182,7 +164,7 @@ impl FromStr for IsaChoice {
 
 /// The type in which q, k and v travel between ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub(crate) enum WireName {
+pub enum WireName {
     F32,
     Bf16,
     F16,
@@ -190,9 +172,9 @@ pub(crate) enum WireName {
 
 /// Numbers of positions in a block of queries and in a block of keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct BlockSize {
-    pub(crate) queries: usize,
-    pub(crate) keys: usize,
+pub struct BlockSize {
+    pub queries: usize,
+    pub keys: usize,
 }
 
 fn block_size(text: &str) -> Result<BlockSize, String> {
@@ -212,7 +194,7 @@ fn positive(text: &str) -> Result<f64, String> {
 
 /// The masks that can be chosen by name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub(crate) enum MaskName {
+pub enum MaskName {
     /// Every query sees every key
     Full,
     /// Query i sees keys up to i
@@ -228,7 +210,7 @@ impl MaskName {
     ///
     /// # Errors
     /// A causal mask with a window that has keys after the query.
-    pub(crate) fn within(self, window: Option<Window>) -> Result<Mask> {
+    pub fn within(self, window: Option<Window>) -> Result<Mask> {
         let Window { left, right } = window.unwrap_or_default();
         let ahead = right.unwrap_or(0);
         let (mask, causal) = match self {
@@ -248,7 +230,7 @@ impl MaskName {
     }
 
     /// The layout that balances the work under this mask.
-    pub(crate) fn layout(self) -> LayoutKind {
+    pub fn layout(self) -> LayoutKind {
         match self {
             Self::Full | Self::FullBottomRight => LayoutKind::Contiguous,
             Self::Causal | Self::CausalBottomRight => LayoutKind::Zigzag,
@@ -258,12 +240,12 @@ impl MaskName {
 
 /// Numbers of keys before and after a query that it sees; `None` is no limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) struct Window {
-    pub(crate) left: Option<usize>,
-    pub(crate) right: Option<usize>,
+pub struct Window {
+    pub left: Option<usize>,
+    pub right: Option<usize>,
 }
 
-pub(crate) fn window(text: &str) -> Result<Window, String> {
+pub fn window(text: &str) -> Result<Window, String> {
     let side = |side: &str| match side.trim().parse::<i64>() {
         Ok(-1) => Ok(None),
         Ok(n) if (0..=i64::MAX / 8).contains(&n) => Ok(Some(n as usize)),

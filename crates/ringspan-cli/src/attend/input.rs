@@ -5,7 +5,7 @@ use anyhow::{Context, Result, bail, ensure};
 use ringspan::Documents;
 use safetensors::Dtype;
 
-pub(super) const FLOATS: [Dtype; 3] = [Dtype::F32, Dtype::BF16, Dtype::F16];
+pub const FLOATS: [Dtype; 3] = [Dtype::F32, Dtype::BF16, Dtype::F16];
 const KNOWN: [&str; 13] = [
     "q",
     "k",
@@ -28,37 +28,37 @@ const MOST_OF_NOTHING: usize = 1 << 16;
 
 /// Sizes of the tensors: B batch, Sq queries, Sk keys, H query heads, G key-value heads, D and Dv head widths.
 #[derive(Debug, Clone, Copy, serde::Serialize)]
-pub(super) struct Sizes {
+pub struct Sizes {
     #[serde(rename = "B")]
-    pub(super) batch: usize,
+    pub batch: usize,
     #[serde(rename = "Sq")]
-    pub(super) queries: usize,
+    pub queries: usize,
     #[serde(rename = "Sk")]
-    pub(super) keys: usize,
+    pub keys: usize,
     #[serde(rename = "H")]
-    pub(super) heads: usize,
+    pub heads: usize,
     #[serde(rename = "G")]
-    pub(super) kv_heads: usize,
+    pub kv_heads: usize,
     #[serde(rename = "D")]
-    pub(super) dim: usize,
+    pub dim: usize,
     #[serde(rename = "Dv")]
-    pub(super) v_dim: usize,
+    pub v_dim: usize,
 }
 
 /// The input tensors, still in the bytes of their file.
-pub(super) struct Input<'a> {
-    pub(super) sizes: Sizes,
-    pub(super) q: Given<'a, 4>,
-    pub(super) k: Given<'a, 4>,
-    pub(super) v: Given<'a, 4>,
-    pub(super) d_out: Option<Given<'a, 4>>,
+pub struct Input<'a> {
+    pub sizes: Sizes,
+    pub q: Given<'a, 4>,
+    pub k: Given<'a, 4>,
+    pub v: Given<'a, 4>,
+    pub d_out: Option<Given<'a, 4>>,
     /// Documents of the queries; each corresponds to one of the `key_documents`, in the same order.
-    pub(super) query_documents: Documents,
-    pub(super) key_documents: Documents,
+    pub query_documents: Documents,
+    pub key_documents: Documents,
 }
 
 impl<'a> Input<'a> {
-    pub(super) fn new(file: &Tensors<'a>, backward: bool) -> Result<Self> {
+    pub fn new(file: &Tensors<'a>, backward: bool) -> Result<Self> {
         let path = file.path().display();
         let q = file.get::<4>("q", &FLOATS, "[B, Sq, H, D]")?;
         let k = file.get::<4>("k", &FLOATS, "[B, Sk, G, D]")?;
@@ -138,7 +138,7 @@ impl Sizes {
 }
 
 /// Names of the tensors in the file that `attend` does not use.
-pub(super) fn unknown(file: &Tensors<'_>) -> Vec<String> {
+pub fn unknown(file: &Tensors<'_>) -> Vec<String> {
     file.names().into_iter().filter(|name| !KNOWN.contains(&name.as_str())).collect()
 }
 

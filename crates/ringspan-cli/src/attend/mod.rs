@@ -1,15 +1,15 @@
 //! `ringspan attend`: attention on tensors of a file, so that anyone can check the results from any language.
 
-pub(crate) mod args;
+pub mod args;
 mod compute;
 mod fit;
-mod input;
-mod parameters;
+pub mod input;
+pub mod parameters;
 mod plan;
 mod report;
 mod results;
 
-pub(crate) use args::AttendArgs;
+pub use args::AttendArgs;
 
 use crate::device::Devices;
 use crate::files::{self, TensorBytes};

@@ -10,7 +10,7 @@ use ringspan::{Mask, Score};
 use safetensors::Dtype;
 
 /// The mask that flags and tensors define together; `documents` is the number of documents.
-pub(super) fn mask(args: &AttendArgs, file: &Tensors<'_>, documents: usize) -> Result<Mask> {
+pub fn mask(args: &AttendArgs, file: &Tensors<'_>, documents: usize) -> Result<Mask> {
     let path = file.path().display();
     let mut mask = args.visibility()?;
     if let Some(size) = args.chunk {
@@ -50,16 +50,16 @@ pub(super) fn mask(args: &AttendArgs, file: &Tensors<'_>, documents: usize) -> R
 }
 
 /// The terms that turn products of queries and keys into attention weights.
-pub(super) struct Terms<'a> {
-    pub(super) score: Score,
+pub struct Terms<'a> {
+    pub score: Score,
     /// `[B or 1, H or 1, Sq, Sk]`
-    pub(super) bias: Option<Given<'a, 4>>,
+    pub bias: Option<Given<'a, 4>>,
     /// Whether sinks are an input, and therefore have a gradient; the sinks of an off-by-one softmax are not.
-    pub(super) gives_sinks: bool,
+    pub gives_sinks: bool,
 }
 
 /// The terms that flags and tensors define together.
-pub(super) fn terms<'a>(args: &AttendArgs, file: &Tensors<'a>, sizes: &Sizes) -> Result<Terms<'a>> {
+pub fn terms<'a>(args: &AttendArgs, file: &Tensors<'a>, sizes: &Sizes) -> Result<Terms<'a>> {
     Ok(Terms { score: score(args, file, sizes)?, bias: bias(file, sizes)?, gives_sinks: file.has("sinks") })
 }
 

@@ -1,12 +1,12 @@
 //! Decides how `attend` computes: grid, layout, strategy, type on the wire.
 
-use super::args::{AttendArgs, StrategyChoice, WireName};
+use super::args::{AttendArgs, WireName};
 use super::input::{self, Input};
 use super::parameters::Terms;
 use anyhow::{Context, Result, ensure};
 use ringspan::attention::Wire;
 use ringspan::mesh::Grid;
-use ringspan::schedule::{Choice, HeadShare, Link, Machine, Pass, Sizes};
+use ringspan::schedule::{Choice, HeadShare, Link, Machine, Pass, Sizes, StrategyChoice};
 use ringspan::{Layout, LayoutKind, Mask, Schedule, Strategy};
 use safetensors::Dtype;
 use std::path::Path;

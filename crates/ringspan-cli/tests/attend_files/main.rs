@@ -4,31 +4,7 @@
 //! `RINGSPAN_FILES=100000 cargo test -p ringspan-cli --test attend_files` tries as many files of each kind.
 
 mod allocator;
-#[allow(dead_code)]
-#[path = "../../src/attend/args.rs"]
-mod args;
-#[allow(dead_code)]
-#[path = "../../src/device.rs"]
-mod device;
-#[allow(dead_code)]
-#[path = "../../src/files.rs"]
-mod files;
 mod given;
-#[allow(dead_code)]
-#[path = "../../src/header.rs"]
-mod header;
-#[allow(dead_code)]
-#[path = "../../src/attend/input.rs"]
-mod input;
-#[allow(dead_code)]
-#[path = "../../src/interrupt.rs"]
-mod interrupt;
-#[allow(dead_code)]
-#[path = "../../src/mesh.rs"]
-mod mesh;
-#[allow(dead_code)]
-#[path = "../../src/attend/parameters.rs"]
-mod parameters;
 mod read;
 
 use given::{Damage, File};

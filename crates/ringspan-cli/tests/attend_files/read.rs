@@ -1,11 +1,11 @@
 //! The steps of `attend` from a file's bytes to a plan, without computing.
 
-use crate::args::AttendArgs;
-use crate::files::{TensorBytes, Tensors};
-use crate::input::{self, Input};
-use crate::parameters;
 use clap::Parser;
 use ringspan::{Documents, Layout, LayoutKind, Schedule, Strategy};
+use ringspan_cli::attend::AttendArgs;
+use ringspan_cli::attend::input::{self, Input};
+use ringspan_cli::attend::parameters;
+use ringspan_cli::files::{TensorBytes, Tensors};
 use std::path::Path;
 
 #[derive(Parser)]
