@@ -57,7 +57,7 @@ impl<'a> Tensors<'a> {
     }
 
     /// The tensor `name`, of one of the types and with as many dims as `shape` names, e.g. `[B, S, H, D]`.
-    pub fn get<const N: usize>(&self, name: &str, types: &[Dtype], shape: &str) -> Result<Given<'a, N>> {
+    pub fn get<const N: usize>(&self, name: &str, types: &[Dtype], shape: &str) -> Result<FileTensor<'a, N>> {
         let path = self.path.display();
         let Ok(view) = self.tensors.tensor(name) else {
             let has = self.names().join(", ");
@@ -79,19 +79,19 @@ impl<'a> Tensors<'a> {
                 view.shape().len()
             );
         };
-        Ok(Given { dtype: view.dtype(), shape: dims, data: view.data() })
+        Ok(FileTensor { dtype: view.dtype(), shape: dims, data: view.data() })
     }
 }
 
 /// A tensor in the bytes of its file.
 #[derive(Clone, Copy)]
-pub struct Given<'a, const N: usize> {
+pub struct FileTensor<'a, const N: usize> {
     pub dtype: Dtype,
     pub shape: [usize; N],
     pub data: &'a [u8],
 }
 
-impl<const N: usize> Given<'_, N> {
+impl<const N: usize> FileTensor<'_, N> {
     /// All elements of an integer tensor.
     pub fn integers(&self) -> Vec<i64> {
         match self.dtype {
@@ -171,14 +171,14 @@ impl Stored {
 }
 
 /// A float tensor for an output file, rounded once to its type.
-pub struct Out {
+pub struct OutputTensor {
     name: &'static str,
     dtype: Dtype,
     shape: Vec<usize>,
     bytes: Vec<u8>,
 }
 
-impl Out {
+impl OutputTensor {
     pub fn new(name: &'static str, dtype: Dtype, shape: Vec<usize>, values: Vec<f32>) -> Self {
         let bytes = match dtype {
             Dtype::BF16 => values.into_iter().flat_map(|x| half::bf16::from_f32(x).to_le_bytes()).collect(),
@@ -190,7 +190,7 @@ impl Out {
 }
 
 /// Writes a safetensors file that replaces `path`.
-pub fn write_tensors(path: &Path, tensors: &[Out]) -> Result<()> {
+pub fn write_tensors(path: &Path, tensors: &[OutputTensor]) -> Result<()> {
     let cannot = || format!("cannot write {}", path.display());
     let views = tensors
         .iter()
@@ -277,7 +277,7 @@ mod tests {
     #[test]
     fn rounding_is_to_nearest_even() {
         let one_and_a_half_steps = 1.0 + 1.5 / 128.0;
-        let out = Out::new("x", Dtype::BF16, vec![1], vec![one_and_a_half_steps]);
+        let out = OutputTensor::new("x", Dtype::BF16, vec![1], vec![one_and_a_half_steps]);
         assert_eq!(out.bytes, half::bf16::from_f32(1.0 + 2.0 / 128.0).to_le_bytes());
     }
 }

@@ -6,7 +6,7 @@ use anyhow::{Context, Result, anyhow};
 use ringspan::comm::ranks::Ranks;
 use ringspan_candle::{DeviceName, Devices, Precision};
 use ringspan_models::{
-    Decoder, Origin, RopeScaling,
+    Decoder, ModelSource, RopeScaling,
     special_tokens::{SpecialTokens, without_tokenizer},
 };
 use ringspan_serve::{Mesh, Model};
@@ -53,9 +53,9 @@ pub(crate) struct ModelArgs {
 impl ModelArgs {
     /// Loads the model, and checks that its heads can be divided among the mesh's ranks.
     pub(crate) fn load(&self, mesh: &Mesh) -> Result<Model> {
-        let origin = Origin::at(&self.path).context("--model")?;
-        let json = origin.config_json()?;
-        let (mut config, lora, weights) = origin.load_stored()?;
+        let source = ModelSource::at(&self.path).context("--model")?;
+        let json = source.config_json()?;
+        let (mut config, lora, weights) = source.load_stored()?;
         if let Some(scaling) = &self.rope_scaling {
             config = serde_json::from_value(scaling.apply(&json, None)?)?;
         }
@@ -79,7 +79,7 @@ pub(crate) fn warn_beyond(model: &Model, length: usize) {
 
 /// The tokenizer of the model at `path`.
 pub(crate) fn tokenizer(path: &Path) -> Result<Tokenizer> {
-    let found = Origin::at(path).and_then(|origin| origin.tokenizer()).context("--model")?;
+    let found = ModelSource::at(path).and_then(|source| source.tokenizer()).context("--model")?;
     found.with_context(|| match path.is_file() {
         true => format!("{}: the file has no tokenizer (tokenizer.ggml.model)", path.display()),
         false => format!("{}: {}", path.join("tokenizer.json").display(), without_tokenizer(path)),
@@ -98,7 +98,7 @@ pub(crate) fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
 
 /// The tokens that end a text: `eos_token_id` of `generation_config.json`, else of `config.json`.
 pub(crate) fn end_tokens(path: &Path) -> Result<Vec<u32>> {
-    Origin::at(path).and_then(|origin| origin.end_tokens()).with_context(|| format!("--model {}", path.display()))
+    ModelSource::at(path).and_then(|source| source.end_tokens()).with_context(|| format!("--model {}", path.display()))
 }
 
 #[cfg(test)]

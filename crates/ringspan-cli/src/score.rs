@@ -1,6 +1,6 @@
 //! `ringspan score`: the probabilities that a model gives to the tokens of a text.
 
-use crate::files::{self, Out};
+use crate::files::{self, OutputTensor};
 use crate::mesh::MeshArgs;
 use crate::model::ModelArgs;
 use crate::tokens::TokenBatch;
@@ -71,9 +71,9 @@ pub(crate) fn run(args: &ScoreArgs, ranks: &Ranks) -> Result<()> {
     // The last column is left out, since no token follows it.
     let columns = len.saturating_sub(1);
     let log_probs = scores.log_probs.chunks_exact(len.max(1)).flat_map(|row| &row[..columns]).copied().collect();
-    let mut out = vec![Out::new("logprobs", Dtype::F32, vec![rows, columns], log_probs)];
+    let mut out = vec![OutputTensor::new("logprobs", Dtype::F32, vec![rows, columns], log_probs)];
     if let Some(logits) = scores.logits {
-        out.push(Out::new("logits", Dtype::F32, vec![rows, len, model.vocabulary()], logits));
+        out.push(OutputTensor::new("logits", Dtype::F32, vec![rows, len, model.vocabulary()], logits));
     }
     files::write_tensors(&args.out, &out)?;
     let tokens = batch.documents.tokens();

@@ -8,7 +8,7 @@ use rand_chacha::rand_core::{RngCore, SeedableRng};
 use ringspan::comm::ranks::Ranks;
 use ringspan_candle::loss::IGNORE;
 use ringspan_candle::{DeviceName, Precision, Weights};
-use ringspan_models::{Config, Decoder, Lora, Origin};
+use ringspan_models::{Config, Decoder, Lora, ModelSource};
 use ringspan_train::data::{Batch, Sequence};
 use ringspan_train::{Settings, StepResults, TrainConfig, single_step};
 use std::path::PathBuf;
@@ -183,7 +183,7 @@ pub(crate) fn run(args: &VerifyArgs, ranks: &Ranks) -> Result<()> {
     mesh::limit_threads(config.ranks(), config.threads);
     let (decoder, weights) = match &args.model {
         Some(path) => {
-            let (config, weights) = Origin::at(path)?.load()?;
+            let (config, weights) = ModelSource::at(path)?.load()?;
             (Decoder::new(config)?, weights)
         }
         None => tiny(args.ep.is_some() || args.moe_dp.is_some(), if args.offload_activations { 4 } else { 2 })?,

@@ -89,7 +89,7 @@ mod tests {
         {
             assert_eq!(download_hint(Path::new(path)), "", "{path}");
         }
-        let refused = crate::Origin::at(Path::new("nobody-here/Qwen3-0.6B")).expect_err("not here").to_string();
+        let refused = crate::ModelSource::at(Path::new("nobody-here/Qwen3-0.6B")).expect_err("not here").to_string();
         assert!(refused.contains("no such folder") && refused.contains("hf download nobody-here/"), "{refused}");
     }
 }

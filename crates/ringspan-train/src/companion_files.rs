@@ -7,7 +7,7 @@ use crate::{
     tokenizer::Tokenizer,
     tokenizer_config::TOKENIZER_CONFIG,
 };
-use ringspan_models::{Origin, special_tokens::GENERATION_CONFIG};
+use ringspan_models::{ModelSource, special_tokens::GENERATION_CONFIG};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 
@@ -42,8 +42,8 @@ fn write_tokenizer_files(config: &TrainConfig, tokenizer: &Tokenizer) -> Result<
     let template = config.chat_template.clone().or_else(|| existing(CHAT_TEMPLATE));
     let other_files =
         [TOKENIZER_CONFIG, LEGACY_TOKEN_FILES[0], LEGACY_TOKEN_FILES[1]].map(|name| (name, existing(name)));
-    let origin = model_origin(config)?;
-    let embedded = origin.map(|origin| origin.chat_template().map_err(model_error)).transpose()?.flatten();
+    let source = model_source(config)?;
+    let embedded = source.map(|source| source.chat_template().map_err(model_error)).transpose()?.flatten();
     if let (None, Some(template)) = (&template, embedded) {
         write_file(&config.out.join(CHAT_TEMPLATE), template.source.as_bytes())?;
     }
@@ -56,15 +56,15 @@ fn write_tokenizer_files(config: &TrainConfig, tokenizer: &Tokenizer) -> Result<
 }
 
 /// The model that training began with.
-fn model_origin(config: &TrainConfig) -> Result<Option<Origin>> {
-    config.model.as_ref().map(|path| Origin::at(path).map_err(model_error)).transpose()
+fn model_source(config: &TrainConfig) -> Result<Option<ModelSource>> {
+    config.model.as_ref().map(|path| ModelSource::at(path).map_err(model_error)).transpose()
 }
 
 /// The generation config of the model that training began with; empty where there is none.
 fn read_generation_config(config: &TrainConfig) -> Result<Map<String, Value>> {
-    let origin = model_origin(config)?;
+    let source = model_source(config)?;
     let config_path = config.model_config.as_ref().filter(|_| config.tokenizer.is_none());
-    let mut folders: Vec<&Path> = origin.iter().flat_map(Origin::folders).collect();
+    let mut folders: Vec<&Path> = source.iter().flat_map(ModelSource::folders).collect();
     folders.extend(config_path.and_then(|path| if path.is_dir() { Some(path.as_path()) } else { path.parent() }));
     let files = folders.into_iter().map(|folder| folder.join(GENERATION_CONFIG));
     match files.into_iter().find(|path: &PathBuf| path.exists()) {

@@ -9,7 +9,7 @@ use crate::{
 };
 use ringspan_candle::StoredWeights;
 use ringspan_candle::model::stored;
-use ringspan_models::{Base, Config, Decoder, NewWeights, Origin, folder, folder::Folder, special_tokens};
+use ringspan_models::{Base, Config, Decoder, ModelSource, NewWeights, folder, folder::Folder, special_tokens};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -24,7 +24,7 @@ pub(crate) struct InitialModel {
     /// `config.json` as it is saved with the model.
     pub(crate) json: Value,
     /// The folder of an adapter whose training is continued.
-    adapter: Option<Origin>,
+    adapter: Option<ModelSource>,
 }
 
 /// Where a model's first parameters come from. [`InitialModel::begin`] consumes it: weights that were read are moved, not copied.
@@ -90,7 +90,7 @@ impl InitialModel {
         let parameters = weights.into_parameters(&decoder, config.seed, ranks)?;
         let Some(lora) = config.lora.clone() else { return Ok((decoder, parameters)) };
         let decoder = decoder.with_lora(lora.clone()).map_err(model_error)?;
-        let adapter = self.adapter.as_ref().map(|origin| origin.adapter(&decoder).map_err(model_error)).transpose()?;
+        let adapter = self.adapter.as_ref().map(|source| source.adapter(&decoder).map_err(model_error)).transpose()?;
         Ok((decoder, parameters.with_lora(lora, adapter)))
     }
 
@@ -200,11 +200,11 @@ fn missing_tokenizer(path: PathBuf) -> Error {
 
 /// The tokenizer of an existing model.
 fn model_tokenizer(path: &Path, text: bool) -> Result<Option<Tokenizer>> {
-    let origin = Origin::at(path).map_err(model_error)?;
-    if let Some(file) = origin.tokenizer_file() {
-        return Ok(Some(Tokenizer::read(&file)?.or_end_tokens(&origin.end_tokens().map_err(model_error)?)));
+    let source = ModelSource::at(path).map_err(model_error)?;
+    if let Some(file) = source.tokenizer_file() {
+        return Ok(Some(Tokenizer::read(&file)?.or_end_tokens(&source.end_tokens().map_err(model_error)?)));
     }
-    match origin.tokenizer().map_err(model_error)? {
+    match source.tokenizer().map_err(model_error)? {
         None if text => Err(Error::Tokenizer {
             path: path.join(TOKENIZER),
             problem: format!(
@@ -213,21 +213,21 @@ fn model_tokenizer(path: &Path, text: bool) -> Result<Option<Tokenizer>> {
             ),
         }),
         None => Ok(None),
-        Some(found) => Ok(Some(Tokenizer::new(found, path)?.or_end_tokens(&origin.end_tokens().map_err(model_error)?))),
+        Some(found) => Ok(Some(Tokenizer::new(found, path)?.or_end_tokens(&source.end_tokens().map_err(model_error)?))),
     }
 }
 
 /// The model at a path, and the adapter there if its training is continued.
-fn read_model(config: &TrainConfig, path: &Path) -> Result<(Value, InitialWeights, Option<Origin>)> {
-    let origin = Origin::at(path).map_err(model_error)?;
-    let json = origin.config_json().map_err(model_error)?;
-    let is_adapter = matches!(origin, Origin::Adapter(..));
+fn read_model(config: &TrainConfig, path: &Path) -> Result<(Value, InitialWeights, Option<ModelSource>)> {
+    let source = ModelSource::at(path).map_err(model_error)?;
+    let json = source.config_json().map_err(model_error)?;
+    let is_adapter = matches!(source, ModelSource::Adapter(..));
     if is_adapter && config.lora.is_none() {
-        return Ok((json, InitialWeights::Loaded(stored(origin.load().map_err(model_error)?.1)), None));
+        return Ok((json, InitialWeights::Loaded(stored(source.load().map_err(model_error)?.1)), None));
     }
-    let weights = match origin.base() {
+    let weights = match source.base() {
         Base::Folder(folder) => InitialWeights::Folder(Arc::new(folder::open(folder).map_err(model_error)?)),
         base @ Base::Gguf(_) => InitialWeights::Loaded(base.load_stored().map_err(model_error)?.1),
     };
-    Ok((json, weights, Some(origin).filter(|_| is_adapter)))
+    Ok((json, weights, Some(source).filter(|_| is_adapter)))
 }

@@ -13,7 +13,7 @@ use crate::{
 use candle_core::{Device, Tensor};
 use ringspan_candle::{ParallelRank, Unit, Weights};
 use ringspan_models::{
-    Decoder, Origin, adapter,
+    Decoder, ModelSource, adapter,
     folder::{SavedType, Writer},
 };
 use serde_json::Value;
@@ -70,7 +70,7 @@ pub(crate) fn write(
 /// The base model of the adapters that are trained; none where the model itself is trained.
 pub(crate) fn base_model(config: &TrainConfig) -> Result<Option<PathBuf>> {
     let Some(model) = config.model.as_ref().filter(|_| config.lora.is_some()) else { return Ok(None) };
-    Origin::at(model).map(|origin| Some(origin.base().path().to_owned())).map_err(model_error)
+    ModelSource::at(model).map(|source| Some(source.base().path().to_owned())).map_err(model_error)
 }
 
 /// A model folder that was written from a checkpoint.

@@ -23,7 +23,7 @@ use ringspan_candle::{
     model::{on_device, stored},
     pool,
 };
-use ringspan_models::{Decoder, Origin};
+use ringspan_models::{Decoder, ModelSource};
 use std::sync::Arc;
 
 /// Number of tokens of held-out text that the sample continues.
@@ -57,7 +57,7 @@ pub(crate) fn sample(config: &TrainConfig, setup: &Setup, device: &RankDevice) -
     if count == 0 || affordable < 20 || prompt == 0 {
         return Ok(None);
     }
-    let (model, weights) = Origin::at(&config.out).and_then(Origin::load).map_err(model_error)?;
+    let (model, weights) = ModelSource::at(&config.out).and_then(ModelSource::load).map_err(model_error)?;
     let decoder = Decoder::new(model).map_err(model_error)?;
     let weights = on_device(&stored(weights), device).map_err(model_error)?;
     let options = Options { deadline: config.deadline, ..Options::default() };

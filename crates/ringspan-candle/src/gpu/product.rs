@@ -7,7 +7,7 @@ use candle_core::cuda::cudarc::cublas::{result, sys};
 use candle_core::{CudaStorage, DType, Layout, Result, bail};
 
 /// A matrix whose rows or columns are consecutive in memory.
-pub(crate) type Side<'a> = (&'a CudaStorage, &'a Layout);
+pub(crate) type Factor<'a> = (&'a CudaStorage, &'a Layout);
 
 /// The output of a product: consecutive rows of f32 or bf16 in a storage, from element `first` on.
 pub(crate) struct Output<'a> {
@@ -20,7 +20,7 @@ pub(crate) struct Output<'a> {
 ///
 /// # Errors
 /// Other types or layouts, an output that is too small, sizes beyond those of cuBLAS; failures of cuBLAS.
-pub(crate) fn product((a, a_at): Side, (b, b_at): Side, to: Output, into: Accumulate) -> Result<()> {
+pub(crate) fn product((a, a_at): Factor, (b, b_at): Factor, to: Output, into: Accumulate) -> Result<()> {
     let ((m, k), (inner, n)) = (a_at.shape().dims2()?, b_at.shape().dims2()?);
     if inner != k || a.dtype() != b.dtype() {
         let (a, b) = ((a_at.shape(), a.dtype()), (b_at.shape(), b.dtype()));

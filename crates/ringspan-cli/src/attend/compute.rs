@@ -3,7 +3,7 @@
 use super::input::Input;
 use super::parameters::Terms;
 use crate::device::Devices;
-use crate::files::Given;
+use crate::files::FileTensor;
 use crate::mesh::DEADLINE;
 use anyhow::{Context, Result, bail};
 use ringspan::attention::{Forward, Gradients, Inputs, Wire, on_device};
@@ -28,7 +28,7 @@ pub(super) struct Work<'a> {
 }
 
 /// The results of one rank, with their times and counts.
-pub(super) struct Part {
+pub(super) struct RankResult {
     pub(super) forward: Forward,
     pub(super) gradients: Option<Gradients>,
     /// Seconds of each repetition, from the barrier before it to the barrier after it.
@@ -52,19 +52,20 @@ pub(crate) struct RankReport {
 
 impl Work<'_> {
     /// Runs all ranks; returns `None` in a process without rank 0.
-    pub(super) fn run(&self, place: &Ranks) -> Result<Option<Vec<Part>>> {
+    pub(super) fn run(&self, place: &Ranks) -> Result<Option<Vec<RankResult>>> {
         let ranks = self.schedule.query().ranks();
         let options = threads::Options { deadline: DEADLINE, ..Default::default() };
         let own = place.run(ranks, options, |comm| self.rank(comm))?;
         gather(place, own)
     }
 
-    fn rank(&self, comm: Arc<dyn Communicator>) -> Result<Part> {
+    fn rank(&self, comm: Arc<dyn Communicator>) -> Result<RankResult> {
         let (rank, sizes, schedule) = (comm.rank(), self.input.sizes, self.schedule);
         let (queries, keys) = (schedule.query().rows(rank), schedule.key().rows(rank));
         let kernel = self.devices.kernel(rank)?;
         let group = Group::new(comm.clone(), schedule.grid(), kernel)?.with_wire(self.wire);
-        let local = |given: &Given<'_, 4>, rows: &[usize]| given.stored_rows(rows, given.shape[2] * given.shape[3]);
+        let local =
+            |given: &FileTensor<'_, 4>, rows: &[usize]| given.stored_rows(rows, given.shape[2] * given.shape[3]);
         let (q, k, v) = (local(&self.input.q, &queries), local(&self.input.k, &keys), local(&self.input.v, &keys));
         let q = view(q.data(), queries.len(), sizes.heads, sizes.dim)?;
         let k = view(k.data(), keys.len(), sizes.kv_heads, sizes.dim)?;
@@ -112,11 +113,11 @@ impl Work<'_> {
             bytes_sent_backward,
             peak_bytes: forward.peak_bytes.max(gradients.as_ref().map_or(0, |gradients| gradients.peak_bytes)),
         };
-        Ok(Part { forward, gradients, seconds_forward, seconds_backward, report })
+        Ok(RankResult { forward, gradients, seconds_forward, seconds_backward, report })
     }
 
     /// Rows of the bias for some queries, `[T, H or 1, Sk]`.
-    fn bias_rows(&self, bias: &Given<'_, 4>, queries: &[usize]) -> Vec<f32> {
+    fn bias_rows(&self, bias: &FileTensor<'_, 4>, queries: &[usize]) -> Vec<f32> {
         let [batch, heads, len, keys] = bias.shape;
         let row = |&query: &usize| {
             let (b, s) = (query / len, query % len);
@@ -127,7 +128,7 @@ impl Work<'_> {
 }
 
 /// Gathers the results of all ranks in the process of rank 0; returns `None` in other processes.
-fn gather(place: &Ranks, mut own: Vec<Part>) -> Result<Option<Vec<Part>>> {
+fn gather(place: &Ranks, mut own: Vec<RankResult>) -> Result<Option<Vec<RankResult>>> {
     if place.local().is_none() {
         return Ok(Some(own));
     }
@@ -152,7 +153,7 @@ fn gather(place: &Ranks, mut own: Vec<Part>) -> Result<Option<Vec<Part>>> {
         let (seconds_forward, seconds_backward) = (first.seconds_forward.clone(), first.seconds_backward.clone());
         let forward = Forward { out: Vec::new(), statistics: Statistics::default(), peak_bytes: 0 };
         let gradients = first.gradients.as_ref().map(|_| Gradients::default());
-        let mut part = Part { forward, gradients, seconds_forward, seconds_backward, report };
+        let mut part = RankResult { forward, gradients, seconds_forward, seconds_backward, report };
         for (of, all) in TENSORS.iter().zip(&tensors) {
             if let (Some(to), Some(all)) = (of(&mut part), all) {
                 *to = all[rank].f32()?.to_vec();
@@ -164,10 +165,10 @@ fn gather(place: &Ranks, mut own: Vec<Part>) -> Result<Option<Vec<Part>>> {
 }
 
 /// Accesses a tensor of a rank's results, if it is there.
-type Place = fn(&mut Part) -> Option<&mut Vec<f32>>;
+type TensorField = fn(&mut RankResult) -> Option<&mut Vec<f32>>;
 
 /// All tensors of a rank's results.
-const TENSORS: [Place; 9] = [
+const TENSORS: [TensorField; 9] = [
     |part| Some(&mut part.forward.out),
     |part| Some(&mut part.forward.statistics.max),
     |part| Some(&mut part.forward.statistics.sum),

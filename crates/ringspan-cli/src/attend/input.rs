@@ -1,6 +1,6 @@
 //! The tensors that `attend` reads, checked against each other before anything is computed.
 
-use crate::files::{Given, Tensors};
+use crate::files::{FileTensor, Tensors};
 use anyhow::{Context, Result, bail, ensure};
 use ringspan::Documents;
 use safetensors::Dtype;
@@ -48,10 +48,10 @@ pub struct Sizes {
 /// The input tensors, still in the bytes of their file.
 pub struct Input<'a> {
     pub sizes: Sizes,
-    pub q: Given<'a, 4>,
-    pub k: Given<'a, 4>,
-    pub v: Given<'a, 4>,
-    pub d_out: Option<Given<'a, 4>>,
+    pub q: FileTensor<'a, 4>,
+    pub k: FileTensor<'a, 4>,
+    pub v: FileTensor<'a, 4>,
+    pub d_out: Option<FileTensor<'a, 4>>,
     /// Documents of the queries; each corresponds to one of the `key_documents`, in the same order.
     pub query_documents: Documents,
     pub key_documents: Documents,
@@ -63,7 +63,7 @@ impl<'a> Input<'a> {
         let q = file.get::<4>("q", &FLOATS, "[B, Sq, H, D]")?;
         let k = file.get::<4>("k", &FLOATS, "[B, Sk, G, D]")?;
         let v = file.get::<4>("v", &FLOATS, "[B, Sk, G, Dv]")?;
-        let equal = |a: (&str, &Given<'_, 4>), b: (&str, &Given<'_, 4>), dim: usize, letter: &str| {
+        let equal = |a: (&str, &FileTensor<'_, 4>), b: (&str, &FileTensor<'_, 4>), dim: usize, letter: &str| {
             let (one, other) = (a.1.shape[dim], b.1.shape[dim]);
             ensure!(
                 one == other,

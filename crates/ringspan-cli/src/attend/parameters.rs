@@ -2,7 +2,7 @@
 
 use super::args::AttendArgs;
 use super::input::{FLOATS, Sizes};
-use crate::files::{Given, Tensors};
+use crate::files::{FileTensor, Tensors};
 use anyhow::{Context, Result, ensure};
 use ringspan::kernel::{Buckets, Dropout, Relative};
 use ringspan::mask::BlockPairs;
@@ -53,7 +53,7 @@ pub fn mask(args: &AttendArgs, file: &Tensors<'_>, documents: usize) -> Result<M
 pub struct Terms<'a> {
     pub score: Score,
     /// `[B or 1, H or 1, Sq, Sk]`
-    pub bias: Option<Given<'a, 4>>,
+    pub bias: Option<FileTensor<'a, 4>>,
     /// Whether sinks are an input, and therefore have a gradient; the sinks of an off-by-one softmax are not.
     pub gives_sinks: bool,
 }
@@ -129,7 +129,7 @@ fn buckets(args: &AttendArgs, file: &Tensors<'_>, heads: usize) -> Result<Option
     Ok(Some(Buckets { table, count, max_distance, bidirectional: args.relative_bidirectional }))
 }
 
-fn bias<'a>(file: &Tensors<'a>, sizes: &Sizes) -> Result<Option<Given<'a, 4>>> {
+fn bias<'a>(file: &Tensors<'a>, sizes: &Sizes) -> Result<Option<FileTensor<'a, 4>>> {
     if !file.has("bias") {
         return Ok(None);
     }

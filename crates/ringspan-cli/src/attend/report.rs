@@ -1,6 +1,6 @@
 //! The report of `attend`, as text for people and as JSON for programs.
 
-use super::compute::{Part, RankReport, Work};
+use super::compute::{RankReport, RankResult, Work};
 use super::input::Sizes;
 use super::plan::Plan;
 use crate::files::type_name;
@@ -66,7 +66,7 @@ struct Run {
 }
 
 impl Report {
-    pub(super) fn new(work: &Work<'_>, plan: &Plan, parts: &[Part]) -> Self {
+    pub(super) fn new(work: &Work<'_>, plan: &Plan, parts: &[RankResult]) -> Self {
         let schedule = work.schedule;
         let estimate = |e: &ringspan::schedule::Estimate| Estimate {
             strategy: e.strategy.to_string(),
@@ -75,7 +75,7 @@ impl Report {
             bytes_sent: e.bytes_sent,
         };
         // All ranks leave the same barriers, so the times of the first rank stand for all.
-        let seconds = |times: fn(&Part) -> &Vec<f64>| parts.first().map_or(0.0, |part| median(times(part)));
+        let seconds = |times: fn(&RankResult) -> &Vec<f64>| parts.first().map_or(0.0, |part| median(times(part)));
         Self {
             seconds_forward: seconds(|part| &part.seconds_forward),
             seconds_backward: work.input.d_out.is_some().then(|| seconds(|part| &part.seconds_backward)),

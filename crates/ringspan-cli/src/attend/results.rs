@@ -1,15 +1,15 @@
 //! Puts the results of all ranks together.
 
-use super::compute::{Part, Work};
+use super::compute::{RankResult, Work};
 use super::input::Sizes;
-use crate::files::Out;
+use crate::files::OutputTensor;
 use anyhow::Result;
 use ringspan::Layout;
 use ringspan::kernel::Relative;
 use safetensors::Dtype;
 
 /// The output tensors. Tokens that no rank holds are padding: out 0, lse -inf, gradients 0.
-pub(super) fn join(work: &Work<'_>, parts: &[Part]) -> Result<Vec<Out>> {
+pub(super) fn join(work: &Work<'_>, parts: &[RankResult]) -> Result<Vec<OutputTensor>> {
     let input = work.input;
     let Sizes { batch, queries, keys, heads, kv_heads, dim, v_dim } = input.sizes;
     let (query, key) = (work.schedule.query(), work.schedule.key());
@@ -20,8 +20,8 @@ pub(super) fn join(work: &Work<'_>, parts: &[Part]) -> Result<Vec<Out>> {
         scatter_lse(&part.forward.lse(), query, rank, queries, heads, &mut lse);
     }
     let mut tensors = vec![
-        Out::new("out", input.q.dtype, vec![batch, queries, heads, v_dim], out),
-        Out::new("lse", Dtype::F32, vec![batch, heads, queries], lse),
+        OutputTensor::new("out", input.q.dtype, vec![batch, queries, heads, v_dim], out),
+        OutputTensor::new("lse", Dtype::F32, vec![batch, heads, queries], lse),
     ];
     let gradients: Vec<_> = parts.iter().filter_map(|part| part.gradients.as_ref()).collect();
     if input.d_out.is_none() {
@@ -35,9 +35,9 @@ pub(super) fn join(work: &Work<'_>, parts: &[Part]) -> Result<Vec<Out>> {
         key.unshard(rank, &part.dk, kv_heads * dim, &mut dk)?;
         key.unshard(rank, &part.dv, kv_heads * v_dim, &mut dv)?;
     }
-    tensors.push(Out::new("dq", input.q.dtype, input.q.shape.to_vec(), dq));
-    tensors.push(Out::new("dk", input.k.dtype, input.k.shape.to_vec(), dk));
-    tensors.push(Out::new("dv", input.v.dtype, input.v.shape.to_vec(), dv));
+    tensors.push(OutputTensor::new("dq", input.q.dtype, input.q.shape.to_vec(), dq));
+    tensors.push(OutputTensor::new("dk", input.k.dtype, input.k.shape.to_vec(), dk));
+    tensors.push(OutputTensor::new("dv", input.v.dtype, input.v.shape.to_vec(), dv));
     let sum = |of: fn(&ringspan::attention::Gradients) -> &Vec<f32>, len: usize| {
         let mut sum = vec![0.0; len];
         for part in &gradients {
@@ -46,13 +46,13 @@ pub(super) fn join(work: &Work<'_>, parts: &[Part]) -> Result<Vec<Out>> {
         sum
     };
     if let Some(sinks) = work.terms.score.sinks.as_ref().filter(|_| work.terms.gives_sinks) {
-        tensors.push(Out::new("d_sinks", Dtype::F32, vec![heads], sum(|part| &part.d_sinks, sinks.len())));
+        tensors.push(OutputTensor::new("d_sinks", Dtype::F32, vec![heads], sum(|part| &part.d_sinks, sinks.len())));
     }
     if let Some(Relative::Buckets(buckets)) = &work.terms.score.relative {
         let by_head = sum(|part| &part.d_table, buckets.table.len());
         let count = buckets.count;
         let by_bucket = (0..count).flat_map(|bucket| by_head.iter().copied().skip(bucket).step_by(count)).collect();
-        tensors.push(Out::new("d_relative_bias", Dtype::F32, vec![count, heads], by_bucket));
+        tensors.push(OutputTensor::new("d_relative_bias", Dtype::F32, vec![count, heads], by_bucket));
     }
     if let Some(bias) = &work.terms.bias {
         let [rows, bias_heads, ..] = bias.shape;
@@ -67,7 +67,7 @@ pub(super) fn join(work: &Work<'_>, parts: &[Part]) -> Result<Vec<Out>> {
                 }
             }
         }
-        tensors.push(Out::new("d_bias", Dtype::F32, bias.shape.to_vec(), d_bias));
+        tensors.push(OutputTensor::new("d_bias", Dtype::F32, bias.shape.to_vec(), d_bias));
     }
     Ok(tensors)
 }

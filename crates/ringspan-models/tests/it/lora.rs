@@ -6,7 +6,7 @@ use crate::support::{
 use candle_core::{Device, Tensor};
 use ringspan::LayoutKind;
 use ringspan_candle::Weights;
-use ringspan_models::{Base, Decoder, Error, Lora, Origin, ROUTER, TARGETS, adapter, folder};
+use ringspan_models::{Base, Decoder, Error, Lora, ModelSource, ROUTER, TARGETS, adapter, folder};
 use serde_json::{Value, json};
 
 /// A model with PEFT's adapter attached, the weights of both, and the values that PEFT computes.
@@ -51,7 +51,7 @@ fn adapters_of_experts_are_those_of_peft() {
         assert_equal(&format!("{spread:?}"), &got, &wanted);
     }
     // `score` and `generate` use the merged model.
-    let (config, merged) = Origin::at(&fixture("qwen3_moe_lora")).and_then(Origin::load).expect("fits");
+    let (config, merged) = ModelSource::at(&fixture("qwen3_moe_lora")).and_then(ModelSource::load).expect("fits");
     let (of_merged, _) = on_one_device(&Decoder::new(config).expect("supported"), &merged, &batch);
     assert!(relative_l2(&of_merged.logits, &wanted.logits) < 1e-5);
 }
@@ -69,7 +69,7 @@ fn adapters_that_patterns_describe_are_those_of_peft() {
         assert_equal(name, &on_one_device(&decoder, &weights, &batch).0, &wanted);
         let spread = Spread { ring: 2, tp: 2, ..Spread::default() };
         assert_equal(name, &on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, spread), &wanted);
-        let (config, merged) = Origin::at(&fixture(&folder)).and_then(Origin::load).expect("fits");
+        let (config, merged) = ModelSource::at(&fixture(&folder)).and_then(ModelSource::load).expect("fits");
         let (of_merged, _) = on_one_device(&Decoder::new(config).expect("supported"), &merged, &batch);
         let off = relative_l2(&of_merged.logits, &wanted.logits);
         assert!(off < 1e-5, "{name}: merged, logits are off by {off:e}");
@@ -148,7 +148,7 @@ fn new_adapters_change_nothing_and_are_saved_as_they_are() {
         let flat = |tensor: &Tensor| tensor.flatten_all().and_then(|t| t.to_vec1::<f32>()).expect("f32");
         assert_eq!(flat(tensor), flat(&adapted[name]), "{name}");
     }
-    let (_, merged) = Origin::at(out.path()).and_then(Origin::load).expect("fits");
+    let (_, merged) = ModelSource::at(out.path()).and_then(ModelSource::load).expect("fits");
     assert!(merged.keys().eq(weights.keys()));
     assert!(folder::load(out.path()).is_err(), "it is no model by itself");
 }
@@ -175,7 +175,7 @@ fn adapters_of_experts_are_saved_by_peft_s_names_and_read_again() {
     }
     // The model has two sparse layers and a dense one.
     assert_eq!(tensors.len(), 2 * (2 * (2 * experts + 1) + 2));
-    let (config, merged) = Origin::at(out.path()).and_then(Origin::load).expect("fits");
+    let (config, merged) = ModelSource::at(out.path()).and_then(ModelSource::load).expect("fits");
     let (of_adapters, _) = on_one_device(&decoder, &weights, &batch);
     let (of_merged, _) = on_one_device(&Decoder::new(config).expect("supported"), &merged, &batch);
     assert!(relative_l2(&of_merged.logits, &of_adapters.logits) < 1e-5);
@@ -261,7 +261,7 @@ fn adapters_that_cannot_be_are_refused() {
         config["base_model_name_or_path"] = base.to_string_lossy().into();
         config[key] = value;
         std::fs::write(out.path().join(adapter::CONFIG), config.to_string()).expect("room");
-        let message = Origin::at(out.path()).and_then(Origin::load).expect_err("not plain").to_string();
+        let message = ModelSource::at(out.path()).and_then(ModelSource::load).expect_err("not plain").to_string();
         assert!(words.iter().all(|word| message.contains(word)), "{key}: {message}");
     }
     // Keys that change nothing, or give the default in other words, are accepted.
@@ -281,7 +281,7 @@ fn adapters_that_cannot_be_are_refused() {
         config["base_model_name_or_path"] = base.to_string_lossy().into();
         config[key] = value.clone();
         std::fs::write(out.path().join(adapter::CONFIG), config.to_string()).expect("room");
-        let read = Origin::at(out.path()).and_then(Origin::load);
+        let read = ModelSource::at(out.path()).and_then(ModelSource::load);
         assert!(read.is_ok(), "{key} {value}: {:?}", read.err());
         let frozen = adapter::describe(out.path()).expect("read").frozen;
         assert_eq!(frozen.is_some(), value == "mica", "{key} {value}");

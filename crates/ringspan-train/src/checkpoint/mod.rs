@@ -107,7 +107,7 @@ impl Progress {
 
 /// The content of `state.json`.
 #[derive(Debug, Serialize, Deserialize)]
-struct State {
+struct StateFile {
     #[serde(flatten)]
     progress: Progress,
     /// Names and sizes in bytes of the other files.
@@ -135,13 +135,13 @@ pub struct Checkpoints {
 
 /// A checkpoint that ranks are writing. It is removed unless it is committed.
 #[derive(Debug)]
-pub struct Part {
+pub struct PendingCheckpoint {
     step: u64,
     folder: PathBuf,
     committed: bool,
 }
 
-impl Drop for Part {
+impl Drop for PendingCheckpoint {
     fn drop(&mut self) {
         if !self.committed {
             // A failure is ignored: the next save removes the folder.
@@ -176,12 +176,12 @@ impl Checkpoints {
     ///
     /// # Errors
     /// [`Error::Io`] naming the folder and the system's message.
-    pub fn begin(&self, step: u64) -> Result<Part> {
+    pub fn begin(&self, step: u64) -> Result<PendingCheckpoint> {
         fs::create_dir_all(&self.folder).map_err(Error::io("create", &self.folder))?;
-        let part = Part { step, folder: self.part_folder(step), committed: false };
-        remove_if_there(&part.folder)?;
-        fs::create_dir(&part.folder).map_err(Error::io("create", &part.folder))?;
-        Ok(part)
+        let pending = PendingCheckpoint { step, folder: self.part_folder(step), committed: false };
+        remove_if_there(&pending.folder)?;
+        fs::create_dir(&pending.folder).map_err(Error::io("create", &pending.folder))?;
+        Ok(pending)
     }
 
     /// Writes the slices of one of `ranks` ranks, after [`begin`](Self::begin).
@@ -197,30 +197,30 @@ impl Checkpoints {
     /// # Errors
     /// [`Error::Io`] naming the file and the system's message; then nothing of this checkpoint remains and every other one
     /// is as it was.
-    pub fn commit(&self, mut part: Part, progress: &Progress, ranks: usize) -> Result<PathBuf> {
+    pub fn commit(&self, mut pending: PendingCheckpoint, progress: &Progress, ranks: usize) -> Result<PathBuf> {
         let size = |rank| {
             let name = file_name(rank, ranks);
-            let path = part.folder.join(&name);
+            let path = pending.folder.join(&name);
             Ok((name, fs::metadata(&path).map_err(Error::io("read", &path))?.len()))
         };
-        let state = State { progress: progress.clone(), files: (0..ranks).map(size).collect::<Result<_>>()? };
+        let state = StateFile { progress: progress.clone(), files: (0..ranks).map(size).collect::<Result<_>>()? };
         let json = serde_json::to_vec_pretty(&state)
-            .map_err(|e| Error::Checkpoint { path: part.folder.join(STATE), problem: e.to_string() })?;
-        write_through(&*self.storage, &part.folder.join(STATE), &json)?;
-        sync_folder(&part.folder);
-        let path = self.folder.join(format!("step-{:06}", part.step));
+            .map_err(|e| Error::Checkpoint { path: pending.folder.join(STATE), problem: e.to_string() })?;
+        write_through(&*self.storage, &pending.folder.join(STATE), &json)?;
+        sync_folder(&pending.folder);
+        let path = self.folder.join(format!("step-{:06}", pending.step));
         // A run resumed from an older checkpoint may save a step again, and a folder cannot be renamed over a full one.
-        let before = self.replaced(part.step);
+        let before = self.replaced(pending.step);
         if path.exists() {
             remove_if_there(&before)?;
             fs::rename(&path, &before).map_err(Error::io("rename", &path))?;
         }
-        if let Err(error) = fs::rename(&part.folder, &path) {
+        if let Err(error) = fs::rename(&pending.folder, &path) {
             // The name is free: the older checkpoint is renamed back, if that is possible.
             let _ = fs::rename(&before, &path);
-            return Err(Error::io("rename", &part.folder)(error));
+            return Err(Error::io("rename", &pending.folder)(error));
         }
-        part.committed = true;
+        pending.committed = true;
         sync_folder(&self.folder);
         remove_if_there(&before)?;
         self.prune()?;
@@ -308,7 +308,7 @@ impl Checkpoints {
             });
         };
         let path = self.path(step);
-        let State { progress, files } = read_state(&path)?;
+        let StateFile { progress, files } = read_state(&path)?;
         if progress.model.fingerprint != model.fingerprint {
             return Err(other(&path, "model", &progress.model, model, "resume with the model it was made with"));
         }
@@ -335,7 +335,7 @@ fn file_name(rank: usize, ranks: usize) -> String {
     format!("shard-{:05}-of-{ranks:05}.safetensors", rank + 1)
 }
 
-fn read_state(folder: &Path) -> Result<State> {
+fn read_state(folder: &Path) -> Result<StateFile> {
     let path = folder.join(STATE);
     let bytes = fs::read(&path).map_err(Error::io("read", &path))?;
     let damaged = |problem| Error::Checkpoint { path: path.clone(), problem };

@@ -11,7 +11,7 @@ use crate::{
     error::{Error, Result, model_error},
     tokenizer::Tokenizer,
 };
-use ringspan_models::Origin;
+use ringspan_models::ModelSource;
 use std::path::{Path, PathBuf};
 
 /// Reads and tokenizes the sources of a run.
@@ -29,7 +29,7 @@ pub(super) struct DatasetReader<'a, 'w> {
 /// The chat template that the model's own file holds, where it is a GGUF file.
 fn gguf_chat_template(config: &TrainConfig) -> Result<Option<Template>> {
     let Some(path) = &config.model else { return Ok(None) };
-    let template = Origin::at(path).and_then(|origin| origin.chat_template()).map_err(model_error)?;
+    let template = ModelSource::at(path).and_then(|source| source.chat_template()).map_err(model_error)?;
     template.map(|template| Template::from_gguf(template, path)).transpose()
 }
 

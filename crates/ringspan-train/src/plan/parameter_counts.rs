@@ -70,8 +70,8 @@ impl ParameterCounts {
             // Elements in all portions, in trained portions and in trained shards.
             let (mut portions, mut trained_portions, mut trained_shards) = (0, 0, 0);
             for trained in [true, false] {
-                for (family, flat) in sharing.flats(decoder, unit, rank, trained)?.iter().enumerate() {
-                    let (whole, ranks) = (flat.len() as u64, sharing.shard(rank, family).1 as u64);
+                for (replica_group, flat) in sharing.flats(decoder, unit, rank, trained)?.iter().enumerate() {
+                    let (whole, ranks) = (flat.len() as u64, sharing.shard(rank, replica_group).1 as u64);
                     let shard = whole.div_ceil(ranks);
                     portions += whole;
                     own.parameters += shard;
@@ -83,7 +83,7 @@ impl ParameterCounts {
                         trained_portions += whole;
                         trained_shards += shard;
                         own.cut += whole - whole / ranks;
-                        let holders = sharing.holders(rank, family).len() as u64;
+                        let holders = sharing.holders(rank, replica_group).len() as u64;
                         let same = setup.mesh.topology.world() as u64 / sharing.ranks() as u64 * (holders / ranks);
                         // An all-reduce sends each element twice, but for one rank's share.
                         own.summed += 2 * shard * (same - 1) / same;
@@ -92,8 +92,8 @@ impl ParameterCounts {
             }
             // Matrices that stay as they are stored: four bytes of their shards count as one element.
             let (mut copied, mut stores) = (0, false);
-            for (family, flat) in sharing.stored_flats(decoder, unit, rank)?.iter().enumerate() {
-                let ranks = sharing.shard(rank, family).1 as u64;
+            for (replica_group, flat) in sharing.stored_flats(decoder, unit, rank)?.iter().enumerate() {
+                let ranks = sharing.shard(rank, replica_group).1 as u64;
                 let shard = (flat.len() as u64).div_ceil(4 * ranks);
                 stores |= !flat.is_empty();
                 copied += if ranks > 1 { flat.len() as u64 } else { 0 };

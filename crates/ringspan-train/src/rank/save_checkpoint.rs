@@ -2,7 +2,7 @@
 
 use super::{Rank, RankZero};
 use crate::{
-    checkpoint::{Part, Progress},
+    checkpoint::{PendingCheckpoint, Progress},
     data::{PackerPosition, SourcePosition},
     error::{Error, Result},
 };
@@ -21,7 +21,7 @@ pub(super) struct Saving {
     /// The thread that writes this rank's file; none on ranks that write none.
     writer: Option<JoinHandle<Result<()>>>,
     /// The checkpoint's folder, on rank 0; it is removed unless it is committed.
-    part: Option<Part>,
+    part: Option<PendingCheckpoint>,
 }
 
 impl Saving {

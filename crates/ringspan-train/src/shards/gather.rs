@@ -25,11 +25,12 @@ impl Shards {
     /// Gathers whole parameters from shards; `own` are this rank's, and `asked` chooses between trained and frozen ones.
     fn together(&self, decoder: &Decoder, unit: Unit, own: &[&[f32]], asked: impl Fn(bool) -> bool) -> Result<Weights> {
         let sharing = &self.sharing;
-        let gives = |rank: usize, family: usize| sharing.is_cut() || sharing.holders(rank, family)[0] == rank;
+        let gives =
+            |rank: usize, replica_group: usize| sharing.is_cut() || sharing.holders(rank, replica_group)[0] == rank;
         let kept = |shard: &&Shard| asked(shard.trained);
         let mut sent = Vec::new();
         for (shard, values) in self.held(unit)?.iter().filter(kept).zip(own) {
-            if gives(self.copy.rank(), shard.family) {
+            if gives(self.copy.rank(), shard.replica_group) {
                 sent.extend_from_slice(values);
             }
         }
@@ -42,9 +43,9 @@ impl Shards {
         for (rank, buffer) in all.iter().enumerate() {
             let mut rest = numbers(buffer);
             for trained in [true, false].into_iter().filter(|trained| asked(*trained)) {
-                for (family, flat) in sharing.flats(decoder, unit, rank, trained)?.iter().enumerate() {
-                    let (index, _) = sharing.shard(rank, family);
-                    let len = if gives(rank, family) { flat.shard(index).len() } else { continue };
+                for (replica_group, flat) in sharing.flats(decoder, unit, rank, trained)?.iter().enumerate() {
+                    let (index, _) = sharing.shard(rank, replica_group);
+                    let len = if gives(rank, replica_group) { flat.shard(index).len() } else { continue };
                     let Some((shard, later)) = rest.split_at_checked(len) else {
                         return Err(Error::Model(format!("rank {rank} sent {} numbers of {unit:?}", buffer.len())));
                     };

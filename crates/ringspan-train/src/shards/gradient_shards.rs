@@ -58,7 +58,7 @@ impl<'a> GradientShards<'a> {
         for shard in self.shards.held(unit)?.iter().filter(|shard| shard.trained) {
             let mut parts: Vec<Option<Vec<f32>>> = shard.flat.cut(&mut gradients)?.into_iter().map(Some).collect();
             let part = |rank: usize| Arc::new(Buffer::F32(parts[rank].take().unwrap_or_default()));
-            under_way.push(self.shards.families[shard.family].exchange.start(part)?);
+            under_way.push(self.shards.replica_groups[shard.replica_group].exchange.start(part)?);
         }
         if let Some(name) = gradients.rest() {
             return Err(Error::Model(format!("a gradient came for `{name}`, which is no parameter of its unit")));
@@ -87,7 +87,7 @@ impl<'a> GradientShards<'a> {
         for (unit, sums) in &mut self.sums {
             let trained = self.shards.held(*unit)?.iter().filter(|shard| shard.trained);
             for (shard, sum) in trained.zip(sums) {
-                let copies = &self.shards.families[shard.family].copies;
+                let copies = &self.shards.replica_groups[shard.replica_group].copies;
                 // A rank alone has nothing to add, and need not hold the unit once more.
                 if copies.size() > 1 {
                     copies.all_reduce(sum)?;

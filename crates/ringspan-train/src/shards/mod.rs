@@ -36,7 +36,7 @@ pub(crate) struct Shards {
     sharing: ShardPlacement,
     /// The ranks of this rank's copy of the model.
     copy: Arc<dyn Communicator>,
-    families: Vec<Family>,
+    replica_groups: Vec<GroupExchange>,
     units: BTreeMap<Unit, Vec<Shard>>,
     /// This rank's shards of matrices that stay as they are stored, each with its family.
     stored: BTreeMap<Unit, Vec<(usize, StoredFlat, StoredShard)>>,
@@ -47,7 +47,7 @@ pub(crate) struct Shards {
 }
 
 /// The groups of ranks that hold the same portions as this one, for one family.
-struct Family {
+struct GroupExchange {
     /// Exchanges among the ranks that keep a shard each.
     exchange: Exchange,
     /// The ranks that keep the same shard.
@@ -56,7 +56,7 @@ struct Family {
 
 /// A shard of a family's portions in a unit: either of the trained ones, or of the frozen ones.
 struct Shard {
-    family: usize,
+    replica_group: usize,
     trained: bool,
     flat: Flat,
     values: Arc<Buffer>,
@@ -91,42 +91,42 @@ impl Shards {
         read_stored: &mut ReadMatrix,
     ) -> Result<Self> {
         let (copy, rank) = (world.rank() / sharing.ranks(), world.rank() % sharing.ranks());
-        let family = |family| {
-            let first = sharing.holders(rank, family).first().copied().unwrap_or(rank);
+        let replica_group = |replica_group| {
+            let first = sharing.holders(rank, replica_group).first().copied().unwrap_or(rank);
             let (owners, copies) = match sharing.is_cut() {
                 true => (world.split(copy * sharing.ranks() + first, rank)?, world.split(rank, copy)?),
                 false => (world.split(world.rank(), 0)?, world.split(first, world.rank())?),
             };
-            Ok::<_, Error>(Family { exchange: Exchange::new(owners), copies })
+            Ok::<_, Error>(GroupExchange { exchange: Exchange::new(owners), copies })
         };
-        let families = (0..sharing.families()).map(family).collect::<Result<_>>()?;
+        let replica_groups = (0..sharing.replica_groups()).map(replica_group).collect::<Result<_>>()?;
         let (mut units, mut stored) = (BTreeMap::new(), BTreeMap::new());
         for unit in decoder.units() {
             let mut shards = Vec::new();
             for trained in [true, false] {
-                for (family, flat) in sharing.flats(decoder, unit, rank, trained)?.into_iter().enumerate() {
-                    let mut values = Vec::with_capacity(flat.shard(sharing.shard(rank, family).0).len());
-                    for piece in flat.portion_shards(sharing.shard(rank, family).0) {
+                for (replica_group, flat) in sharing.flats(decoder, unit, rank, trained)?.into_iter().enumerate() {
+                    let mut values = Vec::with_capacity(flat.shard(sharing.shard(rank, replica_group).0).len());
+                    for piece in flat.portion_shards(sharing.shard(rank, replica_group).0) {
                         values.extend(read(&piece)?);
                     }
                     if !flat.is_empty() {
-                        shards.push(Shard { family, trained, flat, values: Arc::new(Buffer::F32(values)) });
+                        shards.push(Shard { replica_group, trained, flat, values: Arc::new(Buffer::F32(values)) });
                     }
                 }
             }
             units.insert(unit, shards);
             let mut of_unit = Vec::new();
-            for (family, flat) in sharing.stored_flats(decoder, unit, rank)?.into_iter().enumerate() {
+            for (replica_group, flat) in sharing.stored_flats(decoder, unit, rank)?.into_iter().enumerate() {
                 if !flat.is_empty() {
-                    let kept = flat.keep(sharing.shard(rank, family).0, read_stored)?;
-                    of_unit.push((family, flat, kept));
+                    let kept = flat.keep(sharing.shard(rank, replica_group).0, read_stored)?;
+                    of_unit.push((replica_group, flat, kept));
                 }
             }
             stored.insert(unit, of_unit);
         }
         let copy = world.split(copy, rank)?;
         let (transfers, ahead) = (Transfers::new(device)?, RefCell::default());
-        Ok(Self { sharing, copy, families, units, stored, transfers, ahead })
+        Ok(Self { sharing, copy, replica_groups, units, stored, transfers, ahead })
     }
 
     /// The ranks that hold one copy of the parameters together.
@@ -135,13 +135,13 @@ impl Shards {
     }
 
     /// Whether this rank writes its shards of a family to checkpoints: it is the first of the ranks that keep the same ones.
-    fn keeps(&self, family: usize) -> bool {
-        self.families[family].copies.rank() == 0
+    fn keeps(&self, replica_group: usize) -> bool {
+        self.replica_groups[replica_group].copies.rank() == 0
     }
 
     /// This rank's trained pieces that it writes to checkpoints, as the first of the ranks that keep them.
     pub(crate) fn kept(&self) -> impl Iterator<Item = PortionShard<'_>> {
-        self.trained().filter(|shard| self.keeps(shard.family)).flat_map(|shard| self.pieces_of(shard))
+        self.trained().filter(|shard| self.keeps(shard.replica_group)).flat_map(|shard| self.pieces_of(shard))
     }
 
     /// This rank's pieces of trained parameters.
@@ -154,13 +154,13 @@ impl Shards {
     }
 
     fn pieces_of<'a>(&self, shard: &'a Shard) -> impl Iterator<Item = PortionShard<'a>> + use<'a> {
-        shard.flat.portion_shards(self.families[shard.family].exchange.group().rank())
+        shard.flat.portion_shards(self.replica_groups[shard.replica_group].exchange.group().rank())
     }
 
     /// The values of the pieces that this rank writes to checkpoints; they share the shards' memory while training goes on.
     pub(crate) fn slices(&self) -> Vec<Slice> {
         let mut slices = Vec::new();
-        for shard in self.trained().filter(|shard| self.keeps(shard.family)) {
+        for shard in self.trained().filter(|shard| self.keeps(shard.replica_group)) {
             for piece in self.pieces_of(shard) {
                 let values = ShardSlice { shard: shard.values.clone(), range: piece.in_shard.clone() };
                 slices.push(piece.slice(piece.portion.name.clone(), Arc::new(values)));
@@ -176,7 +176,7 @@ impl Shards {
             let trained = shards.iter().filter(|shard| shard.trained);
             let once = |shard: &Shard, sum: &[f32]| match self.sharing.is_cut() {
                 true => of(sum),
-                false => of(sum) / self.sharing.holders(self.copy.rank(), shard.family).len() as f64,
+                false => of(sum) / self.sharing.holders(self.copy.rank(), shard.replica_group).len() as f64,
             };
             trained.zip(sums).map(|(shard, sum)| once(shard, sum)).sum()
         };
@@ -196,7 +196,8 @@ impl Shards {
                 let gradient = of_unit.next().ok_or_else(missing)?;
                 // Another rank, or the thread that writes a checkpoint, may still hold this buffer: it keeps the old values.
                 let Buffer::F32(values) = Arc::make_mut(&mut shard.values) else { continue };
-                for piece in shard.flat.portion_shards(self.families[shard.family].exchange.group().rank()) {
+                for piece in shard.flat.portion_shards(self.replica_groups[shard.replica_group].exchange.group().rank())
+                {
                     update(&piece, &mut values[piece.in_shard.clone()], &gradient[piece.in_shard.clone()])?;
                 }
             }
@@ -210,14 +211,14 @@ impl Shards {
     }
 
     fn gather(&self, unit: Unit) -> Result<Gathering> {
-        let start = |Shard { family, values, .. }: &Shard| {
-            let exchange = &self.families[*family].exchange;
+        let start = |Shard { replica_group, values, .. }: &Shard| {
+            let exchange = &self.replica_groups[*replica_group].exchange;
             exchange.start(|_| values.clone())
         };
         let numbers = self.held(unit)?.iter().map(start).collect::<Result<_>>()?;
-        let stored = self.held_stored(unit).iter().filter_map(|(family, _, kept)| match kept {
+        let stored = self.held_stored(unit).iter().filter_map(|(replica_group, _, kept)| match kept {
             StoredShard::Whole(_) => None,
-            StoredShard::Part(bytes) => Some(self.families[*family].exchange.start(|_| bytes.clone())),
+            StoredShard::Part(bytes) => Some(self.replica_groups[*replica_group].exchange.start(|_| bytes.clone())),
         });
         Ok(Gathering { numbers, stored: stored.collect::<Result<_>>()? })
     }

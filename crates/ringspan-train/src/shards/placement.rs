@@ -68,7 +68,7 @@ impl ShardPlacement {
     }
 
     /// Number of families, the same on every rank.
-    pub(crate) fn families(&self) -> usize {
+    pub(crate) fn replica_groups(&self) -> usize {
         self.groups.first().map_or(0, Vec::len)
     }
 
@@ -78,14 +78,14 @@ impl ShardPlacement {
     }
 
     /// The ranks that hold the same portions of a family as `rank`, rising.
-    pub(crate) fn holders(&self, rank: usize, family: usize) -> Vec<usize> {
-        let own = self.groups[rank][family];
-        (0..self.ranks()).filter(|other| self.groups[*other][family] == own).collect()
+    pub(crate) fn holders(&self, rank: usize, replica_group: usize) -> Vec<usize> {
+        let own = self.groups[rank][replica_group];
+        (0..self.ranks()).filter(|other| self.groups[*other][replica_group] == own).collect()
     }
 
     /// The index of the shard of a family that a rank keeps, and the number of shards.
-    pub(crate) fn shard(&self, rank: usize, family: usize) -> (usize, usize) {
-        let holders = self.holders(rank, family);
+    pub(crate) fn shard(&self, rank: usize, replica_group: usize) -> (usize, usize) {
+        let holders = self.holders(rank, replica_group);
         match self.cut {
             true => (holders.iter().position(|holder| *holder == rank).unwrap_or(0), holders.len()),
             false => (0, 1),
@@ -96,26 +96,26 @@ impl ShardPlacement {
     /// that do not stay as they are stored.
     pub(crate) fn flats(&self, decoder: &Decoder, unit: Unit, rank: usize, trained: bool) -> Result<Vec<Flat>> {
         let portions = decoder.all_parameters().portions(unit, self.places[rank]).map_err(model_error)?;
-        let flat = |family| {
-            let own = self.groups[rank][family];
+        let flat = |replica_group| {
+            let own = self.groups[rank][replica_group];
             let of_family = |p: &&Portion| {
                 p.replicas == own && decoder.trains(&p.name) == trained && !self.stored.contains_key(&p.name)
             };
-            Flat::new(portions.iter().filter(of_family).cloned().collect(), self.shard(rank, family).1)
+            Flat::new(portions.iter().filter(of_family).cloned().collect(), self.shard(rank, replica_group).1)
         };
-        Ok((0..self.families()).map(flat).collect())
+        Ok((0..self.replica_groups()).map(flat).collect())
     }
 
     /// A rank's portions of a unit's matrices that stay as they are stored, by family, as rows of bytes.
     pub(crate) fn stored_flats(&self, decoder: &Decoder, unit: Unit, rank: usize) -> Result<Vec<StoredFlat>> {
         let portions = decoder.all_parameters().portions(unit, self.places[rank]).map_err(model_error)?;
-        let flat = |family| {
-            let own = self.groups[rank][family];
+        let flat = |replica_group| {
+            let own = self.groups[rank][replica_group];
             let of_family = portions.iter().filter(|portion| portion.replicas == own);
             let stored = of_family.filter_map(|portion| Some((portion.clone(), *self.stored.get(&portion.name)?)));
-            StoredFlat::new(stored, self.shard(rank, family).1)
+            StoredFlat::new(stored, self.shard(rank, replica_group).1)
         };
-        (0..self.families()).map(flat).collect()
+        (0..self.replica_groups()).map(flat).collect()
     }
 }
 
@@ -180,15 +180,16 @@ mod tests {
                     let mut kept = vec![0; shape.iter().product()];
                     let trained = decoder.trains(&name);
                     for rank in 0..ranks {
-                        for (family, flat) in
+                        for (replica_group, flat) in
                             sharing.flats(&decoder, unit, rank, trained).expect("possible").iter().enumerate()
                         {
-                            for piece in flat.portion_shards(sharing.shard(rank, family).0) {
+                            for piece in flat.portion_shards(sharing.shard(rank, replica_group).0) {
                                 let portion = piece.portion;
                                 if portion.name != name {
                                     continue;
                                 }
-                                let times = if cut { 1.0 } else { 1.0 / sharing.holders(rank, family).len() as f64 };
+                                let times =
+                                    if cut { 1.0 } else { 1.0 / sharing.holders(rank, replica_group).len() as f64 };
                                 let rows = piece.row_range();
                                 let picked =
                                     piece.gather_from(rows.start, &whole[rows.start * in_first..rows.end * in_first]);

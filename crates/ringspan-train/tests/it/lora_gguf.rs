@@ -4,7 +4,7 @@ use crate::common::{Memory, run, text};
 use candle_core::quantized::gguf_file::{self, Content, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use ringspan_candle::Weights;
-use ringspan_models::{Base, Config, Decoder, Origin, adapter, folder, gguf};
+use ringspan_models::{Base, Config, Decoder, ModelSource, adapter, folder, gguf};
 use ringspan_train::{Settings, TrainArgs, TrainConfig, train};
 use serde_json::json;
 use std::fs::{self, File};
@@ -115,11 +115,11 @@ fn an_adapter_beside_a_gguf_file_is_that_beside_its_weights_in_a_folder() {
     assert_eq!(values(&saved.weights), values(&adapter::load(&root.join("of-folder")).unwrap().weights));
 
     // A reader of the adapter finds its model and its tokenizer.
-    let origin = Origin::at(&of_file.out).unwrap();
+    let origin = ModelSource::at(&of_file.out).unwrap();
     assert!(origin.tokenizer().unwrap().is_some());
     let (config, merged) = origin.load().unwrap();
     assert_eq!(config.model_type, "qwen3");
-    let of_folder = Origin::at(&root.join("of-folder")).unwrap().load().unwrap().1;
+    let of_folder = ModelSource::at(&root.join("of-folder")).unwrap().load().unwrap().1;
     assert_eq!(values(&merged), values(&of_folder));
 }
 

@@ -5,7 +5,7 @@ use super::wire::{Wire, floats};
 use super::{Group, f32_bytes};
 use crate::comm::{Buffer, Communicator, Pending};
 use crate::error::{Error, Result};
-use crate::kernel::{Data, Floats, Inputs, Kernel, Piece, Saved, Statistics, Stored, View};
+use crate::kernel::{Data, Floats, Inputs, Kernel, Saved, Statistics, Stored, TensorSlice, View};
 use crate::schedule::{Block, Compute, Plan, Rows, Step, Transfer};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -50,18 +50,18 @@ impl<'a> Blocks<'a> {
             return Err(missing(*block));
         }
         let Inputs { q, k, v, bias, .. } = &self.own;
-        let piece = |view: &View<'a>| Piece { view: *view, heads: 0..view.heads, rows: rows.ranges() };
+        let slice = |view: &View<'a>| TensorSlice { view: *view, heads: 0..view.heads, rows: rows.ranges() };
         let message = match (block, self.saved) {
-            (Block::Keys(_), _) => self.kernel.pack(self.wire.stored(), &[piece(k), piece(v)])?,
+            (Block::Keys(_), _) => self.kernel.pack(self.wire.stored(), &[slice(k), slice(v)])?,
             (Block::Queries(_), _) => match bias {
-                Some(bias) => self.kernel.pack(Stored::F32, &[piece(q), piece(bias)])?,
-                None => self.kernel.pack(self.wire.stored(), &[piece(q)])?,
+                Some(bias) => self.kernel.pack(Stored::F32, &[slice(q), slice(bias)])?,
+                None => self.kernel.pack(self.wire.stored(), &[slice(q)])?,
             },
             (Block::Saved(_), Some(Saved { statistics: Statistics { max, sum }, delta, d_out })) => {
-                let all = |data: Data<'a>| -> Result<Piece> {
-                    Ok(Piece { view: stored(data, 1, 1, data.len())?, heads: 0..1, rows: ONE })
+                let all = |data: Data<'a>| -> Result<TensorSlice> {
+                    Ok(TensorSlice { view: stored(data, 1, 1, data.len())?, heads: 0..1, rows: ONE })
                 };
-                self.kernel.pack(Stored::F32, &[piece(&d_out), all(max)?, all(sum)?, all(delta)?])?
+                self.kernel.pack(Stored::F32, &[slice(&d_out), all(max)?, all(sum)?, all(delta)?])?
             }
             _ => return Err(missing(*block)),
         };

@@ -72,12 +72,12 @@ impl Tokens<'_> {
                 let together = if q.step == k.step || k.len <= 1 { q.len } else { 1 };
                 for first in (0..q.len).step_by(together.max(1)) {
                     let queries = q.part(&(first..first + together));
-                    for piece in mask.pieces(&queries, k, self.frames.0, self.frames.1)? {
-                        let (q_part, k_part) = (queries.part(&piece.q), k.part(&piece.k));
+                    for banded in mask.banded_tiles(&queries, k, self.frames.0, self.frames.1)? {
+                        let (q_part, k_part) = (queries.part(&banded.q), k.part(&banded.k));
                         tiles.push(Tile {
-                            q: q_row + first + piece.q.start..q_row + first + piece.q.end,
-                            k: k_row + piece.k.start..k_row + piece.k.end,
-                            band: piece.band,
+                            q: q_row + first + banded.q.start..q_row + first + banded.q.end,
+                            k: k_row + banded.k.start..k_row + banded.k.end,
+                            band: banded.band,
                             place: TilePosition {
                                 query: q_part.start,
                                 key: k_part.start,

@@ -9,7 +9,7 @@ use super::meter::Meter;
 use super::wire::{Wire, floats};
 use crate::comm::{Buffer, Communicator, Pending};
 use crate::error::Result;
-use crate::kernel::{Floats, Piece, RowTarget, View};
+use crate::kernel::{Floats, RowTarget, TensorSlice, View};
 use crate::schedule::Rows;
 use std::ops::Range;
 use std::sync::Arc;
@@ -54,8 +54,8 @@ impl<'a> Exchange<'a> {
         meter: &mut Meter,
     ) -> Result<PendingExchange> {
         let rows = Rows::all(local.tokens);
-        let piece = |heads: &Range<usize>| Piece { view: *local, heads: heads.clone(), rows: rows.ranges() };
-        let part = |heads| self.group.kernel().pack(wire.stored(), &[piece(heads)]);
+        let slice = |heads: &Range<usize>| TensorSlice { view: *local, heads: heads.clone(), rows: rows.ranges() };
+        let part = |heads| self.group.kernel().pack(wire.stored(), &[slice(heads)]);
         let parts = heads.iter().map(part).collect::<Result<_>>()?;
         self.start(parts, heads.to_vec(), (local.dim, wire), tag, meter)
     }

@@ -16,13 +16,13 @@ use std::sync::Arc;
 
 /// Some heads and rows of a tensor.
 #[derive(Debug)]
-pub(crate) struct Piece<'a> {
+pub(crate) struct TensorSlice<'a> {
     pub(crate) view: View<'a>,
     pub(crate) heads: Range<usize>,
     pub(crate) rows: &'a [Range<usize>],
 }
 
-impl Piece<'_> {
+impl TensorSlice<'_> {
     /// Number of elements.
     pub(crate) fn len(&self) -> usize {
         self.rows.iter().map(ExactSizeIterator::len).sum::<usize>() * self.heads.len() * self.view.dim
@@ -30,13 +30,13 @@ impl Piece<'_> {
 }
 
 impl Kernel {
-    /// Packs the pieces one after the other, each as `[rows, heads, dim]`, in type `to`.
-    pub(crate) fn pack(&self, to: Stored, pieces: &[Piece]) -> Result<Buffer> {
+    /// Packs the slices one after the other, each as `[rows, heads, dim]`, in type `to`.
+    pub(crate) fn pack(&self, to: Stored, slices: &[TensorSlice]) -> Result<Buffer> {
         match &self.0 {
             Device::Cpu(_) => {
                 // The whole capacity is reserved: a growing vector would take up to twice the size.
-                let mut packed = with_capacity(to, pieces.iter().map(Piece::len).sum());
-                for Piece { view, heads, rows } in pieces {
+                let mut packed = with_capacity(to, slices.iter().map(TensorSlice::len).sum());
+                for TensorSlice { view, heads, rows } in slices {
                     for row in rows.iter().flat_map(Clone::clone) {
                         heads.clone().try_for_each(|head| push(&mut packed, to, view.at(row, head)))?;
                     }
@@ -44,7 +44,7 @@ impl Kernel {
                 Ok(packed)
             }
             #[cfg(feature = "cuda")]
-            Device::Cuda(cuda) => Ok(Buffer::Device(Arc::new(cuda.pack(to, pieces)?))),
+            Device::Cuda(cuda) => Ok(Buffer::Device(Arc::new(cuda.pack(to, slices)?))),
         }
     }
 

@@ -51,7 +51,7 @@ pub use score::{Buckets, Dropout, Relative, Score};
 pub use statistics::Statistics;
 pub use view::{Data, View};
 
-pub(crate) use message::{Piece, read};
+pub(crate) use message::{TensorSlice, read};
 pub(crate) use state::SoftmaxState;
 pub(crate) use sums::RowTarget;
 pub(crate) use view::Stored;

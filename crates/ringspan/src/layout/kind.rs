@@ -45,7 +45,7 @@ impl LayoutKind {
     /// mask.
     pub(super) fn deal(self, documents: &Documents, ranks: usize) -> Vec<Vec<Run>> {
         let mut out = vec![Vec::new(); ranks];
-        let mut units: Vec<Vec<Piece>> = Vec::new();
+        let mut units: Vec<Vec<DocumentSpan>> = Vec::new();
         let mut last_row = None;
         for (index, document) in documents.iter().enumerate() {
             if units.is_empty() || self == Self::PerDocumentZigzag || last_row != Some(document.row) {
@@ -53,16 +53,16 @@ impl LayoutKind {
             }
             last_row = Some(document.row);
             let Some(unit) = units.last_mut() else { continue };
-            unit.extend(document.spans.iter().map(|span| Piece { document: index, span: span.clone() }));
+            unit.extend(document.spans.iter().map(|span| DocumentSpan { document: index, span: span.clone() }));
         }
         for unit in &units {
             // Documents with gaps may interleave; the tokens of a row are ordered by their index in the flat batch.
-            let mut unit: Vec<&Piece> = unit.iter().collect();
-            unit.sort_by_key(|piece| documents.get(piece.document).offset + piece.span.start);
-            let tokens = unit.iter().map(|piece| piece.span.len()).sum();
+            let mut unit: Vec<&DocumentSpan> = unit.iter().collect();
+            unit.sort_by_key(|document_span| documents.get(document_span.document).offset + document_span.span.start);
+            let tokens = unit.iter().map(|document_span| document_span.span.len()).sum();
             let before: Vec<usize> = std::iter::once(0)
-                .chain(unit.iter().scan(0, |before, piece| {
-                    *before += piece.span.len();
+                .chain(unit.iter().scan(0, |before, document_span| {
+                    *before += document_span.span.len();
                     Some(*before)
                 }))
                 .collect();
@@ -100,7 +100,7 @@ impl LayoutKind {
 }
 
 /// A span of one document in a row.
-struct Piece {
+struct DocumentSpan {
     document: usize,
     span: Range<usize>,
 }
@@ -113,19 +113,19 @@ struct Progression {
     step: usize,
 }
 
-/// Cuts a progression of token indices at the borders of the pieces; `before` has the number of tokens before each piece.
-fn cut(pieces: &[&Piece], before: &[usize], progression: Progression, runs: &mut Vec<Run>) {
+/// Cuts a progression of token indices at the borders of the spans; `before` has the number of tokens before each document_span.
+fn cut(spans: &[&DocumentSpan], before: &[usize], progression: Progression, runs: &mut Vec<Run>) {
     let Progression { start, end, step } = progression;
-    let first_piece = before.partition_point(|&before| before <= start).saturating_sub(1);
-    for (piece, &from) in pieces.iter().zip(before).skip(first_piece).take_while(|(_, from)| **from < end) {
+    let first_span = before.partition_point(|&before| before <= start).saturating_sub(1);
+    for (document_span, &from) in spans.iter().zip(before).skip(first_span).take_while(|(_, from)| **from < end) {
         let first = if start >= from { start } else { start + (from - start).div_ceil(step) * step };
-        let last = (from + piece.span.len()).min(end);
+        let last = (from + document_span.span.len()).min(end);
         if first >= last {
             continue;
         }
         runs.push(Run {
-            document: piece.document,
-            start: piece.span.start + (first - from),
+            document: document_span.document,
+            start: document_span.span.start + (first - from),
             len: (last - first).div_ceil(step),
             step,
         });

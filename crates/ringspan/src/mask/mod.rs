@@ -1,6 +1,6 @@
 //! Masks by their usual names, and their conversion to bands.
 //!
-//! Between a run of queries and a run of keys, every mask is a list of [`Piece`]s: parts of both runs, and a [`Band`] that
+//! Between a run of queries and a run of keys, every mask is a list of [`BandedTile`]s: parts of both runs, and a [`Band`] that
 //! says which i - j are visible. So a kernel only has to support bands.
 //!
 //! ```
@@ -34,15 +34,15 @@
 //! ```
 //!
 //! A causal mask between equal runs is the band i - j >= 0. If the runs are at different positions, the band is shifted by
-//! the distance of their first tokens, in steps; if the shifted band contains no pair, there is no piece:
+//! the distance of their first tokens, in steps; if the shifted band contains no pair, there is no tile:
 //!
 //! ```
 //! use ringspan::{Mask, Run};
 //!
 //! let run = |start| Run { document: 0, start, len: 4, step: 1 };
 //! let band = |mask: &Mask, queries, keys| {
-//!     let pieces = mask.pieces(&run(queries), &run(keys), 16, 16)?;
-//!     Ok::<_, ringspan::Error>(pieces.first().map(|piece| (piece.band.lo, piece.band.hi, piece.band.pairs(4, 4))))
+//!     let tiles = mask.banded_tiles(&run(queries), &run(keys), 16, 16)?;
+//!     Ok::<_, ringspan::Error>(tiles.first().map(|tile| (tile.band.lo, tile.band.hi, tile.band.pairs(4, 4))))
 //! };
 //! let causal = Mask::causal();
 //! assert_eq!(band(&causal, 0, 0)?.map(|band| (band.0, band.2)), Some((0, 10)));   // a triangle
@@ -55,16 +55,16 @@
 //! ```
 
 mod band;
+mod banded_tiles;
 mod blocks;
-mod pieces;
 
 #[cfg(test)]
 mod test;
 
 pub use band::Band;
+pub use banded_tiles::BandedTile;
+pub(crate) use banded_tiles::VisiblePairs;
 pub use blocks::BlockPairs;
-pub use pieces::Piece;
-pub(crate) use pieces::Seen;
 
 use crate::error::{Error, Result};
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! Tests pieces against the definition of visibility, pair by pair.
+//! Tests tiles against the definition of visibility, pair by pair.
 
 use super::*;
 use crate::documents::Run;
@@ -36,13 +36,13 @@ proptest! {
         }
         let q = Run { document: 1, start: qs, len: ql, step };
         let k = Run { document: 1, start: ks, len: kl, step };
-        let pieces = mask.pieces(&q, &k, frame_q, frame_k).expect("equal steps");
+        let tiles = mask.banded_tiles(&q, &k, frame_q, frame_k).expect("equal steps");
         for i in 0..ql {
             for j in 0..kl {
-                let holds = |p: &&Piece| p.q.contains(&i) && p.k.contains(&j) && p.band.sees(i - p.q.start, j - p.k.start);
-                let seen = pieces.iter().filter(holds).count();
+                let holds = |p: &&BandedTile| p.q.contains(&i) && p.k.contains(&j) && p.band.sees(i - p.q.start, j - p.k.start);
+                let seen = tiles.iter().filter(holds).count();
                 let sees = mask.sees(1, qs + i * step, ks + j * step, frame_q, frame_k);
-                prop_assert_eq!(seen, usize::from(sees), "query {} key {} of {:?}", i, j, &pieces);
+                prop_assert_eq!(seen, usize::from(sees), "query {} key {} of {:?}", i, j, &tiles);
             }
         }
     }
@@ -52,22 +52,22 @@ proptest! {
 fn another_document_is_never_seen() {
     let q = Run { document: 0, start: 0, len: 4, step: 1 };
     let k = Run { document: 1, ..q };
-    assert_eq!(Mask::full().pieces(&q, &k, 4, 4), Ok(vec![]));
+    assert_eq!(Mask::full().banded_tiles(&q, &k, 4, 4), Ok(vec![]));
 }
 
 #[test]
 fn unequal_steps_are_refused() {
     let q = Run { document: 0, start: 0, len: 4, step: 1 };
     let k = Run { step: 2, ..q };
-    assert!(Mask::causal().pieces(&q, &k, 8, 8).is_err());
+    assert!(Mask::causal().banded_tiles(&q, &k, 8, 8).is_err());
 }
 
 #[test]
 fn limits_beyond_any_position_are_no_limits() {
     let run = Run { document: 0, start: 0, len: 9, step: 1 };
     let seen = |mask: Mask| -> u64 {
-        let pieces = mask.pieces(&run, &run, 9, 9).expect("one step");
-        let pairs = pieces.iter().map(|p| p.band.pairs(p.q.len(), p.k.len())).sum();
+        let tiles = mask.banded_tiles(&run, &run, 9, 9).expect("one step");
+        let pairs = tiles.iter().map(|p| p.band.pairs(p.q.len(), p.k.len())).sum();
         let wanted = (0..81).filter(|at| mask.sees(0, at / 9, at % 9, 9, 9)).count();
         assert_eq!(pairs, wanted as u64, "{mask}");
         pairs
@@ -82,8 +82,8 @@ fn a_token_alone_has_any_step() {
     let one = Run { document: 0, start: 6, len: 1, step: 1 };
     let many = Run { document: 0, start: 0, len: 4, step: 3 };
     let seen = |q: &Run, k: &Run| -> u64 {
-        let pieces = Mask::causal().pieces(q, k, 12, 12).expect("one of them is alone");
-        pieces.iter().map(|p| p.band.pairs(p.q.len(), p.k.len())).sum()
+        let tiles = Mask::causal().banded_tiles(q, k, 12, 12).expect("one of them is alone");
+        tiles.iter().map(|p| p.band.pairs(p.q.len(), p.k.len())).sum()
     };
     assert_eq!((seen(&one, &many), seen(&many, &one)), (3, 2));
 }
@@ -122,7 +122,7 @@ fn a_causal_mask_with_keys_ahead_is_refused_wherever_it_is_used() {
     let run = Run { document: 0, start: 0, len: 4, step: 1 };
     for causal in [Mask::causal(), Mask::causal_bottom_right(), Mask::full().window(None, Some(0))] {
         for mask in [causal.clone().window(None, Some(3)), causal.clone().window(None, Some(3)).window(Some(1), None)] {
-            for error in [mask.check(1).expect_err("ahead"), mask.pieces(&run, &run, 4, 4).expect_err("ahead")] {
+            for error in [mask.check(1).expect_err("ahead"), mask.banded_tiles(&run, &run, 4, 4).expect_err("ahead")] {
                 let message = error.to_string();
                 assert!(message.contains("asks for 3") && message.contains("full-bottom-right"), "{message}");
             }

@@ -5,7 +5,7 @@ use super::{Compute, Rows, Schedule};
 use crate::documents::{Documents, Run, Strand};
 use crate::error::Result;
 use crate::kernel::{Tile, TilePosition};
-use crate::mask::{Band, Piece, Seen};
+use crate::mask::{Band, BandedTile, VisiblePairs};
 use std::ops::Range;
 use std::sync::PoisonError;
 
@@ -53,8 +53,8 @@ impl Schedule {
 
     fn placed_tiles(&self, q: usize, k: usize, mut each: impl FnMut(Tile)) {
         for (q_row, q_run, strand, frames) in self.meetings(q, k) {
-            self.mask.search_pieces(q_run, strand.runs(), frames, |run, piece| {
-                each(self.placed(q_row, q_run, strand, run, &piece));
+            self.mask.search_banded_tiles(q_run, strand.runs(), frames, |run, banded| {
+                each(self.placed(q_row, q_run, strand, run, &banded));
             });
         }
     }
@@ -65,8 +65,8 @@ impl Schedule {
         let (mut open, mut run_of, mut number) = (Vec::<Vec<Stair>>::new(), usize::MAX, 0);
         for (q_row, q_run, strand, frames) in self.meetings(q, k) {
             self.mask.search(q_run, strand.runs(), frames, |seen| match seen {
-                Seen::Piece { run, piece } => each(self.placed(q_row, q_run, strand, run, &piece)),
-                Seen::Whole { q, runs } => {
+                VisiblePairs::BandedTile { run, tile } => each(self.placed(q_row, q_run, strand, run, &tile)),
+                VisiblePairs::Whole { q, runs } => {
                     number = if run_of == q_row { number + 1 } else { 0 };
                     run_of = q_row;
                     if open.len() == number {
@@ -83,11 +83,11 @@ impl Schedule {
         open.iter().for_each(|stairs| stairs::tiles(stairs, &mut |q, k| each(whole(q, k))));
     }
 
-    /// The tile of `piece`, which lies between a run of queries that begins at `q_row` and run number `run` of a strand.
-    fn placed(&self, q_row: usize, q_run: &Run, strand: &Strand, run: usize, piece: &Piece) -> Tile {
+    /// The tile of `banded`, which lies between a run of queries that begins at `q_row` and run number `run` of a strand.
+    fn placed(&self, q_row: usize, q_run: &Run, strand: &Strand, run: usize, banded: &BandedTile) -> Tile {
         let k_row = strand.rows(&(run..run + 1)).start;
-        let place = self.place(&q_run.part(&piece.q), &strand.runs()[run].part(&piece.k));
-        Tile { q: moved(&piece.q, q_row), k: moved(&piece.k, k_row), band: piece.band, place }
+        let place = self.place(&q_run.part(&banded.q), &strand.runs()[run].part(&banded.k));
+        Tile { q: moved(&banded.q, q_row), k: moved(&banded.k, k_row), band: banded.band, place }
     }
 
     /// The key rows of ring rank `k` that any query of ring rank `q` sees.

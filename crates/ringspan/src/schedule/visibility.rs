@@ -2,7 +2,7 @@
 
 use crate::documents::{Run, Strand};
 use crate::layout::Layout;
-use crate::mask::{Mask, Seen};
+use crate::mask::{Mask, VisiblePairs};
 use std::collections::HashMap;
 use std::ops::Range;
 
@@ -30,8 +30,8 @@ impl Visibility {
                         continue;
                     }
                     mask.search(q, held.strand.runs(), frames, |seen| match seen {
-                        Seen::Whole { runs, .. } => held.owners(runs).for_each(|owner| owners.set(rank, owner)),
-                        Seen::Piece { run, .. } => {
+                        VisiblePairs::Whole { runs, .. } => held.owners(runs).for_each(|owner| owners.set(rank, owner)),
+                        VisiblePairs::BandedTile { run, .. } => {
                             held.owners(run..run + 1).for_each(|owner| owners.set(rank, owner));
                         }
                     });

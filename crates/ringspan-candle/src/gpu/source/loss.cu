@@ -24,34 +24,34 @@ static_assert(sizeof(Job) == JOB_BYTES, "the job as the host fills it");
 #define WARPS (THREADS / 32)
 
 // The greatest of some numbers, and the sum of their exponentials relative to it.
-struct Part {
+struct LogSumExp {
     float max, sum;
 };
 
 // Takes in more numbers. One that is none, or infinite, leaves a sum that is none.
-__device__ inline void take(Part &part, const float (&x)[AT_ONCE]) {
-    float max = part.max;
+__device__ inline void take(LogSumExp &partial, const float (&x)[AT_ONCE]) {
+    float max = partial.max;
 #pragma unroll
     for (int n = 0; n < AT_ONCE; n++) {
         max = x[n] > max ? x[n] : max;
     }
-    if (max > part.max) {
-        part.sum *= expf(part.max - max);
-        part.max = max;
+    if (max > partial.max) {
+        partial.sum *= expf(partial.max - max);
+        partial.max = max;
     }
 #pragma unroll
     for (int n = 0; n < AT_ONCE; n++) {
         // Where nothing greater was seen yet, there is no distance to it.
-        part.sum += x[n] == NEGATIVE_INFINITY ? 0.0f : expf(x[n] - max);
+        partial.sum += x[n] == NEGATIVE_INFINITY ? 0.0f : expf(x[n] - max);
     }
 }
 
-__device__ inline float relative(const Part &part, float max) {
-    return part.sum == 0.0f ? 0.0f : part.sum * expf(part.max - max);
+__device__ inline float relative(const LogSumExp &partial, float max) {
+    return partial.sum == 0.0f ? 0.0f : partial.sum * expf(partial.max - max);
 }
 
 // The same whichever of the two is the first.
-__device__ inline Part both(const Part &a, const Part &b) {
+__device__ inline LogSumExp both(const LogSumExp &a, const LogSumExp &b) {
     const float max = a.max > b.max ? a.max : b.max;
     return {max, relative(a, max) + relative(b, max)};
 }
@@ -64,7 +64,7 @@ extern __shared__ float shared[];
 
 extern "C" __global__ void __launch_bounds__(THREADS) loss_sums(const Job job) {
     const i64 row = blockIdx.x, from = row * job.width;
-    Part part = {NEGATIVE_INFINITY, 0.0f};
+    LogSumExp partial = {NEGATIVE_INFINITY, 0.0f};
     float x[AT_ONCE];
 #pragma unroll 4
     for (i64 column = threadIdx.x * AT_ONCE; column < job.width; column += THREADS * AT_ONCE) {
@@ -73,27 +73,27 @@ extern "C" __global__ void __launch_bounds__(THREADS) loss_sums(const Job job) {
         for (int n = 0; n < AT_ONCE; n++) {
             x[n] = capped(x[n], job.softcap);
         }
-        take(part, x);
+        take(partial, x);
     }
     for (int distance = 16; distance > 0; distance /= 2) {
-        const float max = __shfl_xor_sync(0xFFFFFFFFu, part.max, distance);
-        part = both(part, {max, __shfl_xor_sync(0xFFFFFFFFu, part.sum, distance)});
+        const float max = __shfl_xor_sync(0xFFFFFFFFu, partial.max, distance);
+        partial = both(partial, {max, __shfl_xor_sync(0xFFFFFFFFu, partial.sum, distance)});
     }
     if (threadIdx.x % 32 == 0) {
-        shared[threadIdx.x / 32] = part.max;
-        shared[WARPS + threadIdx.x / 32] = part.sum;
+        shared[threadIdx.x / 32] = partial.max;
+        shared[WARPS + threadIdx.x / 32] = partial.sum;
     }
     __syncthreads();
     if (threadIdx.x > 0) {
         return;
     }
     for (int warp = 1; warp < WARPS; warp++) {
-        part = both(part, {shared[warp], shared[WARPS + warp]});
+        partial = both(partial, {shared[warp], shared[WARPS + warp]});
     }
     const i64 place = (i64)job.targets[row] - job.first;
     float *sums = job.sums + row * 3;
-    sums[0] = part.max;
-    sums[1] = part.sum;
+    sums[0] = partial.max;
+    sums[1] = partial.sum;
     sums[2] = 0 <= place && place < job.width ? capped(element<X_TYPE>(job.logits, from + place), job.softcap) : 0.0f;
 }
 

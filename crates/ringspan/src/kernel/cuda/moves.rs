@@ -1,6 +1,6 @@
 //! A rank's operations on GPU tensors besides attention: copies, messages, sums, softmax states.
 
-use super::super::message::Piece;
+use super::super::message::TensorSlice;
 use super::super::sums::RowTarget;
 use super::super::view::Stored;
 use super::super::{Data, Statistics, View};
@@ -108,13 +108,13 @@ impl Cuda {
         self.launch_move((Stored::F32, Stored::F32), "fill", &job, to.len())
     }
 
-    /// Packs pieces of tensors one after the other, converted to one type.
-    pub(in crate::kernel) fn pack(&self, to: Stored, pieces: &[Piece]) -> Result<GpuArray> {
-        let mut packed = self.array(to, pieces.iter().map(Piece::len).sum())?;
+    /// Packs slices of tensors one after the other, converted to one type.
+    pub(in crate::kernel) fn pack(&self, to: Stored, slices: &[TensorSlice]) -> Result<GpuArray> {
+        let mut packed = self.array(to, slices.iter().map(TensorSlice::len).sum())?;
         let mut all = packed.all_mut();
         let mut at = all.write(&self.stream)?;
-        for piece in pieces {
-            let Piece { view, heads, rows } = piece;
+        for slice in slices {
+            let TensorSlice { view, heads, rows } = slice;
             let from = self.tensor(view)? + (heads.start * view.head_stride * view.data.stored().width()) as u64;
             let list = self.rows(rows)?;
             let job = Move {
@@ -126,8 +126,8 @@ impl Cuda {
                 head_stride: view.head_stride as i64,
                 ..list.job(self)
             };
-            self.launch_move((view.data.stored(), to), "pack", &job, piece.len())?;
-            at += (piece.len() * to.width()) as u64;
+            self.launch_move((view.data.stored(), to), "pack", &job, slice.len())?;
+            at += (slice.len() * to.width()) as u64;
         }
         Ok(packed)
     }

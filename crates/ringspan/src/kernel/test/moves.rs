@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::comm::Buffer;
-use crate::kernel::{Floats, Piece, RowTarget, Stored as Type, read};
+use crate::kernel::{Floats, RowTarget, Stored as Type, TensorSlice, read};
 use std::sync::Arc;
 
 const TYPES: [Type; 3] = [Type::F32, Type::Bf16, Type::F16];
@@ -45,12 +45,12 @@ fn packing_gives_the_bits_of_the_cpu() {
             let whole = View { tokens: 1, heads: 1, dim: values.len(), token_stride: 0, head_stride: 0, ..view };
             let packed = |kernel: &Kernel| {
                 let (held, held_whole) = (kernel.hold(view).expect("held"), kernel.hold(whole).expect("held"));
-                let pieces = [
-                    Piece { view: held.view(), heads: 1..3, rows: &rows },
-                    Piece { view: held_whole.view(), heads: 0..1, rows: &rows[..0] },
-                    Piece { view: held_whole.view(), heads: 0..1, rows: std::slice::from_ref(&(0..1)) },
+                let slices = [
+                    TensorSlice { view: held.view(), heads: 1..3, rows: &rows },
+                    TensorSlice { view: held_whole.view(), heads: 0..1, rows: &rows[..0] },
+                    TensorSlice { view: held_whole.view(), heads: 0..1, rows: std::slice::from_ref(&(0..1)) },
                 ];
-                message(kernel.pack(to, &pieces).expect("packed"))
+                message(kernel.pack(to, &slices).expect("packed"))
             };
             let bits = |buffer: Buffer| -> Vec<u32> {
                 match buffer {
@@ -158,8 +158,8 @@ fn what_lies_elsewhere_is_refused() {
     assert!(error.contains("8 elements lie in the memory of another device"), "{error}");
     let error = cpu().hold(held.view()).expect_err("on a GPU").to_string();
     assert!(error.contains("another device"), "{error}");
-    let piece = Piece { view, heads: 0..2, rows: std::slice::from_ref(&(0..2)) };
-    let error = gpu.pack(Type::F32, &[piece]).expect_err("on the CPU").to_string();
+    let slice = TensorSlice { view, heads: 0..2, rows: std::slice::from_ref(&(0..2)) };
+    let error = gpu.pack(Type::F32, &[slice]).expect_err("on the CPU").to_string();
     assert!(error.contains("8 elements are in the memory of the CPU"), "{error}");
     assert!(read(&Buffer::U64(vec![1]), Type::F32).is_none());
 }

@@ -156,14 +156,14 @@ impl Schedule {
                     let (frame_q, frame_k) = (queries.documents().get(q.document), keys.documents().get(q.document));
                     for strand in keys_of[compute.keys].get(&q.document).into_iter().flatten() {
                         let frames = (frame_q.extent, frame_k.extent);
-                        self.mask().search_pieces(q, strand.runs(), frames, |run, piece| {
-                            let (q, k) = (q.part(&piece.q), strand.runs()[run].part(&piece.k));
+                        self.mask().search_banded_tiles(q, strand.runs(), frames, |run, tile| {
+                            let (q, k) = (q.part(&tile.q), strand.runs()[run].part(&tile.k));
                             let stride = if q.len == 1 { k.step } else { q.step };
-                            count += if stride == 1 { 1 } else { piece.band.pairs(q.len, k.len) };
+                            count += if stride == 1 { 1 } else { tile.band.pairs(q.len, k.len) };
                             let origin = (frame_k.offset + k.start, frame_q.offset + q.start);
                             // Above the limit, cells are only counted.
                             if count <= MOST_CELLS {
-                                add_cells((rank, step), origin, (q.len, k.len), stride, piece.band, &mut cells);
+                                add_cells((rank, step), origin, (q.len, k.len), stride, tile.band, &mut cells);
                             }
                         });
                     }

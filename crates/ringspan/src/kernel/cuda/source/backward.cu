@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job
     const int block = blockIdx.x;
     const int row = threadIdx.x / SPLIT, lane = threadIdx.x % SPLIT;
     const int first = block * ROWS, token = first + row;
-    const bool held = token < job.queries;
+    const bool in_range = token < job.queries;
     if (job.parts_of[block] == job.parts_of[block + 1]) {
         return;
     }
@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job
             const Tile tile = job.tiles[job.parts[part].tile];
             const int to = job.parts[part].to;
             const int i = token - tile.q;
-            const bool inside = held && 0 <= i && i < tile.queries;
+            const bool inside = in_range && 0 <= i && i < tile.queries;
             const int low = inside ? tile.k + max(i - tile.hi, 0) : 0;
             const int high = inside ? tile.k + min(i - tile.lo + 1, tile.keys) : 0;
             for (int base = job.parts[part].from; base < to; base += ROWS) {
@@ -84,8 +84,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job
 #pragma unroll
                 for (int p = 0; p < PAIRS; p++) {
                     const int key = lane + p * SPLIT, j = base + key - tile.k;
-                    const bool seen = seen_from <= key && key < seen_to;
-                    if (seen) {
+                    const bool sees = seen_from <= key && key < seen_to;
+                    if (sees) {
                         const i64 state = (i64)head * job.queries + token;
                         const Pair got = pair(job, tile, head, i, j, products[p], dp[p], saved(job, state));
                         all.ds[row][key] = got.ds;
@@ -98,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job
 #endif
                     }
 #if BUCKETS
-                    all.buckets[row][key] = seen ? bucket(job, distance(tile, i, j)) : -1;
+                    all.buckets[row][key] = sees ? bucket(job, distance(tile, i, j)) : -1;
 #endif
                 }
                 __syncthreads();
@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job
                 }
             }
         }
-        if (held) {
+        if (in_range) {
             float *const dq = job.dq + ((i64)token * job.heads + head) * DIM;
 #pragma unroll
             for (int c = 0; c < COLUMNS; c++) {
@@ -145,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job jo
     const int block = blockIdx.x, kv_head = blockIdx.y;
     const int row = threadIdx.x / SPLIT, lane = threadIdx.x % SPLIT;
     const int first = block * ROWS, token = first + row, rows = min(ROWS, job.keys - first);
-    const bool held = token < job.keys;
+    const bool in_range = token < job.keys;
     if (job.parts_of[block] == job.parts_of[block + 1]) {
         return;
     }
@@ -165,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job jo
             const Tile tile = job.tiles[job.parts[part].tile];
             const int to = job.parts[part].to;
             const int j = token - tile.k;
-            const bool inside = held && 0 <= j && j < tile.keys;
+            const bool inside = in_range && 0 <= j && j < tile.keys;
             const int low = inside ? tile.q + max(j + tile.lo, 0) : 0;
             const int high = inside ? tile.q + min(j + tile.hi + 1, tile.queries) : 0;
             for (int base = job.parts[part].from; base < to; base += ROWS) {
@@ -226,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job jo
             }
         }
     }
-    if (held) {
+    if (in_range) {
         float *const to_k = job.dk + ((i64)token * job.kv_heads + kv_head) * DIM;
         float *const to_v = job.dv + ((i64)token * job.kv_heads + kv_head) * V_DIM;
 #pragma unroll

@@ -17,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
     const int block = blockIdx.x, head = blockIdx.y, kv_head = job.kv_of[head];
     const int row = threadIdx.x / SPLIT, lane = threadIdx.x % SPLIT;
     const int first = block * ROWS, token = first + row;
-    const bool held = token < job.queries;
+    const bool in_range = token < job.queries;
     if (job.parts_of[block] == job.parts_of[block + 1]) {
         return;
     }
@@ -25,19 +25,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
 
     const i64 state = (i64)head * job.queries + token;
     float *const out = job.out + ((i64)token * job.heads + head) * V_DIM;
-    float greatest = held ? job.max[state] : NEGATIVE_INFINITY, sum = held ? job.sum[state] : 0.0f;
+    float greatest = in_range ? job.max[state] : NEGATIVE_INFINITY, sum = in_range ? job.sum[state] : 0.0f;
     float values[COLUMNS];
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++) {
         const int column = lane + c * SPLIT;
-        values[c] = held && column < V_DIM ? out[column] : 0.0f;
+        values[c] = in_range && column < V_DIM ? out[column] : 0.0f;
     }
 
     for (int part = job.parts_of[block]; part < job.parts_of[block + 1]; part++) {
         const Tile tile = job.tiles[job.parts[part].tile];
         const int to = job.parts[part].to;
         const int i = token - tile.q;
-        const bool inside = held && 0 <= i && i < tile.queries;
+        const bool inside = in_range && 0 <= i && i < tile.queries;
         const int low = inside ? tile.k + max(i - tile.hi, 0) : 0;
         const int high = inside ? tile.k + min(i - tile.lo + 1, tile.keys) : 0;
         for (int base = job.parts[part].from; base < to; base += ROWS) {
@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
         }
     }
 
-    if (held) {
+    if (in_range) {
         if (lane == 0) {
             job.max[state] = greatest;
             job.sum[state] = sum;

@@ -65,11 +65,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) fill(const Job job) {
 // A softmax state: out [tokens, heads, width], then max and sum [heads, tokens]. LANES threads have a row of it.
 #define LANES 32
 
-struct State {
+struct SoftmaxState {
     float *out, *max, *sum;
 };
 
-__device__ inline State state(const void *data, const Job &job, i64 row) {
+__device__ inline SoftmaxState state(const void *data, const Job &job, i64 row) {
     const i64 rows = job.heads * job.tokens, head = row / job.tokens, token = row % job.tokens;
     float *const all = (float *)data;
     return {all + (token * job.heads + head) * job.width, all + rows * job.width + row, all + rows * (job.width + 1) + row};
@@ -81,10 +81,10 @@ __device__ inline float finite(float x) { return fmaxf(x, -3.402823466e38f); }
 // Adds the state `from` of the same queries over other keys to the state `to`.
 extern "C" __global__ void __launch_bounds__(THREADS) merge(const Job job) {
     const i64 row = thread() / LANES, lane = threadIdx.x % LANES;
-    const bool held = row < job.heads * job.tokens;
-    State to = {}, from = {};
+    const bool in_range = row < job.heads * job.tokens;
+    SoftmaxState to = {}, from = {};
     float greatest = 0.0f, sum = 0.0f, before = 0.0f, more = 0.0f;
-    if (held) {
+    if (in_range) {
         to = state(job.to, job, row);
         from = state(job.from, job, row);
         greatest = fmaxf(*to.max, *from.max);
@@ -93,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge(const Job job) {
         sum = *to.sum * before + *from.sum * more;
     }
     __syncthreads(); // All have read what one writes.
-    if (held) {
+    if (in_range) {
         for (i64 column = lane; column < job.width; column += LANES) {
             to.out[column] = to.out[column] * before + from.out[column] * more;
         }
@@ -107,10 +107,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge(const Job job) {
 // The state `to` becomes output, maximum and sum, sinks included.
 extern "C" __global__ void __launch_bounds__(THREADS) finish(const Job job) {
     const i64 row = thread() / LANES, lane = threadIdx.x % LANES;
-    const bool held = row < job.heads * job.tokens;
-    State to = {};
+    const bool in_range = row < job.heads * job.tokens;
+    SoftmaxState to = {};
     float greatest = 0.0f, sum = 0.0f, before = 1.0f;
-    if (held) {
+    if (in_range) {
         to = state(job.to, job, row);
         greatest = *to.max;
         sum = *to.sum;
@@ -122,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) finish(const Job job) {
         }
     }
     __syncthreads(); // All have read what one writes.
-    if (held) {
+    if (in_range) {
         const float factor = sum > 0.0f ? 1.0f / sum : 1.0f;
         for (i64 column = lane; column < job.width; column += LANES) {
             to.out[column] = to.out[column] * before * factor;

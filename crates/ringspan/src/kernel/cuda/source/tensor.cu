@@ -189,21 +189,21 @@ __device__ inline bool sees_all(const Tile &tile, int first, int queries, int ba
 }
 
 // The rows of a chunk, `count` from row `base` on, that each of the thread's two rows sees; the block's begin at row `first`.
-struct Seen {
+struct VisibleRows {
     int from[2], to[2];
 
-    __device__ static Seen by_queries(const Job &job, const Tile &tile, int first, int base, int count) {
+    __device__ static VisibleRows by_queries(const Job &job, const Tile &tile, int first, int base, int count) {
         const int queries = min(tile.queries, job.queries - tile.q);
-        return Seen(first - tile.q, queries, -tile.hi, -tile.lo, tile.keys, base - tile.k, count);
+        return VisibleRows(first - tile.q, queries, -tile.hi, -tile.lo, tile.keys, base - tile.k, count);
     }
 
-    __device__ static Seen by_keys(const Job &job, const Tile &tile, int first, int base, int count) {
+    __device__ static VisibleRows by_keys(const Job &job, const Tile &tile, int first, int base, int count) {
         const int keys = min(tile.keys, job.keys - tile.k);
-        return Seen(first - tile.k, keys, tile.lo, tile.hi, tile.queries, base - tile.q, count);
+        return VisibleRows(first - tile.k, keys, tile.lo, tile.hi, tile.queries, base - tile.q, count);
     }
 
     // Row x of `rows` sees rows x + low ..= x + high of `others`, all counted in the tile.
-    __device__ Seen(int first, int rows, int low, int high, int others, int base, int count) {
+    __device__ VisibleRows(int first, int rows, int low, int high, int others, int base, int count) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int x = first + THREAD_ROW + 8 * half;
@@ -219,7 +219,7 @@ struct Seen {
 // The same one pair at a time, over pairs that are visible: for chunks in which something is no number, which weights of 0
 // would spread to rows that do not see it.
 template <int WIDTH_OF, int STRIDE_OF>
-__device__ void add_visible(float (&sums)[WIDTH_OF / 8][4], const float (&weights)[TILES][4], const u16 *others, const Seen &seen) {
+__device__ void add_visible(float (&sums)[WIDTH_OF / 8][4], const float (&weights)[TILES][4], const u16 *others, const VisibleRows &visible) {
     for (int at = 0; at < CHUNK; at++) {
         // Lane of the four that share a row, and place there.
         const int lane = LANE / 4 * 4 + at % 8 / 2;
@@ -231,7 +231,7 @@ __device__ void add_visible(float (&sums)[WIDTH_OF / 8][4], const float (&weight
                 weight = n == at / 8 ? odd : weight;
             }
             weight = __shfl_sync(0xFFFFFFFFu, weight, lane);
-            if (!seen(half, at)) {
+            if (!visible(half, at)) {
                 continue;
             }
 #pragma unroll
@@ -248,9 +248,9 @@ __device__ void add_visible(float (&sums)[WIDTH_OF / 8][4], const float (&weight
 // One of both, for all threads of the block alike.
 template <int WIDTH_OF, int STRIDE_OF>
 __device__ inline void add_chunk(float (&sums)[WIDTH_OF / 8][4], const float (&weights)[TILES][4], const u16 *others,
-                                 const Seen &seen, bool has_special) {
+                                 const VisibleRows &visible, bool has_special) {
     if (has_special) {
-        add_visible<WIDTH_OF, STRIDE_OF>(sums, weights, others, seen);
+        add_visible<WIDTH_OF, STRIDE_OF>(sums, weights, others, visible);
     } else {
         add_products<WIDTH_OF, STRIDE_OF>(sums, weights, others);
     }
@@ -302,13 +302,13 @@ __device__ inline void load_state(const Job &job, int head, int first, float (&g
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int token = first + THREAD_ROW + 8 * half;
-        const bool held = token < job.queries;
+        const bool in_range = token < job.queries;
         const i64 state = (i64)head * job.queries + token;
-        greatest[half] = held ? job.max[state] : NEGATIVE_INFINITY;
-        sum[half] = held && LANE % 4 == 0 ? job.sum[state] : 0.0f;
+        greatest[half] = in_range ? job.max[state] : NEGATIVE_INFINITY;
+        sum[half] = in_range && LANE % 4 == 0 ? job.sum[state] : 0.0f;
 #pragma unroll
         for (int n = 0; n < TILES_OF; n++) {
-            const bool here = held && n < V_DIM / 8;
+            const bool here = in_range && n < V_DIM / 8;
             const float *const out = job.out + ((i64)token * job.heads + head) * V_DIM + n * 8 + THREAD_COLUMN;
             values[n][2 * half] = here ? out[0] : 0.0f;
             values[n][2 * half + 1] = here ? out[1] : 0.0f;
@@ -352,7 +352,7 @@ __device__ inline void load_saved(const Job &job, int head, int first, Saved (&q
 }
 
 // Of the thread's queries and keys from row `base` on: unscaled products become their gradients; dp are those of weights.
-__device__ inline void differentiate_queries(const Job &job, const Tile &tile, const Seen &seen, int head, int first, int base,
+__device__ inline void differentiate_queries(const Job &job, const Tile &tile, const VisibleRows &visible, int head, int first, int base,
                                              const Saved (&queries)[2], float (&products)[TILES][4],
                                              const float (&dp)[TILES][4]) {
 #pragma unroll
@@ -364,7 +364,7 @@ __device__ inline void differentiate_queries(const Job &job, const Tile &tile, c
             for (int e = 0; e < 2; e++) {
                 const int key = n * 8 + THREAD_COLUMN + e, at = 2 * half + e;
                 float ds = 0.0f;
-                if (seen(half, key)) {
+                if (visible(half, key)) {
                     const int j = base + key - tile.k;
                     ds = pair(job, tile, head, i, j, products[n][at], dp[n][at], queries[half]).ds;
                 }
@@ -391,7 +391,7 @@ struct SavedChunk {
 };
 
 // Of the thread's keys and queries from row `base` on: unscaled products become weights, and gradients of weights become theirs.
-__device__ inline void differentiate_keys(const Job &job, const Tile &tile, const Seen &seen, int head, int first, int base,
+__device__ inline void differentiate_keys(const Job &job, const Tile &tile, const VisibleRows &visible, int head, int first, int base,
                                           const SavedChunk &queries, float (&products)[TILES][4],
                                           float (&dp)[TILES][4]) {
 #pragma unroll
@@ -405,7 +405,7 @@ __device__ inline void differentiate_keys(const Job &job, const Tile &tile, cons
             for (int half = 0; half < 2; half++) {
                 const int j = first + THREAD_ROW + 8 * half - tile.k, at = 2 * half + e;
                 Pair got = {0.0f, 0.0f, 0.0f};
-                if (seen(half, query)) {
+                if (visible(half, query)) {
                     got = pair(job, tile, head, i, j, products[n][at], dp[n][at], known);
                 }
                 products[n][at] = got.weight;

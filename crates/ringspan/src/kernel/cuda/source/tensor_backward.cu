@@ -33,9 +33,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job
         float scores[TILES][4], dp[TILES][4];
         products<WIDTH, STRIDE>(scores, q, k);
         products<V_WIDTH, V_STRIDE>(dp, d_out, v);
-        const Seen seen = Seen::by_queries(job, tile, first, base, count);
-        differentiate_queries(job, tile, seen, head, first, base, queries, scores, dp);
-        add_chunk<WIDTH, STRIDE>(sums, scores, k, seen, has_special);
+        const VisibleRows visible = VisibleRows::by_queries(job, tile, first, base, count);
+        differentiate_queries(job, tile, visible, head, first, base, queries, scores, dp);
+        add_chunk<WIDTH, STRIDE>(sums, scores, k, visible, has_special);
     }
     add_rows<DIM>(job.dq, sums, first, job.queries, job.heads, head);
 }
@@ -78,10 +78,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job jo
             float weights[TILES][4], ds[TILES][4];
             products<WIDTH, STRIDE>(weights, k, q);
             products<V_WIDTH, V_STRIDE>(ds, v, d_out);
-            const Seen seen = Seen::by_keys(job, tile, first, base, count);
-            differentiate_keys(job, tile, seen, head, first, base, queries, weights, ds);
-            add_chunk<V_WIDTH, V_STRIDE>(dv, weights, d_out, seen, has_special);
-            add_chunk<WIDTH, STRIDE>(dk, ds, q, seen, has_special);
+            const VisibleRows visible = VisibleRows::by_keys(job, tile, first, base, count);
+            differentiate_keys(job, tile, visible, head, first, base, queries, weights, ds);
+            add_chunk<V_WIDTH, V_STRIDE>(dv, weights, d_out, visible, has_special);
+            add_chunk<WIDTH, STRIDE>(dk, ds, q, visible, has_special);
         }
     }
     add_rows<DIM>(job.dk, dk, first, job.keys, job.kv_heads, kv_head);

@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
         }
         group_copies();
 
-        const Seen seen = Seen::by_queries(job, tile, first, base, count);
+        const VisibleRows visible = VisibleRows::by_queries(job, tile, first, base, count);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int i = first + THREAD_ROW + 8 * half - tile.q;
@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     const int key = n * 8 + THREAD_COLUMN + e;
-                    if (seen(half, key)) {
+                    if (visible(half, key)) {
                         float slope, &s = scores[n][2 * half + e];
                         s = score(job, tile, head, i, base + key - tile.k, s, slope);
                         most = fmaxf(most, s);
@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
                 for (int e = 0; e < 2; e++) {
                     const int key = n * 8 + THREAD_COLUMN + e;
                     float weight = 0.0f;
-                    if (seen(half, key)) {
+                    if (visible(half, key)) {
                         weight = exp2f((scores[n][2 * half + e] - shift) * LOG2_E);
                         sum[half] += weight;
                         weight *= kept(job, tile, head, i, base + key - tile.k);
@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
         }
         wait_copies<1>();
         const bool has_special = __syncthreads_or(!whole && has_non_finite<V_DIM, V_STRIDE>(v)); // Values are here.
-        add_chunk<V_WIDTH, V_STRIDE>(values, scores, v, seen, has_special);
+        add_chunk<V_WIDTH, V_STRIDE>(values, scores, v, visible, has_special);
     }
     store_state(job, head, first, greatest, sum, values);
 }

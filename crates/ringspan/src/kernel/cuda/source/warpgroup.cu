@@ -95,9 +95,9 @@ __device__ inline float power_of_2(float x) {
 
 #endif
 
-// Where an element lies of HELD rows.
-template <int HELD> __device__ inline int place(int row, int column) {
-    return (column / 8 * (HELD / 8) + row / 8) * CORE + row % 8 * 8 + column % 8;
+// Where an element lies of TILE_ROWS rows.
+template <int TILE_ROWS> __device__ inline int core_offset(int row, int column) {
+    return (column / 8 * (TILE_ROWS / 8) + row / 8) * CORE + row % 8 * 8 + column % 8;
 }
 
 // A side of a product that begins there (PTX ISA, "Matrix descriptor", no swizzle): bytes from core to core along what is summed
@@ -106,39 +106,39 @@ __device__ inline u64 descriptor(const u16 *at, int summed_bytes, int other_byte
     return (u64)(shared_address(at) >> 4) | (u64)(summed_bytes >> 4) << 16 | (u64)(other_bytes >> 4) << 32;
 }
 
-// The n-th piece of 8 columns, of those of HELD rows: 8 threads have a core, so that their copies do not meet in a bank.
-template <int PIECES> struct Piece {
+// The n-th piece of 8 columns, of those of TILE_ROWS rows: 8 threads have a core, so that their copies do not meet in a bank.
+template <int GROUPS> struct ColumnGroup {
     int row, column;
 
-    __device__ Piece(int n) : row(n / (8 * PIECES) * 8 + n % 8), column(n / 8 % PIECES * 8) {}
+    __device__ ColumnGroup(int n) : row(n / (8 * GROUPS) * 8 + n % 8), column(n / 8 % GROUPS * 8) {}
 };
 
-// Starts to copy HELD rows of a head from row `first` on, zeros from row `count` on; numbers that are not bf16 are rounded.
-template <int TYPE, int WIDTH_OF, int HELD>
+// Starts to copy TILE_ROWS rows of a head from row `first` on, zeros from row `count` on; numbers that are not bf16 are rounded.
+template <int TYPE, int WIDTH_OF, int TILE_ROWS>
 __device__ void start_cores(u16 *to, const View &from, int first, int count, int head) {
-    constexpr int PIECES = WIDTH_OF / 8;
-    for (int n = threadIdx.x; n < HELD * PIECES; n += THREADS) {
-        const Piece<PIECES> piece(n);
-        const bool there = piece.row < count;
-        const i64 at = (first + (there ? piece.row : 0)) * from.token_stride + head * from.head_stride + piece.column;
-        start_piece<TYPE>(to + place<HELD>(piece.row, piece.column), from, at, there);
+    constexpr int GROUPS = WIDTH_OF / 8;
+    for (int n = threadIdx.x; n < TILE_ROWS * GROUPS; n += THREADS) {
+        const ColumnGroup<GROUPS> group(n);
+        const bool there = group.row < count;
+        const i64 at = (first + (there ? group.row : 0)) * from.token_stride + head * from.head_stride + group.column;
+        start_piece<TYPE>(to + core_offset<TILE_ROWS>(group.row, group.column), from, at, there);
     }
 }
 
-// Zeros in the columns FROM to TO of HELD rows, over which is summed.
-template <int FROM, int TO, int HELD> __device__ void clear_cores(u16 *rows) {
-    for (int n = threadIdx.x; n < HELD * (TO - FROM); n += THREADS) {
-        rows[FROM / 8 * HELD / 8 * CORE + n] = 0;
+// Zeros in the columns FROM to TO of TILE_ROWS rows, over which is summed.
+template <int FROM, int TO, int TILE_ROWS> __device__ void clear_cores(u16 *rows) {
+    for (int n = threadIdx.x; n < TILE_ROWS * (TO - FROM); n += THREADS) {
+        rows[FROM / 8 * TILE_ROWS / 8 * CORE + n] = 0;
     }
 }
 
 // Whether this thread started to copy a number of the chunk that is none, or is infinite.
 template <int WIDTH_OF> __device__ bool has_non_finite_core(const u16 *rows) {
-    constexpr int PIECES = WIDTH_OF / 8;
+    constexpr int GROUPS = WIDTH_OF / 8;
     bool any = false;
-    for (int n = threadIdx.x; n < CHUNK * PIECES; n += THREADS) {
-        const Piece<PIECES> piece(n);
-        any = any || is_non_finite(rows + place<CHUNK>(piece.row, piece.column));
+    for (int n = threadIdx.x; n < CHUNK * GROUPS; n += THREADS) {
+        const ColumnGroup<GROUPS> group(n);
+        any = any || is_non_finite(rows + core_offset<CHUNK>(group.row, group.column));
     }
     return any;
 }
@@ -148,8 +148,8 @@ template <int WIDTH_OF> __device__ inline void start_scores(float (&sums)[TILES]
     const int row = threadIdx.x / 128 * 64;
 #pragma unroll
     for (int at = 0; at < WIDTH_OF; at += 16) {
-        const u64 left = descriptor(own + place<ROWS>(row, at), ROWS * 16, CORE_BYTES);
-        start_product(sums, left, descriptor(others + place<CHUNK>(0, at), CHUNK * 16, CORE_BYTES), at > 0);
+        const u64 left = descriptor(own + core_offset<ROWS>(row, at), ROWS * 16, CORE_BYTES);
+        start_product(sums, left, descriptor(others + core_offset<CHUNK>(0, at), CHUNK * 16, CORE_BYTES), at > 0);
     }
 }
 
@@ -169,7 +169,7 @@ template <int TILES_OF>
 __device__ inline void start_sums(float (&sums)[TILES_OF][4], const u32 (&weights)[STEPS][4], const u16 *others) {
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
-        start_product(sums, weights[step], descriptor(others + place<CHUNK>(16 * step, 0), CORE_BYTES, CHUNK * 16));
+        start_product(sums, weights[step], descriptor(others + core_offset<CHUNK>(16 * step, 0), CORE_BYTES, CHUNK * 16));
     }
 }
 
@@ -177,7 +177,7 @@ __device__ inline void start_sums(float (&sums)[TILES_OF][4], const u32 (&weight
 // 0 would spread to rows that do not see it.
 template <int TILES_OF>
 __device__ void add_visible_cores(float (&sums)[TILES_OF][4], const u32 (&weights)[STEPS][4], const u16 *others,
-                                  const Seen &seen) {
+                                  const VisibleRows &visible) {
     for (int at = 0; at < CHUNK; at++) {
         // Lane of the four that share a row.
         const int lane = LANE / 4 * 4 + at % 8 / 2;
@@ -189,7 +189,7 @@ __device__ void add_visible_cores(float (&sums)[TILES_OF][4], const u32 (&weight
                 both = step == at / 16 ? word : both;
             }
             both = __shfl_sync(0xFFFFFFFFu, both, lane);
-            if (!seen(half, at)) {
+            if (!visible(half, at)) {
                 continue;
             }
             const float weight = __uint_as_float(at % 2 ? both & 0xFFFF0000u : both << 16);
@@ -197,7 +197,7 @@ __device__ void add_visible_cores(float (&sums)[TILES_OF][4], const u32 (&weight
             for (int n = 0; n < TILES_OF; n++) {
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
-                    sums[n][2 * half + e] += weight * element<BF16>(others, place<CHUNK>(at, n * 8 + THREAD_COLUMN + e));
+                    sums[n][2 * half + e] += weight * element<BF16>(others, core_offset<CHUNK>(at, n * 8 + THREAD_COLUMN + e));
                 }
             }
         }

@@ -7,11 +7,11 @@
 #define V_OTHERS (CHUNK * WHOLE_V_WIDTH)
 
 // What a block holds, and twice what it goes over: one is read, one arrives.
-struct Held {
+struct SharedMemory {
     u16 *own, *v_own, *others, *v_others;
     SavedChunk queries[2];
 
-    __device__ Held(float *shared) {
+    __device__ SharedMemory(float *shared) {
         own = (u16 *)shared;
         v_own = own + OWN;
         others = v_own + V_OWN;
@@ -28,10 +28,10 @@ struct Held {
 };
 
 // Products of the own rows and of the others, those of the scores and those of the weights' gradients.
-__device__ inline void multiply_both(float (&scores)[TILES][4], float (&dp)[TILES][4], const Held &held, int stage) {
+__device__ inline void multiply_both(float (&scores)[TILES][4], float (&dp)[TILES][4], const SharedMemory &shared_memory, int stage) {
     order_registers();
-    start_scores<WIDTH>(scores, held.own, held.others + stage * OTHERS);
-    start_scores<V_WIDTH>(dp, held.v_own, held.v_others + stage * V_OTHERS);
+    start_scores<WIDTH>(scores, shared_memory.own, shared_memory.others + stage * OTHERS);
+    start_scores<V_WIDTH>(dp, shared_memory.v_own, shared_memory.v_others + stage * V_OTHERS);
     group_products();
     wait_products<0>();
     take_sums(scores);
@@ -46,14 +46,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job
         return;
     }
     const int first = block * ROWS, rows = min(ROWS, job.queries - first);
-    const Held held(shared);
+    const SharedMemory shared_memory(shared);
     const auto start = [&](const Chunk &chunk, int stage) {
         const int count = chunk.count(job);
-        start_cores<K_TYPE, DIM, CHUNK>(held.others + stage * OTHERS, job.k, chunk.base, count, kv_head);
-        start_cores<V_TYPE, V_DIM, CHUNK>(held.v_others + stage * V_OTHERS, job.v, chunk.base, count, kv_head);
+        start_cores<K_TYPE, DIM, CHUNK>(shared_memory.others + stage * OTHERS, job.k, chunk.base, count, kv_head);
+        start_cores<V_TYPE, V_DIM, CHUNK>(shared_memory.v_others + stage * V_OTHERS, job.v, chunk.base, count, kv_head);
     };
-    start_cores<Q_TYPE, DIM, ROWS>(held.own, job.q, first, rows, head);
-    start_cores<D_OUT_TYPE, V_DIM, ROWS>(held.v_own, job.d_out, first, rows, head);
+    start_cores<Q_TYPE, DIM, ROWS>(shared_memory.own, job.q, first, rows, head);
+    start_cores<D_OUT_TYPE, V_DIM, ROWS>(shared_memory.v_own, job.d_out, first, rows, head);
     Chunk chunk(job, block);
     start(chunk, 0);
     group_copies();
@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job
     for (int stage = 0; chunk.is_there(job, block); stage ^= 1) {
         const Tile tile = job.tiles[job.parts[chunk.part].tile];
         const int base = chunk.base, count = chunk.count(job);
-        u16 *const k = held.others + stage * OTHERS;
+        u16 *const k = shared_memory.others + stage * OTHERS;
         const bool whole = sees_all(tile, first, rows, base, count);
         wait_copies<0>();
         share_copies();
@@ -76,13 +76,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job
             start(chunk, stage ^ 1);
         }
         group_copies();
-        multiply_both(scores, dp, held, stage);
-        const Seen seen = Seen::by_queries(job, tile, first, base, count);
-        differentiate_queries(job, tile, seen, head, first, base, queries, scores, dp);
+        multiply_both(scores, dp, shared_memory, stage);
+        const VisibleRows visible = VisibleRows::by_queries(job, tile, first, base, count);
+        differentiate_queries(job, tile, visible, head, first, base, queries, scores, dp);
         u32 weights[STEPS][4];
         pack(weights, scores);
         if (has_special) {
-            add_visible_cores(sums, weights, k, seen);
+            add_visible_cores(sums, weights, k, visible);
             forget<DIM>(k);
         }
         order_registers();
@@ -102,18 +102,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job jo
         return;
     }
     const int first = block * ROWS, rows = min(ROWS, job.keys - first), end = job.heads_of[kv_head + 1];
-    const Held held(shared);
+    const SharedMemory shared_memory(shared);
     const auto start = [&](const Chunk &chunk, int head, int stage) {
         const int count = chunk.count(job);
-        start_cores<Q_TYPE, DIM, CHUNK>(held.others + stage * OTHERS, job.q, chunk.base, count, head);
-        start_cores<D_OUT_TYPE, V_DIM, CHUNK>(held.v_others + stage * V_OTHERS, job.d_out, chunk.base, count, head);
+        start_cores<Q_TYPE, DIM, CHUNK>(shared_memory.others + stage * OTHERS, job.q, chunk.base, count, head);
+        start_cores<D_OUT_TYPE, V_DIM, CHUNK>(shared_memory.v_others + stage * V_OTHERS, job.d_out, chunk.base, count, head);
         if (threadIdx.x < count) {
             const i64 state = (i64)head * job.queries + chunk.base + threadIdx.x;
-            held.queries[stage].store(threadIdx.x, saved(job, state));
+            shared_memory.queries[stage].store(threadIdx.x, saved(job, state));
         }
     };
-    start_cores<K_TYPE, DIM, ROWS>(held.own, job.k, first, rows, kv_head);
-    start_cores<V_TYPE, V_DIM, ROWS>(held.v_own, job.v, first, rows, kv_head);
+    start_cores<K_TYPE, DIM, ROWS>(shared_memory.own, job.k, first, rows, kv_head);
+    start_cores<V_TYPE, V_DIM, ROWS>(shared_memory.v_own, job.v, first, rows, kv_head);
     const Chunk begin(job, block);
     Chunk chunk = begin;
     int head = job.heads_of[kv_head];
@@ -129,8 +129,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job jo
     for (int stage = 0; head < end; stage ^= 1) {
         const Tile tile = job.tiles[job.parts[chunk.part].tile];
         const int base = chunk.base, count = chunk.count(job), this_head = head;
-        u16 *const q = held.others + stage * OTHERS, *const d_out = held.v_others + stage * V_OTHERS;
-        const SavedChunk &queries = held.queries[stage];
+        u16 *const q = shared_memory.others + stage * OTHERS, *const d_out = shared_memory.v_others + stage * V_OTHERS;
+        const SavedChunk &queries = shared_memory.queries[stage];
         const bool whole = sees_all(tile, base, count, first, rows);
         wait_copies<0>();
         share_copies();
@@ -145,15 +145,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job jo
             start(chunk, head, stage ^ 1);
         }
         group_copies();
-        multiply_both(scores, dp, held, stage);
-        const Seen seen = Seen::by_keys(job, tile, first, base, count);
-        differentiate_keys(job, tile, seen, this_head, first, base, queries, scores, dp);
+        multiply_both(scores, dp, shared_memory, stage);
+        const VisibleRows visible = VisibleRows::by_keys(job, tile, first, base, count);
+        differentiate_keys(job, tile, visible, this_head, first, base, queries, scores, dp);
         u32 weights[STEPS][4], ds[STEPS][4];
         pack(weights, scores);
         pack(ds, dp);
         if (has_special) {
-            add_visible_cores(dv, weights, d_out, seen);
-            add_visible_cores(dk, ds, q, seen);
+            add_visible_cores(dv, weights, d_out, visible);
+            add_visible_cores(dk, ds, q, visible);
             forget<DIM>(q);
             forget<V_DIM>(d_out);
         }

@@ -23,13 +23,13 @@ __device__ inline void show(const Job &job, const Chunk &chunk, const Tile &tile
     if (PLAIN && count == CHUNK && sees_all(tile, first, rows_there, chunk.base, count)) {
         return;
     }
-    const Seen seen = Seen::by_queries(job, tile, first, chunk.base, count);
+    const VisibleRows visible = VisibleRows::by_queries(job, tile, first, chunk.base, count);
 #pragma unroll
     for (int n = 0; n < TILES; n++) {
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             const int key = n * 8 + THREAD_COLUMN + e % 2, i = first + THREAD_ROW + e / 2 * 8 - tile.q;
-            if (!seen(e / 2, key)) {
+            if (!visible(e / 2, key)) {
                 scores[n][e] = NEGATIVE_INFINITY;
             } else if (!PLAIN) {
                 float slope;
@@ -85,7 +85,7 @@ __device__ inline void settle_values(const Job &job, const Chunk &chunk, int fir
     share_copies();
     const bool whole = sees_all(tile, first, rows_there, chunk.base, count);
     if (__syncthreads_or(!whole && has_non_finite_core<V_DIM>(v))) {
-        add_visible_cores(values, weights, v, Seen::by_queries(job, tile, first, chunk.base, count));
+        add_visible_cores(values, weights, v, VisibleRows::by_queries(job, tile, first, chunk.base, count));
         forget<V_DIM>(v);
     }
 }

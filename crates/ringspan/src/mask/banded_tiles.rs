@@ -7,7 +7,7 @@ use std::ops::Range;
 
 /// Parts of a run of queries and of a run of keys, as indices into the runs, with the band between them.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Piece {
+pub struct BandedTile {
     /// The part of the run of queries.
     pub q: Range<usize>,
     /// The part of the run of keys.
@@ -18,7 +18,7 @@ pub struct Piece {
 
 /// Visible pairs between some queries of a run and a list of key runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Seen {
+pub(crate) enum VisiblePairs {
     /// Queries that see all tokens of several consecutive runs of keys.
     Whole {
         /// The part of the run of queries.
@@ -26,21 +26,21 @@ pub(crate) enum Seen {
         /// Indices of the key runs.
         runs: Range<usize>,
     },
-    /// A piece of the run of queries and one run of keys.
-    Piece {
+    /// A tile of the run of queries and one run of keys.
+    BandedTile {
         /// Index of the key run.
         run: usize,
         /// The parts of both runs, with their band.
-        piece: Piece,
+        tile: BandedTile,
     },
 }
 
-impl Seen {
+impl VisiblePairs {
     /// Number of visible pairs; `tokens` gives the number of tokens of whole key runs.
     pub(crate) fn pairs(&self, tokens: impl Fn(&Range<usize>) -> usize) -> u64 {
         match self {
             Self::Whole { q, runs } => (q.len() * tokens(runs)) as u64,
-            Self::Piece { piece, .. } => piece.band.pairs(piece.q.len(), piece.k.len()),
+            Self::BandedTile { tile, .. } => tile.band.pairs(tile.q.len(), tile.k.len()),
         }
     }
 }
@@ -53,17 +53,17 @@ struct Rectangle {
 }
 
 impl Mask {
-    /// The visible pieces between a run of queries and a run of keys; no pair is in two of them.
+    /// The visible tiles between a run of queries and a run of keys; no pair is in two of them.
     ///
     /// `queries` and `keys` are the lengths that the document's positions are counted in; an end-aligned mask needs them.
     ///
     /// # Errors
     /// Runs of more than one token with unequal steps, whose mask is no band, or a mask that contradicts itself.
-    pub fn pieces(&self, q: &Run, k: &Run, queries: usize, keys: usize) -> Result<Vec<Piece>> {
+    pub fn banded_tiles(&self, q: &Run, k: &Run, queries: usize, keys: usize) -> Result<Vec<BandedTile>> {
         self.check_window()?;
-        let mut pieces = Vec::new();
+        let mut tiles = Vec::new();
         if q.document != k.document {
-            return Ok(pieces);
+            return Ok(tiles);
         }
         if q.len > 1 && k.len > 1 && q.step != k.step {
             return Err(Error::Layout(format!(
@@ -71,15 +71,21 @@ impl Mask {
                 q.step, k.step
             )));
         }
-        self.search_pieces(q, std::slice::from_ref(k), (queries, keys), |_, piece| pieces.push(piece));
-        Ok(pieces)
+        self.search_banded_tiles(q, std::slice::from_ref(k), (queries, keys), |_, tile| tiles.push(tile));
+        Ok(tiles)
     }
 
     /// Calls `each` with every visible part between a run of queries and key runs of the same document, in ascending order
     /// of positions; no pair is in two parts. The time is proportional to the number of parts, plus some bisections.
     ///
     /// If the runs have unequal steps, each token of the shorter one is a part, except for runs that are seen completely.
-    pub(crate) fn search(&self, q: &Run, keys: &[Run], (q_frame, k_frame): (usize, usize), mut each: impl FnMut(Seen)) {
+    pub(crate) fn search(
+        &self,
+        q: &Run,
+        keys: &[Run],
+        (q_frame, k_frame): (usize, usize),
+        mut each: impl FnMut(VisiblePairs),
+    ) {
         let (Some(first), Some(last)) = (keys.first(), keys.last()) else { return };
         if q.len == 0 || first.len == 0 {
             return;
@@ -98,21 +104,21 @@ impl Mask {
         }
     }
 
-    /// Like [`search`](Self::search), but with the parts of each key run separately: the index of the run, and a piece with
+    /// Like [`search`](Self::search), but with the parts of each key run separately: the index of the run, and a tile with
     /// a band.
-    pub(crate) fn search_pieces(
+    pub(crate) fn search_banded_tiles(
         &self,
         q: &Run,
         keys: &[Run],
         frames: (usize, usize),
-        mut each: impl FnMut(usize, Piece),
+        mut each: impl FnMut(usize, BandedTile),
     ) {
         self.search(q, keys, frames, |seen| match seen {
-            Seen::Piece { run, piece } => each(run, piece),
-            Seen::Whole { q: q_part, runs } => {
+            VisiblePairs::BandedTile { run, tile } => each(run, tile),
+            VisiblePairs::Whole { q: q_part, runs } => {
                 for run in runs {
                     for (q, k) in alike(q, &q_part, &keys[run], &(0..keys[run].len)) {
-                        each(run, Piece { band: Band::whole(q.len(), k.len()), q, k });
+                        each(run, BandedTile { band: Band::whole(q.len(), k.len()), q, k });
                     }
                 }
             }
@@ -120,7 +126,14 @@ impl Mask {
     }
 
     /// Does a [`search`](Self::search) inside one rectangle.
-    fn search_rectangle(&self, q: &Run, keys: &[Run], rectangle: &Rectangle, shift: i64, each: &mut impl FnMut(Seen)) {
+    fn search_rectangle(
+        &self,
+        q: &Run,
+        keys: &[Run],
+        rectangle: &Rectangle,
+        shift: i64,
+        each: &mut impl FnMut(VisiblePairs),
+    ) {
         let q_part = within(q, &rectangle.q);
         if q_part.is_empty() || rectangle.k.is_empty() {
             return;
@@ -140,14 +153,14 @@ impl Mask {
         let whole_from = from + keys[from..to].partition_point(|k| (k.start as i64) < all.start);
         let whole_to = whole_from + keys[whole_from..to].partition_point(|k| (k.last() as i64) < all.end);
         if whole_from < whole_to {
-            each(Seen::Whole { q: q_part.clone(), runs: whole_from..whole_to });
+            each(VisiblePairs::Whole { q: q_part.clone(), runs: whole_from..whole_to });
         }
         for run in (from..whole_from).chain(whole_to..to) {
             let k_part = within(&keys[run], &rectangle.k);
             for (q_part, k_part) in alike(q, &q_part, &keys[run], &k_part) {
                 let band = self.band(&q.part(&q_part), &keys[run].part(&k_part), rectangle.right, shift);
                 if let Some(band) = band {
-                    each(Seen::Piece { run, piece: Piece { q: q_part, k: k_part, band } });
+                    each(VisiblePairs::BandedTile { run, tile: BandedTile { q: q_part, k: k_part, band } });
                 }
             }
         }

@@ -17,14 +17,14 @@ const TOKENIZER: &str = "tokenizer.json";
 
 /// A model on disk, with or without an adapter.
 #[derive(Debug)]
-pub enum Origin {
+pub enum ModelSource {
     /// A model without an adapter.
     Model(Base),
     /// The folder of an adapter, and its description, which names the base model.
     Adapter(PathBuf, Box<Description>),
 }
 
-impl Origin {
+impl ModelSource {
     /// Finds out what is at `path`. A folder that holds a model and an adapter counts as a model: its adapter was merged.
     ///
     /// # Errors
