@@ -3,7 +3,7 @@
 use crate::document::Document;
 use crate::sight::{RANKS, Sight};
 use anyhow::{Context, Result};
-use ringspan::{LayoutKind, Strategy};
+use ringspan::{LayoutKind, StrategyKind};
 use ringspan_models::{Decoder, folder};
 use ringspan_serve::{Batch, Mesh, Model, score};
 use std::path::Path;
@@ -23,7 +23,7 @@ pub(crate) fn exact_matches(folder: &Path, documents: &[Document], sight: Sight)
             [&document.prompt, &document.key].iter().flat_map(|text| text.bytes()).map(u32::from).collect();
         let layout = sight.layout(tokens.len())?;
         let batch = Batch { tokens: &tokens, documents: layout.documents() };
-        let scores = score(&model, &mesh, batch, LayoutKind::Contiguous, Strategy::Ring, true)?;
+        let scores = score(&model, &mesh, batch, LayoutKind::Contiguous, StrategyKind::Ring, true)?;
         let logits = scores.and_then(|scores| scores.logits).context("ranks as threads give logits")?;
         let row = |token: usize| &logits[token * model.vocabulary()..][..model.vocabulary()];
         right += usize::from(document.answer().all(|at| most_likely(row(at - 1)) == tokens[at]));

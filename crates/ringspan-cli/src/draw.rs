@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use ringspan::comm::ranks::Ranks;
 use ringspan::mesh::Grid;
 use ringspan::schedule::{HeadShare, Pass, Sizes};
-use ringspan::{Documents, Layout, LayoutKind, Mask, Schedule, Strategy};
+use ringspan::{Documents, Layout, LayoutKind, Mask, Schedule, StrategyKind};
 use std::path::PathBuf;
 
 /// Default number of tokens for each rank: enough to see every border.
@@ -38,7 +38,7 @@ pub(crate) struct DrawArgs {
     ulysses_outer: bool,
     /// Strategy of attention: ring, bidirectional-ring, all-gather, halo or pass-q
     #[arg(long, default_value = "ring", value_name = "NAME")]
-    strategy: Strategy,
+    strategy: StrategyKind,
     /// Layout of the tokens over the ranks: contiguous, zigzag, striped:K, per-document-zigzag, balanced, balanced:BLOCK
     /// [default: zigzag for causal masks, contiguous otherwise]
     #[arg(long, value_name = "NAME")]

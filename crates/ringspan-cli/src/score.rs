@@ -7,7 +7,7 @@ use crate::tokens::TokenBatch;
 use crate::{model, say};
 use anyhow::{Context, Result};
 use ringspan::comm::ranks::Ranks;
-use ringspan::{Document, LayoutKind, Strategy};
+use ringspan::{Document, LayoutKind, StrategyKind};
 use ringspan_serve::Batch;
 use safetensors::Dtype;
 use std::path::PathBuf;
@@ -41,7 +41,7 @@ pub(crate) struct ScoreArgs {
     layout: LayoutKind,
     /// Strategy of attention: ring, bidirectional-ring, all-gather, halo, pass-q
     #[arg(long, default_value = "ring", value_name = "NAME")]
-    strategy: Strategy,
+    strategy: StrategyKind,
 }
 
 pub(crate) fn run(args: &ScoreArgs, ranks: &Ranks) -> Result<()> {

@@ -8,7 +8,7 @@ use crate::sampler::{Sampler, Sampling};
 use candle_core::{DType, Tensor};
 use ringspan::attention::Group;
 use ringspan::comm::Buffer;
-use ringspan::{Documents, Layout, LayoutKind, Strategy};
+use ringspan::{Documents, Layout, LayoutKind, StrategyKind};
 use ringspan_candle::Context;
 use ringspan_candle::cast::cast;
 use std::ops::ControlFlow;
@@ -152,7 +152,7 @@ fn prefill_prompt(
     total: usize,
 ) -> Result<Tensor> {
     let rank = group.rank();
-    let context = Context::new(group.clone(), Arc::new(layout.clone()), Strategy::Ring)?.with_max_length(total);
+    let context = Context::new(group.clone(), Arc::new(layout.clone()), StrategyKind::Ring)?.with_max_length(total);
     let own = layout.shard(rank, prompt, 1)?;
     let hidden = model.hidden(rank, &own, &Prefill::new(&context, cache))?;
     // Only the rank that holds the prompt's last token has that token's hidden state; it broadcasts it.

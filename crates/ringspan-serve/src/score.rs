@@ -4,7 +4,7 @@ use crate::error::Result;
 use crate::model::{Mesh, Model};
 use ringspan::attention::Group;
 use ringspan::comm::Buffer;
-use ringspan::{Documents, Layout, LayoutKind, Strategy};
+use ringspan::{Documents, Layout, LayoutKind, StrategyKind};
 use ringspan_candle::tensor_parallel::NO_TENSOR_PARALLEL;
 use ringspan_candle::{Context, loss};
 use std::sync::Arc;
@@ -38,7 +38,7 @@ pub fn score(
     mesh: &Mesh,
     batch: Batch<'_>,
     layout: LayoutKind,
-    strategy: Strategy,
+    strategy: StrategyKind,
     logits: bool,
 ) -> Result<Option<Scores>> {
     let layout = Arc::new(Layout::new(layout, batch.documents, mesh.ring.saturating_mul(mesh.ulysses))?);
@@ -82,7 +82,7 @@ fn score_on_rank(
     tokens: &[u32],
     targets: &[u32],
     layout: &Arc<Layout>,
-    strategy: Strategy,
+    strategy: StrategyKind,
     logits: bool,
 ) -> Result<(Vec<f32>, Option<Vec<f32>>)> {
     let rank = group.rank();

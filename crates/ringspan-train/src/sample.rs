@@ -11,7 +11,7 @@ use rand_chacha::{
     rand_core::{RngCore, SeedableRng},
 };
 use ringspan::{
-    Documents, Group, Layout, LayoutKind, Strategy,
+    Documents, Group, Layout, LayoutKind, StrategyKind,
     comm::{
         Communicator,
         threads::{self, Options},
@@ -68,7 +68,7 @@ pub(crate) fn sample(config: &TrainConfig, setup: &Setup, device: &RankDevice) -
         for _ in 0..count {
             let window = &tokens[tokens.len().saturating_sub(CONTEXT_TOKENS)..];
             let layout = Layout::new(LayoutKind::Contiguous, &Documents::batch(1, window.len()), 1)?;
-            let context = Context::new(group.clone(), Arc::new(layout), Strategy::Ring)?;
+            let context = Context::new(group.clone(), Arc::new(layout), StrategyKind::Ring)?;
             let hidden = hidden_states(&decoder, &weights, window, &context).map_err(model_error)?;
             let last = hidden.narrow(0, window.len() - 1, 1)?;
             let last = decoder.norm(&weights, &last).map_err(model_error)?;

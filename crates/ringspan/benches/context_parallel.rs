@@ -8,7 +8,7 @@
 use ringspan::attention::{self, Group, Inputs};
 use ringspan::comm::threads;
 use ringspan::kernel::View;
-use ringspan::{Documents, Error, Kernel, Layout, LayoutKind, Mask, Schedule, Score, Strategy};
+use ringspan::{Documents, Error, Kernel, Layout, LayoutKind, Mask, Schedule, Score, StrategyKind};
 use std::time::Instant;
 
 /// Number of interleaved rounds.
@@ -23,7 +23,7 @@ struct Case {
     ranks: usize,
     threads: usize,
     kind: LayoutKind,
-    strategy: Strategy,
+    strategy: StrategyKind,
 }
 
 /// Seconds of the forward and of the backward pass, from the common start until all ranks have finished.
@@ -75,15 +75,15 @@ fn main() -> Result<(), Error> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     println!("S={len} H={HEADS} G={KV_HEADS} D={DIM} causal, f32; efficiency against 1 rank of {cores} threads");
     println!("{:>5} {:>20} {:>20} {:>8} {:>8} {:>8}", "ranks", "strategy", "layout", "forward", "backward", "balance");
-    let one = Case { ranks: 1, threads: cores, kind: LayoutKind::Contiguous, strategy: Strategy::Ring };
+    let one = Case { ranks: 1, threads: cores, kind: LayoutKind::Contiguous, strategy: StrategyKind::Ring };
     let zigzag = |ranks, strategy| Case { ranks, threads: 1, kind: LayoutKind::Zigzag, strategy };
-    let of = |kind| Case { ranks: cores, threads: 1, kind, strategy: Strategy::Ring };
+    let of = |kind| Case { ranks: cores, threads: 1, kind, strategy: StrategyKind::Ring };
     let cases = [
-        zigzag(cores, Strategy::Ring),
-        zigzag(4 * cores, Strategy::Ring),
-        zigzag(cores, Strategy::AllGather),
-        zigzag(4 * cores, Strategy::BidirectionalRing),
-        zigzag(4 * cores, Strategy::PassQ),
+        zigzag(cores, StrategyKind::Ring),
+        zigzag(4 * cores, StrategyKind::Ring),
+        zigzag(cores, StrategyKind::AllGather),
+        zigzag(4 * cores, StrategyKind::BidirectionalRing),
+        zigzag(4 * cores, StrategyKind::PassQ),
         of(LayoutKind::Contiguous),
         of(LayoutKind::Striped(1)),
         of(LayoutKind::Striped(64)),

@@ -7,7 +7,7 @@ use ringspan::attention::{self, Group, Inputs};
 use ringspan::comm::threads::{self, Link};
 use ringspan::kernel::View;
 use ringspan::schedule::{Pass, Sizes};
-use ringspan::{Documents, Error, Kernel, Layout, LayoutKind, Mask, Schedule, Score, Strategy};
+use ringspan::{Documents, Error, Kernel, Layout, LayoutKind, Mask, Schedule, Score, StrategyKind};
 use std::time::{Duration, Instant};
 
 /// Number of interleaved rounds.
@@ -48,7 +48,7 @@ fn main() -> Result<(), Error> {
     let len = arguments.next().and_then(|given| given.parse().ok()).unwrap_or(if quick { 512 } else { 8192 });
     let ranks = std::thread::available_parallelism().map_or(2, usize::from).clamp(2, 8);
     let layout = Layout::new(LayoutKind::Contiguous, &Documents::batch(1, len), ranks)?;
-    let schedule = Schedule::new(Strategy::Ring, &layout, &layout, &Mask::full(), (ranks, 1))?;
+    let schedule = Schedule::new(StrategyKind::Ring, &layout, &layout, &Mask::full(), (ranks, 1))?;
     let sizes = Sizes { heads: HEADS, kv_heads: HEADS, dim: DIM, v_dim: DIM, wire: 4, bias_heads: 0 };
     let hops = ranks - 1;
     let block = schedule.bytes_sent(Pass::Forward, 0, &sizes)? as f64 / hops as f64;

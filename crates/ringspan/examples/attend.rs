@@ -2,7 +2,7 @@
 
 use ringspan::attention::{self, Group, Inputs};
 use ringspan::kernel::View;
-use ringspan::{Documents, Error, Kernel, Layout, LayoutKind, Mask, Schedule, Score, Strategy, comm::threads};
+use ringspan::{Documents, Error, Kernel, Layout, LayoutKind, Mask, Schedule, Score, StrategyKind, comm::threads};
 
 fn main() -> Result<(), Error> {
     const RANKS: usize = 4;
@@ -12,7 +12,7 @@ fn main() -> Result<(), Error> {
 
     // The layout says which rank holds which tokens; the schedule, which rank computes and sends what at which step.
     let layout = Layout::new(LayoutKind::Zigzag, &Documents::batch(1, tokens), RANKS)?;
-    let schedule = Schedule::new(Strategy::Ring, &layout, &layout, &Mask::causal(), (RANKS, 1))?;
+    let schedule = Schedule::new(StrategyKind::Ring, &layout, &layout, &Mask::causal(), (RANKS, 1))?;
     println!("{schedule}");
 
     let lines = threads::run(RANKS, threads::Options::default(), |comm| {

@@ -7,7 +7,7 @@
 
 use ringspan::attention::{self, Group, Inputs};
 use ringspan::kernel::View;
-use ringspan::{Documents, Error, Kernel, Layout, LayoutKind, Mask, Schedule, Score, Strategy, comm::threads};
+use ringspan::{Documents, Error, Kernel, Layout, LayoutKind, Mask, Schedule, Score, StrategyKind, comm::threads};
 use std::time::Instant;
 
 const DIM: usize = 64;
@@ -55,7 +55,7 @@ fn main() -> Result<(), Error> {
     let documents = Documents::from_ids(&ids(&case, tokens)?, tokens)?;
     let begin = Instant::now();
     let (layout, _) = Layout::pair(kind, &documents, &documents, &mask, ranks)?;
-    let schedule = Schedule::new(Strategy::Ring, &layout, &layout, &mask, (ranks, 1))?;
+    let schedule = Schedule::new(StrategyKind::Ring, &layout, &layout, &mask, (ranks, 1))?;
     println!("{case}, {tokens} tokens, {kind} on {ranks} ranks, {mask}: scheduled in {:.2?}", begin.elapsed());
     let score = Score::new(1.0 / (DIM as f32).sqrt());
     let held = threads::run(ranks, threads::Options::default(), |comm| {

@@ -5,7 +5,7 @@
 
 use ringspan::attention::{self, Group, Inputs};
 use ringspan::kernel::View;
-use ringspan::{Documents, Error, Kernel, Layout, LayoutKind, Mask, Schedule, Score, Strategy, comm::threads};
+use ringspan::{Documents, Error, Kernel, Layout, LayoutKind, Mask, Schedule, Score, StrategyKind, comm::threads};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -60,7 +60,7 @@ fn main() -> Result<(), Error> {
         Some(_) => return Err(Error::Layout("TOKENS must be a number of at least 1".into())),
     };
     let layout = Layout::new(LayoutKind::Zigzag, &Documents::batch(1, tokens), RANKS)?;
-    let schedule = Schedule::new(Strategy::Ring, &layout, &layout, &Mask::causal(), (RANKS, 1))?;
+    let schedule = Schedule::new(StrategyKind::Ring, &layout, &layout, &Mask::causal(), (RANKS, 1))?;
     let pairs: u64 = (0..RANKS).map(|rank| schedule.pairs(rank)).sum();
     let operations = pairs as f64 * (4 * DIM) as f64;
     println!("{tokens} tokens, causal, one head of {DIM}: {:.1} TFLOP on {RANKS} ranks", operations / 1e12);

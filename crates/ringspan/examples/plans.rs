@@ -3,7 +3,7 @@
 //! It makes the schedule of RANKS ranks (10,000 by default) with two tokens each, and then the plans of all ranks in turn.
 
 use ringspan::schedule::Pass;
-use ringspan::{Documents, Error, Layout, LayoutKind, Mask, Schedule, Strategy};
+use ringspan::{Documents, Error, Layout, LayoutKind, Mask, Schedule, StrategyKind};
 use std::time::Instant;
 
 fn main() -> Result<(), Error> {
@@ -12,7 +12,7 @@ fn main() -> Result<(), Error> {
     let kind: LayoutKind = std::env::args().nth(2).unwrap_or_else(|| "zigzag".into()).parse()?;
     let layout = Layout::new(kind, &Documents::batch(1, 2 * ranks), ranks)?;
     let begin = Instant::now();
-    let schedule = Schedule::new(Strategy::Ring, &layout, &layout, &Mask::causal(), (ranks, 1))?;
+    let schedule = Schedule::new(StrategyKind::Ring, &layout, &layout, &Mask::causal(), (ranks, 1))?;
     println!("a schedule of {ranks} ranks, {kind}: {:.2?}", begin.elapsed());
     for pass in [Pass::Forward, Pass::Backward] {
         let begin = Instant::now();

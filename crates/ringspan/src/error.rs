@@ -68,6 +68,16 @@ pub enum Error {
     /// A layout cannot be made from the given arguments.
     #[error("layout: {0}")]
     Layout(String),
+    /// The plans of a strategy do not fit each other, or leave something out.
+    #[error("strategy {strategy}: ring rank {ring_rank} {problem}")]
+    Plan {
+        /// The strategy's name.
+        strategy: String,
+        /// The ring rank whose plan is wrong.
+        ring_rank: usize,
+        /// The problem, as what the rank does.
+        problem: String,
+    },
     /// A mask cannot be made from the given arguments, or does not fit the documents.
     #[error("mask: {0}")]
     Mask(String),

@@ -24,5 +24,5 @@ pub use kernel::{Kernel, Score};
 pub use layout::{Layout, LayoutKind};
 pub use mask::{Band, Mask};
 pub use mesh::Mesh;
-pub use schedule::{Schedule, Strategy};
+pub use schedule::{Schedule, Strategy, StrategyKind};
 pub use world::{Rank, World};

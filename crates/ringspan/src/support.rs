@@ -2,7 +2,7 @@
 //!
 //! A test computes every cell and compares it with the reference; all combinations work.
 
-use crate::schedule::Strategy;
+use crate::schedule::StrategyKind;
 
 /// A group of rows of the table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -82,7 +82,7 @@ features! {
 /// The table in Markdown, with a row for each feature and a column for each strategy. Each cell covers forward and
 /// backward, with the strategy alone and with Ulysses on either axis.
 pub fn table() -> String {
-    let columns: Vec<&str> = Strategy::ALL.iter().map(|strategy| strategy.name()).collect();
+    let columns: Vec<&str> = StrategyKind::ALL.iter().map(|strategy| strategy.name()).collect();
     let mut table = format!(
         "| | |{}|\n|---|---|{}\n",
         columns.iter().map(|c| format!(" {c} ")).collect::<Vec<_>>().join("|"),

@@ -14,7 +14,7 @@ use ringspan::comm::{Buffer, Communicator, Pending, threads};
 use ringspan::kernel::{self, HeadMap, Kernel, View};
 use ringspan::mesh::Grid;
 use ringspan::schedule::{Pass, Sizes};
-use ringspan::{Documents, Error, Group, Layout, LayoutKind, Mask, Schedule, Score, Strategy};
+use ringspan::{Documents, Error, Group, Layout, LayoutKind, Mask, Schedule, Score, StrategyKind};
 use std::alloc::{GlobalAlloc, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -118,7 +118,7 @@ struct Held {
 /// Measures forward and backward of S tokens in a ring of P ranks.
 fn measure(shape: Shape, tokens: usize, ranks: usize, kind: LayoutKind, mask: &Mask) -> [Held; 2] {
     let layout = Layout::new(kind, &Documents::batch(1, tokens), ranks).expect("a layout");
-    let schedule = Schedule::new(Strategy::Ring, &layout, &layout, mask, (ranks, 1)).expect("a schedule");
+    let schedule = Schedule::new(StrategyKind::Ring, &layout, &layout, mask, (ranks, 1)).expect("a schedule");
     measure_schedule(shape, &schedule, false)
 }
 
@@ -307,7 +307,7 @@ fn every_way_to_compute_is_metered() {
     let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     let shape = Shape { heads: 12, kv_heads: 6, dim: 40, threads: 1 };
     let grids = [Grid::new(4, 1), Grid::new(1, 4), Grid::new(2, 2), Grid::new(2, 2).with_ulysses_outer()];
-    for (strategy, grid) in Strategy::ALL.into_iter().flat_map(|strategy| grids.map(|grid| (strategy, grid))) {
+    for (strategy, grid) in StrategyKind::ALL.into_iter().flat_map(|strategy| grids.map(|grid| (strategy, grid))) {
         for (chunks, biased) in [(1, false), (3, true)] {
             let layout = Layout::new(LayoutKind::Zigzag, &Documents::batch(1, 272 * 4), 4).expect("a layout");
             let schedule = Schedule::new(strategy, &layout, &layout, &Mask::causal(), grid).expect("a schedule");
@@ -343,7 +343,7 @@ fn documents_in_pieces_take_no_more_memory() {
         let documents = Documents::from_ids(&ids, tokens).expect("a row");
         let layout = Layout::new(LayoutKind::Zigzag, &documents, ranks).expect("a layout");
         let schedule =
-            Schedule::new(Strategy::Ring, &layout, &layout, &Mask::causal(), (ranks, 1)).expect("a schedule");
+            Schedule::new(StrategyKind::Ring, &layout, &layout, &Mask::causal(), (ranks, 1)).expect("a schedule");
         let runs: usize = (0..ranks).map(|rank| layout.runs(rank).len()).sum();
         (measure_schedule(shape, &schedule, biased), runs)
     };

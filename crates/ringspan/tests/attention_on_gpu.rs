@@ -13,7 +13,7 @@ mod support;
 use ringspan::attention::{self, Group, Inputs, Merge, Tokens, Wire, on_device};
 use ringspan::comm::threads;
 use ringspan::kernel::{Gpu, Kernel, View};
-use ringspan::{Error, Layout, LayoutKind, Mask, Run, Schedule, Strategy};
+use ringspan::{Error, Layout, LayoutKind, Mask, Run, Schedule, StrategyKind};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use support::{Answer, Means, On, Problem, relative_l2};
@@ -113,11 +113,11 @@ fn causal(heads: usize, kv_heads: usize, dim: usize) -> Problem {
 fn blocks_go_round_rings_without_the_cpu() {
     let Some((gpu, _alone)) = gpu() else { return };
     for (kind, strategy, ranks) in [
-        (LayoutKind::Zigzag, Strategy::Ring, 1),
-        (LayoutKind::Zigzag, Strategy::Ring, 4),
-        (LayoutKind::Contiguous, Strategy::Ring, 3),
-        (LayoutKind::Striped(1), Strategy::BidirectionalRing, 4),
-        (LayoutKind::Zigzag, Strategy::AllGather, 3),
+        (LayoutKind::Zigzag, StrategyKind::Ring, 1),
+        (LayoutKind::Zigzag, StrategyKind::Ring, 4),
+        (LayoutKind::Contiguous, StrategyKind::Ring, 3),
+        (LayoutKind::Striped(1), StrategyKind::BidirectionalRing, 4),
+        (LayoutKind::Zigzag, StrategyKind::AllGather, 3),
     ] {
         check(gpu, |dim| causal(4, 2, dim), On::new(kind, strategy, (ranks, 1)), [0, 0]);
     }
@@ -128,10 +128,10 @@ fn rows_and_queries_travel_without_the_cpu() {
     let Some((gpu, _alone)) = gpu() else { return };
     let window = |dim| Problem::new(1, 90, 4, 2, dim, Mask::causal().window(Some(20), None));
     for kind in [LayoutKind::Contiguous, LayoutKind::Striped(4)] {
-        check(gpu, window, On::new(kind, Strategy::Halo, (3, 1)), [0, 0]);
+        check(gpu, window, On::new(kind, StrategyKind::Halo, (3, 1)), [0, 0]);
     }
     let few = |dim| Problem::cross(1, 20, 90, 4, 1, dim, Mask::causal_bottom_right());
-    check(gpu, few, On::new(LayoutKind::Contiguous, Strategy::PassQ, (4, 1)), [0, 0]);
+    check(gpu, few, On::new(LayoutKind::Contiguous, StrategyKind::PassQ, (4, 1)), [0, 0]);
 }
 
 #[test]
@@ -139,10 +139,10 @@ fn tokens_become_heads_without_the_cpu() {
     let Some((gpu, _alone)) = gpu() else { return };
     // Some key-value heads divide by the members, some are fewer than the members.
     for (heads, kv_heads, grid) in [(4, 2, (1, 2)), (6, 2, (1, 3)), (4, 1, (2, 2)), (6, 3, (2, 3))] {
-        let on = On::new(LayoutKind::Zigzag, Strategy::Ring, grid);
+        let on = On::new(LayoutKind::Zigzag, StrategyKind::Ring, grid);
         check(gpu, |dim| causal(heads, kv_heads, dim), on, [0, 0]);
     }
-    let on = On { head_chunks: 2, ..On::new(LayoutKind::Contiguous, Strategy::AllGather, (2, 2)) };
+    let on = On { head_chunks: 2, ..On::new(LayoutKind::Contiguous, StrategyKind::AllGather, (2, 2)) };
     check(gpu, |dim| causal(8, 4, dim), on, [0, 0]);
 }
 
@@ -151,12 +151,12 @@ fn tensors_of_16_bits_travel_as_they_are() {
     let Some((gpu, _alone)) = gpu() else { return };
     for stored in [Wire::Bf16, Wire::F16] {
         for grid in [(3, 1), (2, 2)] {
-            let on = On { stored, wire: stored, ..On::new(LayoutKind::Zigzag, Strategy::Ring, grid) };
+            let on = On { stored, wire: stored, ..On::new(LayoutKind::Zigzag, StrategyKind::Ring, grid) };
             check(gpu, |dim| causal(4, 2, dim), on, [0, 0]);
         }
     }
     let strided = |dim| Problem { strided: true, ..causal(4, 2, dim) };
-    let on = On { stored: Wire::Bf16, ..On::new(LayoutKind::Zigzag, Strategy::PassQ, (2, 1)) };
+    let on = On { stored: Wire::Bf16, ..On::new(LayoutKind::Zigzag, StrategyKind::PassQ, (2, 1)) };
     check(gpu, strided, on, [0, 0]);
 }
 
@@ -164,7 +164,7 @@ fn tensors_of_16_bits_travel_as_they_are() {
 fn scores_of_all_kinds() {
     let Some((gpu, _alone)) = gpu() else { return };
     for grid in [(2, 1), (2, 2)] {
-        let on = On::new(LayoutKind::Zigzag, Strategy::Ring, grid);
+        let on = On::new(LayoutKind::Zigzag, StrategyKind::Ring, grid);
         // With sinks, maximum, sum and delta of all queries and heads are copied to the CPU.
         check(gpu, |dim| causal(4, 2, dim).with_softcap().with_sinks(), on, [0, 3 * 4 * 4 * 100]);
         check(gpu, |dim| causal(4, 2, dim).with_alibi().with_dropout(), on, [0, 0]);
@@ -173,7 +173,7 @@ fn scores_of_all_kinds() {
         check(gpu, |dim| causal(4, 2, dim).with_buckets().with_bias(1), on, [0, tables]);
         check(gpu, |dim| causal(4, 2, dim).with_bias(4), on, [0, 0]);
         // A bias travels with its queries.
-        let on = On { stored: Wire::Bf16, wire: Wire::Bf16, ..On::new(LayoutKind::Zigzag, Strategy::PassQ, grid) };
+        let on = On { stored: Wire::Bf16, wire: Wire::Bf16, ..On::new(LayoutKind::Zigzag, StrategyKind::PassQ, grid) };
         check(gpu, |dim| causal(4, 2, dim).with_bias(4), on, [0, 0]);
     }
 }
@@ -182,7 +182,7 @@ fn scores_of_all_kinds() {
 #[test]
 fn messages_between_processes_go_through_the_cpu() {
     let Some((gpu, _alone)) = gpu() else { return };
-    for (grid, strategy) in [((3, 1), Strategy::Ring), ((2, 2), Strategy::PassQ)] {
+    for (grid, strategy) in [((3, 1), StrategyKind::Ring), ((2, 2), StrategyKind::PassQ)] {
         let problem = causal(4, 2, 16);
         let on = On { stored: Wire::F16, wire: Wire::F16, ..On::new(LayoutKind::Zigzag, strategy, grid) };
         let inputs = problem.inputs_of(on.stored, 3);
@@ -213,7 +213,8 @@ fn ranks_on_different_devices_share_a_sequence() {
     let Some((gpu, _alone)) = gpu() else { return };
     let second = Gpu::count().is_ok_and(|count| count > 1).then(|| Gpu::open(1).expect("a GPU that works"));
     let problem = causal(4, 2, 16);
-    for (grid, strategy) in [((4, 1), Strategy::Ring), ((2, 2), Strategy::Ring), ((4, 1), Strategy::PassQ)] {
+    for (grid, strategy) in [((4, 1), StrategyKind::Ring), ((2, 2), StrategyKind::Ring), ((4, 1), StrategyKind::PassQ)]
+    {
         let on = On { stored: Wire::Bf16, wire: Wire::Bf16, ..On::new(LayoutKind::Zigzag, strategy, grid) };
         let inputs = problem.inputs_of(on.stored, 3);
         let turn = AtomicUsize::new(0);

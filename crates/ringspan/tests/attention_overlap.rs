@@ -5,7 +5,7 @@ mod support;
 use ringspan::attention::{Group, Inputs, backward, forward};
 use ringspan::comm::{Buffer, Communicator, Pending, threads};
 use ringspan::kernel::{Kernel, View};
-use ringspan::{Documents, Error, Layout, LayoutKind, Mask, Schedule, Score, Strategy};
+use ringspan::{Documents, Error, Layout, LayoutKind, Mask, Schedule, Score, StrategyKind};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use support::{hands_on, random};
@@ -85,7 +85,7 @@ fn events(ring: usize, ulysses: usize, chunks: usize) -> Vec<[Vec<Event>; 2]> {
     let ranks = ring * ulysses;
     let (len, heads, dim) = (300 * ranks, 2 * ulysses, 32);
     let layout = Layout::new(LayoutKind::Zigzag, &Documents::batch(1, len), ranks).expect("ranks");
-    let schedule = Schedule::new(Strategy::Ring, &layout, &layout, &Mask::causal(), (ring, ulysses)).expect("fits");
+    let schedule = Schedule::new(StrategyKind::Ring, &layout, &layout, &Mask::causal(), (ring, ulysses)).expect("fits");
     let schedule = schedule.with_head_chunks(chunks);
     let run = threads::run(ranks, threads::Options::default(), |comm| {
         let log = Log::default();

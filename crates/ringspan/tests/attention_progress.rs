@@ -5,7 +5,7 @@ mod support;
 use ringspan::attention::{Group, Inputs, backward, forward};
 use ringspan::comm::{Buffer, Communicator, Pending, threads};
 use ringspan::kernel::{Kernel, View};
-use ringspan::{Documents, Error, Layout, LayoutKind, Mask, Schedule, Score, Strategy};
+use ringspan::{Documents, Error, Layout, LayoutKind, Mask, Schedule, Score, StrategyKind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -37,7 +37,7 @@ impl Communicator for Lazy {
 fn a_kernel_moves_the_transfers_of_its_group_while_it_computes() {
     let (len, heads, dim) = (2048, 2, 64);
     let layout = Layout::new(LayoutKind::Zigzag, &Documents::batch(1, len), 2).expect("ranks");
-    let schedule = Schedule::new(Strategy::Ring, &layout, &layout, &Mask::causal(), (2, 1)).expect("fits");
+    let schedule = Schedule::new(StrategyKind::Ring, &layout, &layout, &Mask::causal(), (2, 1)).expect("fits");
     let calls = threads::run(2, threads::Options::default(), |comm| {
         let calls = Arc::new(AtomicUsize::new(0));
         let own = Arc::new(AtomicUsize::new(0));

@@ -6,7 +6,7 @@ use ringspan::attention::{Group, Wire};
 use ringspan::comm::Communicator;
 use ringspan::mesh::Grid;
 use ringspan::schedule::{Machine, StrategyChoice};
-use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Rank, Strategy};
+use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Rank, StrategyKind};
 use std::sync::Arc;
 
 /// Says how sequences are distributed over ranks and how they attend to each other. Only the sequences must be given, by
@@ -48,7 +48,7 @@ impl ContextBuilder {
             key_documents: None,
             layout: LayoutKind::Zigzag,
             mask: Mask::full(),
-            strategy: Strategy::Ring.into(),
+            strategy: StrategyKind::Ring.into(),
             machine: None,
             grid: None,
             head_chunks: 1,
@@ -144,11 +144,11 @@ impl ContextBuilder {
                 if self.head_chunks == 0 { "at least one part" } else { "no such exchange" }
             );
         }
-        if self.machine.is_some() && self.strategy != StrategyChoice::Auto {
+        if self.machine.is_some() && !self.strategy.is_auto() {
             bail!("machine(..) has an effect with strategy auto only, and the strategy is {}", self.strategy);
         }
         let on_cpu = self.kernel.is_cpu();
-        if self.strategy == StrategyChoice::Auto && self.machine.is_none() && !on_cpu {
+        if self.strategy.is_auto() && self.machine.is_none() && !on_cpu {
             bail!("strategy auto on a GPU needs machine(..): the speed of attention and of the links between ranks");
         }
         let keys = self.key_documents.as_ref().unwrap_or(&documents);
@@ -163,7 +163,7 @@ impl ContextBuilder {
             mask: self.mask,
             qkv_format: self.qkv_format,
             key_layout: Arc::new(key),
-            ..Context::new(group, Arc::new(query), Strategy::Ring)?
+            ..Context::new(group, Arc::new(query), StrategyKind::Ring)?
         })
     }
 }

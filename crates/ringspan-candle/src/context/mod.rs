@@ -21,7 +21,7 @@ use crate::tensor_parallel::TensorParallel;
 use candle_core::{Result, Tensor};
 use ringspan::attention::Group;
 use ringspan::schedule::{Machine, Pass, Sizes, StrategyChoice};
-use ringspan::{Layout, Mask, Schedule, Score, Strategy};
+use ringspan::{Layout, Mask, Schedule, Score, StrategyKind};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
@@ -56,7 +56,7 @@ impl Context {
     ///
     /// # Errors
     /// A layout for a number of ranks other than the size of the group.
-    pub fn new(group: Arc<Group>, layout: Arc<Layout>, strategy: Strategy) -> Result<Self> {
+    pub fn new(group: Arc<Group>, layout: Arc<Layout>, strategy: StrategyKind) -> Result<Self> {
         if layout.ranks() != group.size() {
             candle_core::bail!(
                 "the layout distributes tokens to {} ranks, the group has {}",
@@ -126,7 +126,7 @@ impl Context {
     /// # Errors
     /// Masks and layouts that [`Schedule::new`] refuses, and the strategy `auto`, which depends on the sizes of tensors.
     pub fn schedule(&self, mask: &Mask) -> Result<Arc<Schedule>> {
-        if self.strategy == StrategyChoice::Auto {
+        if self.strategy.is_auto() {
             candle_core::bail!("the schedule of strategy auto depends on the sizes of queries, keys and values");
         }
         self.schedule_once((mask.clone(), None))
@@ -134,7 +134,7 @@ impl Context {
 
     /// The schedule of attention of these inputs.
     fn schedule_of(&self, inputs: &AttentionInputs, mask: &Mask) -> Result<Arc<Schedule>> {
-        if self.strategy != StrategyChoice::Auto {
+        if !self.strategy.is_auto() {
             return self.schedule(mask);
         }
         let ((_, heads, dim), (_, kv_heads, v_dim)) = (inputs.q.dims3()?, inputs.v.dims3()?);
@@ -154,8 +154,8 @@ impl Context {
             let schedule = Schedule::new(strategy, &self.layout, &self.key_layout, mask, self.group.grid())?;
             Ok(schedule.with_head_chunks(self.head_chunks))
         };
-        let made = match (self.strategy, of_inputs) {
-            (StrategyChoice::Fixed(strategy), _) => schedule(strategy),
+        let made = match (&self.strategy, of_inputs) {
+            (StrategyChoice::Fixed(strategy), _) => schedule(strategy.clone()),
             (choice, Some((sizes, trained))) => {
                 let passes = if *trained { &[Pass::Forward, Pass::Backward][..] } else { &[Pass::Forward] };
                 choice.schedule(schedule, sizes, &self.machine, passes)

@@ -24,10 +24,10 @@ impl GateUpActivations {
         }
     }
 
-    /// Offloads gate and up from a GPU to CPU memory, as [`StoredActivation::away`] does.
+    /// Offloads gate and up from a GPU to CPU memory, as [`StoredActivation::offload`] does.
     ///
     /// # Errors
-    /// As for [`StoredActivation::away`].
+    /// As for [`StoredActivation::offload`].
     pub fn offload(self, offload: &Offload) -> Result<Self> {
         Ok(match self {
             Self::Gpu([gate, up]) => Self::Gpu([gate.offload(offload)?, up.offload(offload)?]),

@@ -4,7 +4,7 @@ use crate::ranks::{MESHES, Mesh, assert_ranks_within, group, on_ranks};
 use crate::{BF16, assert_equal, bound, gpu, numbers, random, rounding};
 use candle_core::{DType, Device, Result, Tensor};
 use ringspan::comm::Communicator;
-use ringspan::{Documents, Layout, LayoutKind, Mask, Score, Strategy};
+use ringspan::{Documents, Layout, LayoutKind, Mask, Score, StrategyKind};
 use ringspan_candle::stored_activation::Storage;
 use ringspan_candle::transfers::{Parameter, Reserved};
 use ringspan_candle::{Attend, AttentionInputs, Context, Precision, RankDevice, Transfers, loss};
@@ -38,7 +38,7 @@ fn blocks_of_bf16_take_half_the_bytes_of_f32() {
                 Layout::new(LayoutKind::Zigzag, &Documents::batch(1, 90), 3).map_err(candle_core::Error::wrap)?;
             let kernel = device.kernel(1).map_err(candle_core::Error::wrap)?;
             let (rows, before) = (layout.tokens(comm.rank()), comm.bytes_sent());
-            let context = Context::new(group(comm.clone(), (3, 1), kernel)?, Arc::new(layout), Strategy::Ring)?;
+            let context = Context::new(group(comm.clone(), (3, 1), kernel)?, Arc::new(layout), StrategyKind::Ring)?;
             let [q, k, v] = [4, 2, 2].map(|heads| device.parameter(&random(&[rows, heads, 16], 3)));
             context.layer_attention(0, &AttentionInputs::new(&q?, &k?, &v?), &Mask::causal(), &Score::new(0.3))?;
             Ok(comm.bytes_sent() - before)
@@ -111,7 +111,7 @@ fn a_kernel_of_the_cpu_takes_tensors_in_bf16_and_brings_them_back() -> Result<()
     let comm = on_ranks(1, Ok).remove(0);
     let layout = Layout::new(LayoutKind::Contiguous, &Documents::batch(1, 5), 1).map_err(candle_core::Error::wrap)?;
     let kernel = RankDevice::CPU.kernel(1).map_err(candle_core::Error::wrap)?;
-    let context = Context::new(group(comm, (1, 1), kernel)?, Arc::new(layout), Strategy::Ring)?;
+    let context = Context::new(group(comm, (1, 1), kernel)?, Arc::new(layout), StrategyKind::Ring)?;
     let here = rounding(&RankDevice::CPU).parameter(&random(&[5, 2, 8], 1))?;
     let attended =
         |x: &Tensor| context.layer_attention(0, &AttentionInputs::new(x, x, x), &Mask::causal(), &Score::new(0.3));
@@ -125,7 +125,7 @@ fn a_kernel_of_the_cpu_takes_tensors_in_bf16_and_brings_them_back() -> Result<()
 #[test]
 fn the_bounds_tell_bf16_from_f32() {
     let Some(gpu) = gpu() else { return };
-    let mesh = Mesh::new(LayoutKind::Zigzag, Strategy::Ring, (2, 1));
+    let mesh = Mesh::new(LayoutKind::Zigzag, StrategyKind::Ring, (2, 1));
     let (f32, bf16) = (mesh.run(&gpu).0, mesh.run(&rounding(&gpu)).0);
     for (f32, bf16) in f32.iter().flatten().zip(bf16.iter().flatten()) {
         let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt();

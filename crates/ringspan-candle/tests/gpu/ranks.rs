@@ -6,7 +6,7 @@ use candle_core::{Device, Result, Tensor};
 use ringspan::attention::{Group, Tokens};
 use ringspan::comm::{Communicator, threads};
 use ringspan::kernel::Gpu;
-use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Run, Score, Strategy};
+use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Run, Score, StrategyKind};
 use ringspan_candle::attention::SavedAttention;
 use ringspan_candle::decode::decode;
 use ringspan_candle::stored_activation::Storage;
@@ -79,7 +79,7 @@ pub(crate) fn group(comm: Arc<dyn Communicator>, grid: (usize, usize), kernel: K
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Mesh {
     pub(crate) kind: LayoutKind,
-    pub(crate) strategy: Strategy,
+    pub(crate) strategy: StrategyKind,
     pub(crate) grid: (usize, usize),
     /// The width of heads.
     pub(crate) dim: usize,
@@ -88,7 +88,7 @@ pub(crate) struct Mesh {
 }
 
 impl Mesh {
-    pub(crate) fn new(kind: LayoutKind, strategy: Strategy, grid: (usize, usize)) -> Self {
+    pub(crate) fn new(kind: LayoutKind, strategy: StrategyKind, grid: (usize, usize)) -> Self {
         Self { kind, strategy, grid, dim: 8, again: None }
     }
 
@@ -131,14 +131,14 @@ impl Mesh {
     }
 }
 
-pub(crate) const MESHES: [(LayoutKind, Strategy, (usize, usize)); 7] = [
-    (LayoutKind::Contiguous, Strategy::Ring, (1, 1)),
-    (LayoutKind::Zigzag, Strategy::Ring, (3, 1)),
-    (LayoutKind::Striped(4), Strategy::BidirectionalRing, (4, 1)),
-    (LayoutKind::Contiguous, Strategy::PassQ, (2, 1)),
-    (LayoutKind::Zigzag, Strategy::AllGather, (1, 2)),
-    (LayoutKind::Zigzag, Strategy::Ring, (1, 4)),
-    (LayoutKind::Zigzag, Strategy::Ring, (2, 2)),
+pub(crate) const MESHES: [(LayoutKind, StrategyKind, (usize, usize)); 7] = [
+    (LayoutKind::Contiguous, StrategyKind::Ring, (1, 1)),
+    (LayoutKind::Zigzag, StrategyKind::Ring, (3, 1)),
+    (LayoutKind::Striped(4), StrategyKind::BidirectionalRing, (4, 1)),
+    (LayoutKind::Contiguous, StrategyKind::PassQ, (2, 1)),
+    (LayoutKind::Zigzag, StrategyKind::AllGather, (1, 2)),
+    (LayoutKind::Zigzag, StrategyKind::Ring, (1, 4)),
+    (LayoutKind::Zigzag, StrategyKind::Ring, (2, 2)),
 ];
 
 #[test]
@@ -168,7 +168,7 @@ fn what_attention_keeps_may_be_rounded() {
     let Some(gpu) = gpu() else { return };
     let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
     for grid in [(1, 1), (2, 2)] {
-        let mesh = Mesh::new(LayoutKind::Zigzag, Strategy::Ring, grid);
+        let mesh = Mesh::new(LayoutKind::Zigzag, StrategyKind::Ring, grid);
         let (whole, copied) = mesh.run(&gpu);
         let (rounded, also_copied) = Mesh { again: Some(Storage::Bf16), ..mesh }.run(&gpu);
         assert_eq!(copied, also_copied, "{mesh:?}");
@@ -191,7 +191,7 @@ fn attention_stands_between_what_candle_does_before_and_afterwards() -> Result<(
             let layout =
                 Layout::new(LayoutKind::Zigzag, &Documents::batch(1, 80), 2).map_err(candle_core::Error::wrap)?;
             let kernel = device.kernel(1).map_err(candle_core::Error::wrap)?;
-            let context = Context::new(group(comm, (2, 1), kernel)?, Arc::new(layout), Strategy::Ring)?;
+            let context = Context::new(group(comm, (2, 1), kernel)?, Arc::new(layout), StrategyKind::Ring)?;
             let mut x = random(&[40, 4, 8], 5 + own).to_device(device.tensors())?;
             for _ in 0..4 {
                 let (q, k) = ((&x * 1.5)?, x.sqr()?.affine(0.5, 0.1)?);
@@ -217,7 +217,7 @@ fn a_kernel_on_the_cpu_takes_tensors_there_and_one_on_another_gpu_refuses_them()
         let comm = on_ranks(1, Ok).remove(0);
         let layout =
             Layout::new(LayoutKind::Contiguous, &Documents::batch(1, 20), 1).map_err(candle_core::Error::wrap)?;
-        let context = Context::new(group(comm, (1, 1), kernel)?, Arc::new(layout), Strategy::Ring)?;
+        let context = Context::new(group(comm, (1, 1), kernel)?, Arc::new(layout), StrategyKind::Ring)?;
         let inputs = [[20, 4, 8], [20, 2, 8], [20, 2, 8]].map(|shape| random(&shape, 3));
         let attend = |x: &[Tensor]| {
             context.layer_attention(0, &AttentionInputs::new(&x[0], &x[1], &x[2]), &Mask::causal(), &Score::new(0.3))

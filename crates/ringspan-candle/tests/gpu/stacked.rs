@@ -4,7 +4,7 @@ use crate::ranks::group;
 use crate::{assert_within, bound, gpu, random, results, rounding};
 use candle_core::{DType, Result, Tensor};
 use ringspan::comm::threads;
-use ringspan::{Documents, Layout, LayoutKind, Mask, Score, Strategy};
+use ringspan::{Documents, Layout, LayoutKind, Mask, Score, StrategyKind};
 use ringspan_candle::activation::ClampedSwiglu;
 use ringspan_candle::cast::cast;
 use ringspan_candle::experts::{ExpertStack, Local, StackedExpert};
@@ -53,7 +53,7 @@ fn heads_with_sinks() {
             let layout = Layout::new(LayoutKind::Contiguous, &Documents::packed(&[11, 18]), 1);
             let kernel = device.kernel(1).map_err(candle_core::Error::wrap)?;
             let layout = Arc::new(layout.map_err(candle_core::Error::wrap)?);
-            let context = Context::new(group(comm, (1, 1), kernel)?, layout, Strategy::Ring)?;
+            let context = Context::new(group(comm, (1, 1), kernel)?, layout, StrategyKind::Ring)?;
             let inputs = AttentionInputs { sinks: Some(&x[3]), ..AttentionInputs::new(&x[0], &x[1], &x[2]) };
             context.layer_attention(0, &inputs, &Mask::causal(), &Score::new(0.3))
         };

@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Result, Tensor, Var};
 use ringspan::attention::{Group, Tokens};
 use ringspan::comm::threads::{Options, run};
-use ringspan::{Documents, Error, Kernel, Layout, LayoutKind, Mask, Run, Score, Strategy};
+use ringspan::{Documents, Error, Kernel, Layout, LayoutKind, Mask, Run, Score, StrategyKind};
 use ringspan_candle::activation::{Activation, ClampedSwiglu};
 use ringspan_candle::cast::cast;
 use ringspan_candle::experts::{ExpertStack, Local, SavedExperts, StackedExpert, mixed_saving};
@@ -244,7 +244,7 @@ fn attended(precision: Precision, (ring, ulysses): (usize, usize), again: bool) 
         let check = || -> Result<(Vec<Vec<f32>>, u64)> {
             let [q, k, v] = [(4, 1), (2, 2), (2, 3)].map(|(heads, seed)| Var::from_tensor(&shard(heads, seed)?));
             let (q, k, v, sinks) = (q?, k?, v?, device.parameter(&random(&[4], 5))?);
-            let context = Context::new(Arc::new(group), layout.clone(), Strategy::Ring)?;
+            let context = Context::new(Arc::new(group), layout.clone(), StrategyKind::Ring)?;
             let inputs = AttentionInputs { sinks: Some(&sinks), ..AttentionInputs::new(&q, &k, &v) };
             let mut memory = ringspan_candle::attention::SavedAttention::default();
             let (mask, score, before) = (Mask::causal(), Score::new(0.25), comm.bytes_sent());

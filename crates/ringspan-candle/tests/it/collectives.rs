@@ -3,7 +3,7 @@
 use candle_core::{Device, Tensor, Var};
 use ringspan::attention::Group;
 use ringspan::comm::threads::{Options, run};
-use ringspan::{Documents, Error, Kernel, Layout, LayoutKind, Mask, Score, Strategy};
+use ringspan::{Documents, Error, Kernel, Layout, LayoutKind, Mask, Score, StrategyKind};
 use ringspan_candle::{Attend, AttentionInputs, Context, collective};
 use std::sync::Arc;
 
@@ -80,7 +80,7 @@ fn attention_of_parts_of_a_tensor_is_that_of_their_copies() -> candle_core::Resu
     let comm = run(1, Options::default(), Ok::<_, Error>).expect("one rank").remove(0);
     let group = Arc::new(Group::new(comm, (1, 1), Kernel::new(1)).expect("one rank"));
     let layout = Arc::new(Layout::new(LayoutKind::Contiguous, &Documents::batch(1, 9), 1).expect("one rank"));
-    let context = Context::new(group, layout, Strategy::Ring)?;
+    let context = Context::new(group, layout, StrategyKind::Ring)?;
     let results = |copies: bool| -> candle_core::Result<[Vec<f32>; 2]> {
         // Query, key and value heads are in one tensor, whose first two tokens are left out.
         let x = Var::from_tensor(&Tensor::from_vec(values(11 * 8 * 8, 5), (11, 8, 8), &Device::Cpu)?)?;
@@ -117,7 +117,7 @@ fn attention_of_a_context_has_the_gradients_of_one_rank() {
             };
             let (q, k, v) = (shard(4, 1)?, shard(2, 2)?, shard(2, 3)?);
             let check = || -> candle_core::Result<Vec<Vec<f32>>> {
-                let context = Context::new(Arc::new(group), layout.clone(), Strategy::Ring)?;
+                let context = Context::new(Arc::new(group), layout.clone(), StrategyKind::Ring)?;
                 assert_eq!(context.positions(), layout.rows(rank));
                 let out = context.layer_attention(
                     0,

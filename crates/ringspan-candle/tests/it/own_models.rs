@@ -5,7 +5,7 @@ use candle_core::{D, DType, Device, Result, Tensor, Var};
 use candle_nn::ops::softmax;
 use ringspan::attention::Wire;
 use ringspan::schedule::{Machine, StrategyChoice};
-use ringspan::{Documents, LayoutKind, Mask, Rank, Score, Strategy, World};
+use ringspan::{Documents, LayoutKind, Mask, Rank, Score, StrategyKind, World};
 use ringspan_candle::{AttentionInputs, Context, ContextBuilder, QkvFormat};
 use std::collections::HashMap;
 
@@ -127,8 +127,8 @@ fn attention_and_gradients_of_any_mesh_and_strategy_are_those_of_whole_sequences
     for ranks in 1..=4 {
         assert_close(&case.on_ranks(ranks, causal), &expected, 1e-5, &format!("{ranks} ranks"));
     }
-    for strategy in Strategy::ALL.map(StrategyChoice::from).into_iter().chain([StrategyChoice::Auto]) {
-        let on_ranks = case.on_ranks(3, |builder| causal(builder).strategy(strategy));
+    for strategy in StrategyKind::ALL.map(StrategyChoice::from).into_iter().chain([StrategyChoice::Auto]) {
+        let on_ranks = case.on_ranks(3, |builder| causal(builder).strategy(strategy.clone()));
         assert_close(&on_ranks, &expected, 1e-5, &strategy.to_string());
     }
     for kind in ["contiguous", "striped:1", "per-document-zigzag", "balanced:3"] {

@@ -7,9 +7,10 @@ use anyhow::{Context, Result, ensure};
 use ringspan::attention::Wire;
 use ringspan::mesh::Grid;
 use ringspan::schedule::{Choice, HeadShare, Link, Machine, Pass, Sizes, StrategyChoice};
-use ringspan::{Layout, LayoutKind, Mask, Schedule, Strategy};
+use ringspan::{Layout, LayoutKind, Mask, Schedule, Strategy, StrategyKind};
 use safetensors::Dtype;
 use std::path::Path;
+use std::sync::Arc;
 
 /// The decisions on how to compute.
 pub(super) struct Plan {
@@ -46,23 +47,24 @@ impl Plan {
         HeadShare::all(sizes.heads, sizes.kv_heads, grid)?;
         let layout = args.layout();
         let (query, key) = Layout::pair(layout, &input.query_documents, &input.key_documents, mask, ring * ulysses)?;
-        let schedule = |strategy| -> Result<Schedule> {
+        let schedule = |strategy: Arc<dyn Strategy>| -> Result<Schedule> {
             let schedule = Schedule::new(strategy, &query, &key, mask, grid)?;
             Ok(schedule.with_head_chunks(args.head_chunks.map_or(1, |chunks| chunks as usize)))
         };
         let wire = wire(args, input);
         check_range(path, args, input)?;
         let machine = [args.link_bandwidth, args.link_latency, args.rank_speed];
-        match args.strategy {
+        match &args.strategy {
             StrategyChoice::Fixed(strategy) => {
                 ensure!(
                     machine.iter().all(Option::is_none),
                     "--link-bandwidth, --link-latency and --rank-speed are of use with --strategy auto only"
                 );
-                Ok(Self { schedule: schedule(strategy)?, layout, wire, choice: None })
+                Ok(Self { schedule: schedule(strategy.clone())?, layout, wire, choice: None })
             }
             StrategyChoice::Auto => {
-                let candidates = Strategy::ALL.into_iter().map(schedule).collect::<Result<Vec<_>>>()?;
+                let candidates =
+                    StrategyKind::ALL.into_iter().map(|kind| schedule(Arc::new(kind))).collect::<Result<Vec<_>>>()?;
                 let link = Link {
                     bandwidth: args.link_bandwidth.unwrap_or(10.0) * 1e9,
                     latency: args.link_latency.unwrap_or(5.0) * 1e-6,

@@ -89,7 +89,7 @@ impl Report {
                 ulysses: schedule.grid().ulysses,
                 ulysses_outer: schedule.grid().ulysses_outer,
                 head_chunks: schedule.head_chunks(),
-                strategy: schedule.strategy().to_string(),
+                strategy: schedule.strategy().name(),
                 layout: plan.layout.to_string(),
                 mask: schedule.mask().to_string(),
                 wire: format!("{:?}", work.wire).to_lowercase(),

@@ -1,7 +1,7 @@
 //! The steps of `attend` from a file's bytes to a plan, without computing.
 
 use clap::Parser;
-use ringspan::{Documents, Layout, LayoutKind, Schedule, Strategy};
+use ringspan::{Documents, Layout, LayoutKind, Schedule, StrategyKind};
 use ringspan_cli::attend::AttendArgs;
 use ringspan_cli::attend::input::{self, Input};
 use ringspan_cli::attend::parameters;
@@ -48,7 +48,7 @@ pub(crate) fn read(bytes: &[u8], backward: bool) -> Result<(), String> {
     parameters::terms(&args, &tensors, &s).map_err(text)?;
     // Masks made from the file's tensors must not break the plan either.
     if let Ok((query, key)) = Layout::pair(LayoutKind::Zigzag, &input.query_documents, &input.key_documents, &mask, 2) {
-        let _ = Schedule::new(Strategy::Ring, &query, &key, &mask, (2, 1));
+        let _ = Schedule::new(StrategyKind::Ring, &query, &key, &mask, (2, 1));
     }
     Ok(())
 }

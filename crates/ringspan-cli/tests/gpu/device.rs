@@ -195,7 +195,7 @@ mod with_gpus {
                 let all = [&prompt[..], &tokens].concat();
                 let documents = ringspan::Documents::batch(1, all.len());
                 let batch = ringspan_serve::Batch { tokens: &all, documents: &documents };
-                let (layout, strategy) = (ringspan::LayoutKind::Contiguous, ringspan::Strategy::Ring);
+                let (layout, strategy) = (ringspan::LayoutKind::Contiguous, ringspan::StrategyKind::Ring);
                 let scores = ringspan_serve::score(&model(), &Mesh::single(), batch, layout, strategy, true);
                 let logits = scores.expect("scores").and_then(|scores| scores.logits).expect("logits");
                 for (row, token) in logits.chunks_exact(257).skip(prompt.len() - 1).zip(&tokens) {

@@ -4,7 +4,7 @@ use crate::support::{load, relative_l2};
 use candle_core::{Result, Tensor};
 use ringspan::attention::Group;
 use ringspan::comm::threads::{self, Options};
-use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Score, Strategy};
+use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Score, StrategyKind};
 use ringspan_candle::attention::SavedAttention;
 use ringspan_candle::experts::{Local, SavedExperts};
 use ringspan_candle::stored_activation::Storage;
@@ -77,7 +77,7 @@ fn attention_runs_forward_once_a_layer_unless_everything_is_recomputed() {
             let shard = |all: &[u32]| layout.shard(rank, all, 1);
             let (tokens, targets) = (shard(&batch.tokens[..2])?, shard(&batch.targets()[..2])?);
             let run = || {
-                let context = Context::new(group, layout.clone(), Strategy::Ring)?;
+                let context = Context::new(group, layout.clone(), StrategyKind::Ring)?;
                 let attend = Counting { context, computed: Cell::new(0) };
                 let mut drop = |_, _| Ok(());
                 gradients::loss_and_gradients(
@@ -108,7 +108,7 @@ fn rounding_what_is_kept_leaves_losses_alone_and_gradients_close() {
             let answers = threads::run(1, Options::default(), |comm| {
                 let run = || {
                     let group = Arc::new(Group::new(comm, (1, 1), Kernel::new(1)).map_err(candle_core::Error::wrap)?);
-                    let context = Context::new(group, layout.clone(), Strategy::Ring)?;
+                    let context = Context::new(group, layout.clone(), StrategyKind::Ring)?;
                     let mut all = BTreeMap::new();
                     let mut take = |_, of_unit: gradients::Gradients| {
                         for (name, gradient) in of_unit {
@@ -192,7 +192,7 @@ fn a_router_gives_the_same_probabilities_when_its_layer_is_computed_again() {
             threads::run(1, Options::default(), |comm| {
                 let run = || {
                     let group = Arc::new(Group::new(comm, (1, 1), Kernel::new(1)).map_err(candle_core::Error::wrap)?);
-                    let context = Context::new(group, layout.clone(), Strategy::Ring)?.with_experts(noting.clone());
+                    let context = Context::new(group, layout.clone(), StrategyKind::Ring)?.with_experts(noting.clone());
                     let (tokens, targets) = (&batch.tokens, &batch.targets());
                     let keep = CheckpointPolicy { recompute, storage, offload: None };
                     let mut drop = |_, _| Ok(());

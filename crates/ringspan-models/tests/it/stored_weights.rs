@@ -4,7 +4,7 @@ use crate::support::{fixture, relative_l2};
 use candle_core::{DType, Device, Tensor};
 use ringspan::attention::Group;
 use ringspan::comm::threads::{self, Options};
-use ringspan::{Documents, Kernel, Layout, LayoutKind, Strategy};
+use ringspan::{Documents, Kernel, Layout, LayoutKind, StrategyKind};
 use ringspan_candle::model::stored;
 use ringspan_candle::quantized::Format;
 use ringspan_candle::{Context, Recompute, StoredWeights, Weight, Weights, loss};
@@ -64,7 +64,7 @@ fn on_ranks<T: Send>(
     threads::run(ranks, Options::default(), |world| {
         let rank = world.rank();
         let group = Arc::new(Group::new(world, (ranks, 1), Kernel::new(1))?);
-        let context = Context::new(group, layout.clone(), Strategy::Ring).map_err(said)?;
+        let context = Context::new(group, layout.clone(), StrategyKind::Ring).map_err(said)?;
         let own = layout.shard(rank, tokens, 1)?;
         work(rank, &layout, &context, &own).map_err(said)
     })

@@ -8,7 +8,7 @@ pub(crate) use adapters::adapted;
 use candle_core::{D, DType, Device, Tensor};
 use ringspan::attention::Group;
 use ringspan::comm::threads::{self, Options};
-use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Score, Strategy};
+use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Score, StrategyKind};
 use ringspan_candle::experts::Local;
 use ringspan_candle::model::stored;
 use ringspan_candle::stored_activation::Storage;
@@ -258,7 +258,7 @@ pub(crate) fn on_ranks(
             // The rank's expert group: among its ranks, moe_tp varies fastest, then ep.
             let (width, whole) = (split(rank / moe_tp)?, split(rank / (ep * moe_tp) * moe_tp + rank % moe_tp)?);
             let group = Group::new(cp, (ring, ulysses), Kernel::new(1)).map_err(candle_core::Error::wrap)?;
-            let context = Context::new(Arc::new(group), layout.clone(), Strategy::Ring)?;
+            let context = Context::new(Arc::new(group), layout.clone(), StrategyKind::Ring)?;
             let inner: Shared = match ep * moe_tp {
                 1 => Arc::new(Local),
                 _ => Arc::new(ExpertParallel::new(decoder.experts(), whole, width)?),

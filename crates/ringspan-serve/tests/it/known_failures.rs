@@ -2,7 +2,7 @@
 //! rank. In these tests every rank has some.
 
 use crate::support::*;
-use ringspan::{Documents, LayoutKind, Strategy};
+use ringspan::{Documents, LayoutKind, StrategyKind};
 use ringspan_serve::{Batch, score};
 
 const LAYOUTS: [LayoutKind; 4] =
@@ -55,7 +55,7 @@ fn b5_log_probabilities_at_the_borders_of_ranks_are_those_of_the_next_token() {
     for place in MESHES {
         for layout in LAYOUTS {
             let batch = Batch { tokens: &tokens, documents: &documents };
-            let scores = score(&model, &mesh(place.0, place.1), batch, layout, Strategy::Ring, true);
+            let scores = score(&model, &mesh(place.0, place.1), batch, layout, StrategyKind::Ring, true);
             let scores = scores.expect("scores").expect("rank 0 is here");
             assert_eq!(scores.predicted, 30 + 17);
             let all_logits = scores.logits.expect("asked for");
@@ -105,7 +105,7 @@ fn b8_empty_rows_give_no_nan() {
     let documents = Documents::padded(&lengths, len).expect("lengths");
     for place in MESHES {
         let batch = Batch { tokens: &tokens, documents: &documents };
-        let scores = score(&model, &mesh(place.0, place.1), batch, LayoutKind::Zigzag, Strategy::AllGather, true);
+        let scores = score(&model, &mesh(place.0, place.1), batch, LayoutKind::Zigzag, StrategyKind::AllGather, true);
         let scores = scores.expect("scores").expect("rank 0 is here");
         assert_eq!(scores.predicted, 8);
         assert!(scores.log_probs.iter().chain(&scores.logits.expect("asked for")).all(|x| x.is_finite()));

@@ -1,7 +1,7 @@
 //! Small random models, and a plain computation on one rank to compare with.
 #![allow(dead_code, unreachable_pub, missing_docs)] // Each test file uses a part of it.
 
-use ringspan::{Documents, Group, Layout, LayoutKind, Strategy};
+use ringspan::{Documents, Group, Layout, LayoutKind, StrategyKind};
 use ringspan_candle::Context;
 use ringspan_models::{Config, Decoder, folder};
 use ringspan_serve::{Generation, Mesh, Model, Options, Result, Sampling, generate};
@@ -106,7 +106,7 @@ pub fn logits(model: &Model, tokens: &[u32]) -> Vec<Vec<f32>> {
 fn logits_of_text(model: &Model, tokens: &[u32], length: usize) -> Vec<Vec<f32>> {
     let work = |group: Arc<Group>| -> Result<Vec<Vec<f32>>> {
         let layout = Layout::new(LayoutKind::Contiguous, &Documents::batch(1, tokens.len()), 1)?;
-        let context = Context::new(group, Arc::new(layout), Strategy::Ring)?.with_max_length(length);
+        let context = Context::new(group, Arc::new(layout), StrategyKind::Ring)?.with_max_length(length);
         let hidden = model.decoder().norm(model.weights(0), &model.hidden(0, tokens, &context)?)?;
         Ok(model.decoder().model().head().logits(&hidden, model.weights(0))?.to_vec2()?)
     };

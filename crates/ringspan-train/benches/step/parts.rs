@@ -7,7 +7,7 @@ use super::{Case, Result};
 use candle_core::{DType, Device, Tensor, Var};
 use ringspan::attention::Group;
 use ringspan::comm::threads::{self, Options};
-use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Score, Strategy};
+use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Score, StrategyKind};
 use ringspan_candle::activation::Activation;
 use ringspan_candle::gated_mlp::{gated_mlp, gated_mlp_recomputed, gated_mlp_saving};
 use ringspan_candle::linear::{linear, linear_recomputed};
@@ -156,7 +156,7 @@ fn of_rank(case: &Case, config: &Config) -> Result<Vec<Part>> {
     threads::run(1, Options::default(), |comm| {
         let run = || -> Result<()> {
             let group = Arc::new(Group::new(comm, (1, 1), Kernel::new(case.threads))?);
-            let context = Context::new(group, layout.clone(), Strategy::Ring)?;
+            let context = Context::new(group, layout.clone(), StrategyKind::Ring)?;
             let attend =
                 || context.layer_attention(0, &AttentionInputs::new(&q, &k, &k), &Mask::causal(), &Score::new(0.125));
             let dy = ones_like(&attend()?)?;

@@ -13,7 +13,7 @@ use crate::{
 };
 use checks::refuse_used_folder;
 use ringspan::comm::ranks::Ranks;
-use ringspan::{LayoutKind, Strategy};
+use ringspan::{LayoutKind, StrategyKind};
 use ringspan_candle::stored_activation::Storage;
 use ringspan_candle::{DeviceName, Precision, Recompute};
 use ringspan_models::{Lora, RopeScaling, folder::SavedType};
@@ -170,7 +170,7 @@ pub struct TrainConfig {
     /// Whether the ranks of a copy shard its parameters.
     pub sharding: Sharding,
     /// How queries meet keys.
-    pub strategy: Strategy,
+    pub strategy: StrategyKind,
     /// How tokens are dealt to ranks.
     pub layout: LayoutKind,
     /// Number of threads of a rank.

@@ -96,7 +96,7 @@ impl SourceReader<'_> {
     /// # Errors
     /// Errors of [`read`](super::read) and [`Encoder::encode`]; a document with nothing to learn, or a source with nothing to
     /// train on; a folder that cannot be written to; another process that was making the same tokens and stopped;
-    /// [`Error::Interrupted`] where [`watch`](Self::watch) ends it.
+    /// [`Error::Interrupted`] where [`on_progress`](Self::on_progress) ends it.
     pub fn load_or_tokenize(&self) -> Result<(Corpus, Vec<String>)> {
         let listing = Listing::new(self.source, self.exclude)?;
         let key = fingerprint([self.encoder.fingerprint()?, self.held_out.to_bits(), listing.identity()?]);

@@ -6,7 +6,7 @@
 
 use super::rank_sizes::Shape;
 use crate::error::Result;
-use ringspan::Strategy;
+use ringspan::StrategyKind;
 use ringspan_candle::quantized::scratch;
 use ringspan_candle::{Recompute, gated_mlp, loss, stored_activation::Storage};
 
@@ -231,10 +231,10 @@ impl Shape {
         // Keys and values have the model's type, and their gradients are f32.
         let block = place * kv * (self.dim + self.value_dim) * (self.width() + 4);
         let blocks = match self.strategy {
-            Strategy::Ring | Strategy::PassQ => 2.min(self.ring - 1),
-            Strategy::BidirectionalRing => 4.min(self.ring - 1),
+            StrategyKind::Ring | StrategyKind::PassQ => 2.min(self.ring - 1),
+            StrategyKind::BidirectionalRing => 4.min(self.ring - 1),
             // This is an upper bound: halo fetches only parts of blocks.
-            Strategy::AllGather | Strategy::Halo => self.ring - 1,
+            StrategyKind::AllGather | StrategyKind::Halo => self.ring - 1,
         };
         let exchanged = if self.ulysses > 1 { 2 * 4 * tokens * 2 * (queries + keys) } else { 0 };
         Ok(blocks * block + exchanged)

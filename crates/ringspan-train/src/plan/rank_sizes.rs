@@ -8,7 +8,7 @@ use crate::{
     setup::Setup,
 };
 use ringspan::schedule::{HeadShare, Pass, Sizes};
-use ringspan::{Layout, Strategy};
+use ringspan::{Layout, StrategyKind};
 use ringspan_candle::shard::ShardSpec;
 use ringspan_candle::{DeviceName, Heads, ParallelRank, Precision, Recompute, Unit, stored_activation::Storage};
 use ringspan_models::Decoder;
@@ -48,7 +48,7 @@ pub(super) struct Shape {
     pub(super) ring: u64,
     pub(super) ulysses: usize,
     pub(super) tp: u64,
-    pub(super) strategy: Strategy,
+    pub(super) strategy: StrategyKind,
     pub(super) recompute: Recompute,
     pub(super) storage: Storage,
     /// Whether activations are offloaded from the GPU to the CPU.

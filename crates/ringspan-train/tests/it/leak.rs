@@ -2,7 +2,7 @@
 
 use crate::common::tiny_config;
 use ringspan::{
-    Group, Kernel, Layout, Strategy,
+    Group, Kernel, Layout, StrategyKind,
     comm::threads::{self, Options},
 };
 use ringspan_candle::context::Context;
@@ -32,7 +32,7 @@ fn log_probs(batch: &Batch, layout: &str, ring: usize, ulysses: usize) -> Vec<f3
     let parts = threads::run(ranks, Options::default(), |world| {
         let rank = world.rank();
         let group = Arc::new(Group::new(world, (ring, ulysses), Kernel::new(1))?);
-        let context = Context::new(group, layout.clone(), Strategy::Ring)?;
+        let context = Context::new(group, layout.clone(), StrategyKind::Ring)?;
         let tokens = layout.shard(rank, &batch.tokens, 1)?;
         let targets = layout.shard(rank, &batch.targets, 1)?;
         let hidden = ringspan_train::hidden_states(&decoder, &weights, &tokens, &context).unwrap();

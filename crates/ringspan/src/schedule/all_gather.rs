@@ -16,7 +16,7 @@ pub(super) enum Extent {
 
 pub(super) fn forward(schedule: &Schedule, rank: usize, extent: Extent) -> Plan {
     let mut plan = vec![gather(schedule, rank, extent)];
-    for owner in schedule.visible.owners(rank) {
+    for owner in schedule.owners(rank) {
         plan.push(Step { compute: compute(schedule, rank, owner, extent), ..Step::default() });
     }
     plan
@@ -24,7 +24,7 @@ pub(super) fn forward(schedule: &Schedule, rank: usize, extent: Extent) -> Plan 
 
 pub(super) fn backward(schedule: &Schedule, rank: usize, extent: Extent) -> Plan {
     let mut plan = vec![gather(schedule, rank, extent)];
-    for owner in schedule.visible.owners(rank) {
+    for owner in schedule.owners(rank) {
         let rows = rows(schedule, rank, owner, extent);
         plan.push(Step {
             compute: compute(schedule, rank, owner, extent),
@@ -36,7 +36,7 @@ pub(super) fn backward(schedule: &Schedule, rank: usize, extent: Extent) -> Plan
         let rows = rows(schedule, user, rank, extent);
         Transfer { block: Block::KeyGradients(rank), peer: user, rows }
     };
-    let receive = schedule.visible.users(rank).map(gradients).collect();
+    let receive = schedule.users(rank).map(gradients).collect();
     plan.push(Step { receive, ..Step::default() });
     plan
 }
@@ -49,8 +49,8 @@ fn gather(schedule: &Schedule, rank: usize, extent: Extent) -> Step {
         Transfer { block: Block::Keys(owner), peer, rows }
     };
     Step {
-        send: schedule.visible.users(rank).map(|user| keys(user, rank, user)).collect(),
-        receive: schedule.visible.owners(rank).map(|owner| keys(rank, owner, owner)).collect(),
+        send: schedule.users(rank).map(|user| keys(user, rank, user)).collect(),
+        receive: schedule.owners(rank).map(|owner| keys(rank, owner, owner)).collect(),
         compute: schedule.compute(rank, rank),
         ..Step::default()
     }
@@ -59,7 +59,7 @@ fn gather(schedule: &Schedule, rank: usize, extent: Extent) -> Step {
 fn rows(schedule: &Schedule, user: usize, owner: usize, extent: Extent) -> Rows {
     match extent {
         Extent::Whole => schedule.key_rows[owner].clone(),
-        Extent::Needed => schedule.needed(user, owner),
+        Extent::Needed => schedule.needed_rows(user, owner),
     }
 }
 

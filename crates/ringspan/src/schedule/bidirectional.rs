@@ -23,7 +23,7 @@ pub(super) fn plan(schedule: &Schedule, rank: usize, backward: bool) -> Plan {
     let mut plan: Plan = (0..2 * size).map(|_| Step::default()).collect();
     for owner in 0..size {
         let (below, above) = schedule.visible.reach(owner);
-        let keys = |peer| schedule.whole(Block::Keys(owner), peer);
+        let keys = |peer| schedule.transfer(Block::Keys(owner), peer);
         let step = turn(rank, owner);
         if (rank > owner && rank <= above) || (rank < owner && rank >= below) {
             let from = if rank > owner { rank - 1 } else { rank + 1 };
@@ -37,12 +37,12 @@ pub(super) fn plan(schedule: &Schedule, rank: usize, backward: bool) -> Plan {
         }
         plan[step].compute = schedule.compute(rank, owner);
         if backward && owner != rank && plan[step].compute.is_some() {
-            plan[step].after.push(schedule.whole(Block::KeyGradients(owner), owner));
+            plan[step].after.push(schedule.transfer(Block::KeyGradients(owner), owner));
         }
     }
     if backward {
-        for user in schedule.visible.users(rank) {
-            plan[turn(user, rank) + 1].receive.push(schedule.whole(Block::KeyGradients(rank), user));
+        for user in schedule.users(rank) {
+            plan[turn(user, rank) + 1].receive.push(schedule.transfer(Block::KeyGradients(rank), user));
         }
     }
     plan

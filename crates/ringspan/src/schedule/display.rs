@@ -1,6 +1,6 @@
 //! Prints a schedule as a table: what each rank computes and sends in each step.
 
-use super::{Block, Pass, Schedule, Strategy, Transfer};
+use super::{Block, Pass, Schedule, Transfer};
 use std::fmt::{Display, Formatter, Result};
 
 /// Maximum number of ring ranks that are printed one by one.
@@ -8,7 +8,7 @@ const DRAWN: usize = 16;
 
 impl Display for Schedule {
     fn fmt(&self, f: &mut Formatter<'_>) -> Result {
-        writeln!(f, "{} over {}, {} layout, {} mask", self.strategy, self.grid, self.query.kind(), self.mask)?;
+        writeln!(f, "{} over {}, {} layout, {} mask", self.strategy.name(), self.grid, self.query.kind(), self.mask)?;
         let drawn = self.grid.ring.min(DRAWN);
         for (name, pass) in [("forward", Pass::Forward), ("backward", Pass::Backward)] {
             writeln!(
@@ -23,9 +23,9 @@ impl Display for Schedule {
                     match &step.compute {
                         Some(compute) => {
                             let share = 100.0 * self.pairs_of(compute) as f64 / total as f64;
-                            match self.strategy {
-                                Strategy::PassQ => write!(f, " q{} {share:>3.0}%", compute.queries)?,
-                                _ => write!(f, " @{} {share:>3.0}%", compute.keys)?,
+                            match compute.queries == rank {
+                                true => write!(f, " @{} {share:>3.0}%", compute.keys)?,
+                                false => write!(f, " q{} {share:>3.0}%", compute.queries)?,
                             }
                         }
                         None => write!(f, " -- ")?,

@@ -17,8 +17,10 @@ mod stairs;
 mod step;
 mod strategy;
 mod strategy_choice;
+mod strategy_kind;
 mod tiles;
 mod traffic;
+mod validate;
 mod visibility;
 
 #[cfg(test)]
@@ -30,6 +32,7 @@ pub use heads::HeadShare;
 pub use step::{Block, Compute, Pass, Plan, Rows, Step, Transfer, Transfers};
 pub use strategy::Strategy;
 pub use strategy_choice::StrategyChoice;
+pub use strategy_kind::StrategyKind;
 pub use traffic::{Sizes, Traffic};
 
 pub(crate) use step::list_bytes;
@@ -40,7 +43,6 @@ use crate::error::{Error, Result};
 use crate::layout::Layout;
 use crate::mask::Mask;
 use crate::mesh::Grid;
-use all_gather::Extent;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 use visibility::Visibility;
@@ -48,7 +50,7 @@ use visibility::Visibility;
 /// The plans of all ranks for one attention: a strategy applied to a layout and a mask.
 #[derive(Debug, Clone)]
 pub struct Schedule {
-    strategy: Strategy,
+    strategy: Arc<dyn Strategy>,
     mask: Mask,
     grid: Grid,
     head_chunks: usize,
@@ -73,7 +75,13 @@ impl Schedule {
     ///
     /// # Errors
     /// Layouts with different numbers of ranks or documents, or a mask that does not fit the documents.
-    pub fn new(strategy: Strategy, query: &Layout, key: &Layout, mask: &Mask, grid: impl Into<Grid>) -> Result<Self> {
+    pub fn new(
+        strategy: impl Strategy + 'static,
+        query: &Layout,
+        key: &Layout,
+        mask: &Mask,
+        grid: impl Into<Grid>,
+    ) -> Result<Self> {
         let (ranks, grid) = (query.ranks(), grid.into());
         if grid.size() != Some(ranks) || key.ranks() != ranks {
             return Err(Error::MeshSize {
@@ -94,7 +102,7 @@ impl Schedule {
         let (query_groups, key_groups) = (query.grouped(&members), key.grouped(&members));
         let rows = |layout: &Layout| (0..grid.ring).map(|rank| Rows::all(layout.tokens(rank))).collect();
         Ok(Self {
-            strategy,
+            strategy: Arc::new(strategy),
             mask: mask.clone(),
             grid,
             head_chunks: 1,
@@ -118,8 +126,8 @@ impl Schedule {
     }
 
     /// The strategy that generates the plans.
-    pub fn strategy(&self) -> Strategy {
-        self.strategy
+    pub fn strategy(&self) -> &dyn Strategy {
+        &*self.strategy
     }
 
     /// The mask that decides which pairs are visible.
@@ -169,17 +177,7 @@ impl Schedule {
     /// The [`plan`](Self::plan) without tiles. Short runs make a hundred thousand tiles in a step, so an executor, which
     /// needs one step at a time, requests [batches](Self::in_batches) of them and drops each after use.
     pub(crate) fn steps(&self, pass: Pass, ring_rank: usize) -> Plan {
-        let backward = pass == Pass::Backward;
-        let mut plan = match (self.strategy, pass) {
-            (Strategy::Ring, Pass::Forward) => ring::forward(self, ring_rank),
-            (Strategy::Ring, Pass::Backward) => ring::backward(self, ring_rank),
-            (Strategy::BidirectionalRing, _) => bidirectional::plan(self, ring_rank, backward),
-            (Strategy::AllGather, Pass::Forward) => all_gather::forward(self, ring_rank, Extent::Whole),
-            (Strategy::AllGather, Pass::Backward) => all_gather::backward(self, ring_rank, Extent::Whole),
-            (Strategy::Halo, Pass::Forward) => all_gather::forward(self, ring_rank, Extent::Needed),
-            (Strategy::Halo, Pass::Backward) => all_gather::backward(self, ring_rank, Extent::Needed),
-            (Strategy::PassQ, _) => pass_q::plan(self, ring_rank, pass),
-        };
+        let mut plan = self.strategy.plan(self, pass, ring_rank);
         plan.retain(|step| !step.is_empty());
         plan
     }
@@ -202,12 +200,22 @@ impl Schedule {
     }
 
     /// Whether ring rank `q` sees any key of ring rank `k`.
-    fn sees(&self, q: usize, k: usize) -> bool {
+    pub fn sees(&self, q: usize, k: usize) -> bool {
         self.visible.sees(q, k)
     }
 
-    /// A transfer of all rows of a block.
-    fn whole(&self, block: Block, peer: usize) -> Transfer {
+    /// The ring ranks other than `owner` that see its keys, in ascending ring order from `owner` on.
+    pub fn users(&self, owner: usize) -> impl Iterator<Item = usize> {
+        self.visible.users(owner)
+    }
+
+    /// The ring ranks other than `rank` whose keys it sees, in descending ring order from `rank` on.
+    pub fn owners(&self, rank: usize) -> impl Iterator<Item = usize> {
+        self.visible.owners(rank)
+    }
+
+    /// The transfer of all rows of a block to or from ring rank `peer`.
+    pub fn transfer(&self, block: Block, peer: usize) -> Transfer {
         let rows = match block {
             Block::Keys(_) | Block::KeyGradients(_) => &self.key_rows,
             _ => &self.query_rows,
@@ -216,7 +224,7 @@ impl Schedule {
     }
 
     /// The computation of one ring rank's queries and another's keys, without tiles; `None` if no pair is visible.
-    fn compute(&self, queries: usize, keys: usize) -> Option<Compute> {
+    pub fn compute(&self, queries: usize, keys: usize) -> Option<Compute> {
         let rows = self.key_rows[keys].clone();
         self.sees(queries, keys).then_some(Compute { queries, keys, tiles: Vec::new(), rows })
     }

@@ -25,17 +25,17 @@ pub(super) fn plan(schedule: &Schedule, rank: usize, pass: Pass) -> Plan {
         }
         if step > 0 {
             let peer = visible.owner_before(owner, rank).unwrap_or(owner);
-            plan[step - 1].receive.extend(travels(owner).into_iter().map(|block| schedule.whole(block, peer)));
-            plan[step].after.push(schedule.whole(result(owner), owner));
+            plan[step - 1].receive.extend(travels(owner).into_iter().map(|block| schedule.transfer(block, peer)));
+            plan[step].after.push(schedule.transfer(result(owner), owner));
         }
         if let Some(peer) = visible.owner_after(owner, rank) {
-            plan[step].send.extend(travels(owner).into_iter().map(|block| schedule.whole(block, peer)));
+            plan[step].send.extend(travels(owner).into_iter().map(|block| schedule.transfer(block, peer)));
         }
         plan[step].compute = schedule.compute(owner, rank);
     }
-    for host in visible.owners(rank) {
+    for host in schedule.owners(rank) {
         let visited = (host + size - rank) % size;
-        plan[visited + 1].receive.push(schedule.whole(result(rank), host));
+        plan[visited + 1].receive.push(schedule.transfer(result(rank), host));
     }
     plan
 }

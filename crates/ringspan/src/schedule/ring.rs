@@ -18,10 +18,10 @@ pub(super) fn forward(schedule: &Schedule, rank: usize) -> Plan {
         }
         if step > 0 {
             let peer = visible.user_before(owner, rank).unwrap_or(owner);
-            plan[step - 1].receive.push(schedule.whole(Block::Keys(owner), peer));
+            plan[step - 1].receive.push(schedule.transfer(Block::Keys(owner), peer));
         }
         if let Some(peer) = visible.user_after(owner, rank) {
-            plan[step].send.push(schedule.whole(Block::Keys(owner), peer));
+            plan[step].send.push(schedule.transfer(Block::Keys(owner), peer));
         }
         plan[step].compute = schedule.compute(rank, owner);
     }
@@ -34,7 +34,7 @@ pub(super) fn backward(schedule: &Schedule, rank: usize) -> Plan {
     // lower ranks.
     let mut plan: Plan = (0..=size).map(|_| Step::default()).collect();
     if let Some(peer) = visible.user_before(rank, rank) {
-        plan[0].send.push(schedule.whole(Block::Keys(rank), peer));
+        plan[0].send.push(schedule.transfer(Block::Keys(rank), peer));
     }
     for step in 1..size {
         let owner = (rank + step) % size;
@@ -43,18 +43,18 @@ pub(super) fn backward(schedule: &Schedule, rank: usize) -> Plan {
         }
         let (before, after) = (visible.user_after(owner, rank), visible.user_before(owner, rank));
         let from = before.unwrap_or(owner);
-        plan[step - 1].receive.push(schedule.whole(Block::Keys(owner), from));
+        plan[step - 1].receive.push(schedule.transfer(Block::Keys(owner), from));
         if let Some(peer) = after {
-            plan[step].send.push(schedule.whole(Block::Keys(owner), peer));
+            plan[step].send.push(schedule.transfer(Block::Keys(owner), peer));
         }
         if before.is_some() {
-            plan[step].receive.push(schedule.whole(Block::KeyGradients(owner), from));
+            plan[step].receive.push(schedule.transfer(Block::KeyGradients(owner), from));
         }
         plan[step].compute = schedule.compute(rank, owner);
-        plan[step].after.push(schedule.whole(Block::KeyGradients(owner), after.unwrap_or(owner)));
+        plan[step].after.push(schedule.transfer(Block::KeyGradients(owner), after.unwrap_or(owner)));
     }
     if let Some(peer) = visible.user_after(rank, rank) {
-        plan[size].receive.push(schedule.whole(Block::KeyGradients(rank), peer));
+        plan[size].receive.push(schedule.transfer(Block::KeyGradients(rank), peer));
     }
     plan[size].compute = schedule.compute(rank, rank);
     plan

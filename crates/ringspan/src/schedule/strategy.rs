@@ -1,55 +1,34 @@
-//! The strategies and their names.
+//! The seam for strategies from outside.
 
-use crate::error::Error;
-use std::fmt::{Display, Formatter};
-use std::str::FromStr;
+use super::{Pass, Plan, Schedule};
+use std::fmt::Debug;
+use std::sync::Arc;
 
 /// A context-parallel strategy: which blocks move between ring ranks so that queries meet the keys they see.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Strategy {
-    /// Keys pass from rank to rank, one step behind the computation (Liu et al., 2023). A rank holds two blocks.
-    Ring,
-    /// Keys travel round in both directions, over links between neighbours only. A rank holds four blocks.
-    BidirectionalRing,
-    /// Each rank sends its keys directly to all ranks that see any of them (Llama 3, 2024). A rank holds all blocks that it
-    /// sees.
-    AllGather,
-    /// Each rank receives only the key rows that it sees, directly from their owner. Suits windows and documents.
-    Halo,
-    /// Queries pass from rank to rank, and partial results return to the owner. Suits few queries and many keys.
-    PassQ,
+///
+/// It generates plans, and one executor runs the plans of any strategy, forward and backward, on CPUs and GPUs. The library's own
+/// are [`StrategyKind`](super::StrategyKind)'s; `examples/ring_of_rings` is one from outside, in one file.
+///
+/// A plan is correct if every visible pair is computed once, every send meets a receive, and every block is used by the rank that
+/// receives it: [`Schedule::validate`] checks this. The rules for the order of a plan are those of [`Step`](super::Step).
+pub trait Strategy: Debug + Send + Sync {
+    /// The name in tables and messages.
+    fn name(&self) -> String;
+
+    /// The steps of ring rank `rank`, whose computations have no tiles yet; empty steps are removed from it.
+    ///
+    /// All ranks must generate plans that fit each other, from the schedule alone: its layouts, its mask and which ranks see each
+    /// other ([`Schedule::sees`], [`Schedule::users`], [`Schedule::owners`]). [`Schedule::transfer`] and [`Schedule::compute`] make
+    /// the elements of a step.
+    fn plan(&self, schedule: &Schedule, pass: Pass, rank: usize) -> Plan;
 }
 
-impl Strategy {
-    /// All strategies.
-    pub const ALL: [Self; 5] = [Self::Ring, Self::BidirectionalRing, Self::AllGather, Self::Halo, Self::PassQ];
-
-    /// The name in options and tables.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Ring => "ring",
-            Self::BidirectionalRing => "bidirectional-ring",
-            Self::AllGather => "all-gather",
-            Self::Halo => "halo",
-            Self::PassQ => "pass-q",
-        }
+impl Strategy for Arc<dyn Strategy> {
+    fn name(&self) -> String {
+        (**self).name()
     }
-}
 
-impl Display for Strategy {
-    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl FromStr for Strategy {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self, Error> {
-        Self::ALL.into_iter().find(|strategy| strategy.name() == text).ok_or_else(|| Error::Unknown {
-            what: "strategy",
-            given: text.to_owned(),
-            possible: "ring, bidirectional-ring, all-gather, halo, pass-q",
-        })
+    fn plan(&self, schedule: &Schedule, pass: Pass, rank: usize) -> Plan {
+        (**self).plan(schedule, pass, rank)
     }
 }

@@ -1,44 +1,57 @@
 //! A strategy as a user asks for it: one by name, or the cheapest.
 
-use super::{Choice, Link, Machine, Pass, Schedule, Sizes, Strategy};
+use super::{Choice, Link, Machine, Pass, Schedule, Sizes, Strategy, StrategyKind};
 use crate::error::{Error, Result};
 use std::fmt::{Display, Formatter};
 use std::str::FromStr;
+use std::sync::Arc;
 
-/// A strategy, or `auto`: the cheapest one by counted bytes and operations.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+/// A strategy, or `auto`: the cheapest of the library's by counted bytes and operations.
+#[derive(Debug, Clone)]
 pub enum StrategyChoice {
     /// This strategy.
-    Fixed(Strategy),
+    Fixed(Arc<dyn Strategy>),
     /// The strategy whose [estimate](Schedule::estimate) is least.
     Auto,
 }
 
 impl StrategyChoice {
+    /// Whether the cheapest strategy is to be chosen.
+    pub fn is_auto(&self) -> bool {
+        matches!(self, Self::Auto)
+    }
+
     /// Makes the schedule of the fixed strategy, or of the cheapest of all strategies on `machine`. `schedule` makes the
     /// schedule of a strategy. Since estimates are computed from sizes alone, all ranks choose the same.
     ///
     /// # Errors
     /// Those of `schedule`, and heads that do not fit its grid.
     pub fn schedule(
-        self,
-        schedule: impl Fn(Strategy) -> Result<Schedule>,
+        &self,
+        schedule: impl Fn(Arc<dyn Strategy>) -> Result<Schedule>,
         sizes: &Sizes,
         machine: &Machine,
         passes: &[Pass],
     ) -> Result<Schedule> {
         match self {
-            Self::Fixed(strategy) => schedule(strategy),
+            Self::Fixed(strategy) => schedule(strategy.clone()),
             Self::Auto => {
-                let candidates = Strategy::ALL.into_iter().map(schedule).collect::<Result<Vec<_>>>()?;
+                let candidates =
+                    StrategyKind::ALL.into_iter().map(|kind| schedule(Arc::new(kind))).collect::<Result<Vec<_>>>()?;
                 Ok(Choice::cheapest(candidates, sizes, machine, passes)?.schedule)
             }
         }
     }
 }
 
-impl From<Strategy> for StrategyChoice {
-    fn from(strategy: Strategy) -> Self {
+impl From<StrategyKind> for StrategyChoice {
+    fn from(strategy: StrategyKind) -> Self {
+        Self::Fixed(Arc::new(strategy))
+    }
+}
+
+impl From<Arc<dyn Strategy>> for StrategyChoice {
+    fn from(strategy: Arc<dyn Strategy>) -> Self {
         Self::Fixed(strategy)
     }
 }
@@ -46,7 +59,7 @@ impl From<Strategy> for StrategyChoice {
 impl Display for StrategyChoice {
     fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::Fixed(strategy) => strategy.fmt(f),
+            Self::Fixed(strategy) => f.write_str(&strategy.name()),
             Self::Auto => f.write_str("auto"),
         }
     }
@@ -61,7 +74,7 @@ impl FromStr for StrategyChoice {
             given: text.to_owned(),
             possible: "ring, bidirectional-ring, all-gather, halo, pass-q, auto",
         };
-        if text == "auto" { Ok(Self::Auto) } else { text.parse().map(Self::Fixed).map_err(unknown) }
+        if text == "auto" { Ok(Self::Auto) } else { text.parse::<StrategyKind>().map(Self::from).map_err(unknown) }
     }
 }
 

@@ -91,7 +91,7 @@ impl Schedule {
     }
 
     /// The key rows of ring rank `k` that any query of ring rank `q` sees.
-    pub(super) fn needed(&self, q: usize, k: usize) -> Rows {
+    pub fn needed_rows(&self, q: usize, k: usize) -> Rows {
         let known = || self.needed.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(rows) = known().get(&(q, k)) {
             return rows.clone();
@@ -103,14 +103,14 @@ impl Schedule {
         rows
     }
 
-    /// A computation of an [`steps`](Self::steps), completed with its tiles.
+    /// A computation of [`steps`](Self::steps), completed with its tiles.
     pub(super) fn filled(&self, steps: &Compute, tiling: Tiling) -> Compute {
         let mut tiles = Vec::new();
         self.tiles(steps.queries, steps.keys, tiling, |tile| tiles.push(tile));
         Compute { tiles: self.in_block(tiles, steps), ..steps.clone() }
     }
 
-    /// Calls `each` with batches of at most `most` tiles of a computation of an [`steps`](Self::steps): documents with
+    /// Calls `each` with batches of at most `most` tiles of a computation of [`steps`](Self::steps): documents with
     /// gaps can have millions of tiles that are [placed](Tiling::Placed).
     ///
     /// # Errors

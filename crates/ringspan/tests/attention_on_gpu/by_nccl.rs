@@ -47,7 +47,7 @@ fn one_rank_connects_and_ends() {
         let problem = causal(4, 2, 16);
         let inputs = problem.inputs(3);
         let layout = Layout::new(LayoutKind::Contiguous, &problem.k_documents, 1)?;
-        let schedule = Schedule::new(Strategy::Ring, &layout, &layout, &problem.mask, (1, 1))?;
+        let schedule = Schedule::new(StrategyKind::Ring, &layout, &layout, &problem.mask, (1, 1))?;
         let view = |values, heads| View::new(values, 100, heads, 16).expect("its size");
         let local = Inputs::new(view(&inputs.q, 4), view(&inputs.k, 2), view(&inputs.v, 2), &problem.score);
         let out = attention::forward(&group, &schedule, &local)?.out;
@@ -61,10 +61,10 @@ fn one_rank_connects_and_ends() {
 fn blocks_go_round_rings_in_both_directions() {
     let Some((gpu, _alone)) = shared() else { return };
     for (kind, strategy, ranks) in [
-        (LayoutKind::Zigzag, Strategy::Ring, 4),
-        (LayoutKind::Contiguous, Strategy::Ring, 3),
-        (LayoutKind::Striped(1), Strategy::BidirectionalRing, 4),
-        (LayoutKind::Zigzag, Strategy::AllGather, 3),
+        (LayoutKind::Zigzag, StrategyKind::Ring, 4),
+        (LayoutKind::Contiguous, StrategyKind::Ring, 3),
+        (LayoutKind::Striped(1), StrategyKind::BidirectionalRing, 4),
+        (LayoutKind::Zigzag, StrategyKind::AllGather, 3),
     ] {
         check_by_nccl(gpu, |dim| causal(4, 2, dim), On::new(kind, strategy, (ranks, 1)));
     }
@@ -74,12 +74,12 @@ fn blocks_go_round_rings_in_both_directions() {
 fn rows_queries_and_heads_go_there_and_back() {
     let Some((gpu, _alone)) = shared() else { return };
     let window = |dim| Problem::new(1, 90, 4, 2, dim, Mask::causal().window(Some(20), None));
-    check_by_nccl(gpu, window, On::new(LayoutKind::Striped(4), Strategy::Halo, (3, 1)));
-    check_by_nccl(gpu, |dim| causal(4, 2, dim), On::new(LayoutKind::Zigzag, Strategy::PassQ, (3, 1)));
+    check_by_nccl(gpu, window, On::new(LayoutKind::Striped(4), StrategyKind::Halo, (3, 1)));
+    check_by_nccl(gpu, |dim| causal(4, 2, dim), On::new(LayoutKind::Zigzag, StrategyKind::PassQ, (3, 1)));
     for (heads, kv_heads, grid) in [(4, 2, (1, 2)), (4, 1, (2, 2)), (6, 3, (2, 3))] {
-        check_by_nccl(gpu, |dim| causal(heads, kv_heads, dim), On::new(LayoutKind::Zigzag, Strategy::Ring, grid));
+        check_by_nccl(gpu, |dim| causal(heads, kv_heads, dim), On::new(LayoutKind::Zigzag, StrategyKind::Ring, grid));
     }
-    let on = On { head_chunks: 2, ..On::new(LayoutKind::Contiguous, Strategy::AllGather, (2, 2)) };
+    let on = On { head_chunks: 2, ..On::new(LayoutKind::Contiguous, StrategyKind::AllGather, (2, 2)) };
     check_by_nccl(gpu, |dim| causal(8, 4, dim), on);
 }
 
@@ -87,7 +87,7 @@ fn rows_queries_and_heads_go_there_and_back() {
 fn blocks_of_16_bits_travel_as_they_are() {
     let Some((gpu, _alone)) = shared() else { return };
     for (stored, grid) in [(Wire::Bf16, (3, 1)), (Wire::F16, (2, 2))] {
-        let on = On { stored, wire: stored, ..On::new(LayoutKind::Zigzag, Strategy::Ring, grid) };
+        let on = On { stored, wire: stored, ..On::new(LayoutKind::Zigzag, StrategyKind::Ring, grid) };
         check_by_nccl(gpu, |dim| causal(4, 2, dim), on);
     }
 }
@@ -102,7 +102,7 @@ fn each_rank_has_a_gpu_of_its_own() {
     let second = Gpu::open(1).expect("a GPU that works");
     let of = |rank: usize| if rank == 0 { gpu } else { &second };
     let problem = causal(4, 2, 16);
-    for strategy in [Strategy::Ring, Strategy::PassQ] {
+    for strategy in [StrategyKind::Ring, StrategyKind::PassQ] {
         let on = On::new(LayoutKind::Zigzag, strategy, (2, 1));
         let inputs = problem.inputs(3);
         let means = |comm: Comm| {
@@ -173,7 +173,7 @@ fn a_rank_that_fails_or_stops_is_named_within_the_deadline() {
     let problem = causal(4, 2, 8);
     let inputs = problem.inputs(3);
     let layout = Layout::new(LayoutKind::Zigzag, &problem.k_documents, 3).expect("a layout");
-    let schedule = Schedule::new(Strategy::Ring, &layout, &layout, &problem.mask, (3, 1)).expect("a schedule");
+    let schedule = Schedule::new(StrategyKind::Ring, &layout, &layout, &problem.mask, (3, 1)).expect("a schedule");
     for stops in [false, true] {
         let deadline = Duration::from_secs(if stops { 2 } else { 60 });
         let texts = Mutex::new(vec![String::new(); 3]);

@@ -4,7 +4,7 @@ use ringspan::attention::{self, Group, Inputs};
 use ringspan::comm::{Buffer, Communicator, threads};
 use ringspan::kernel::View;
 use ringspan::world::Options;
-use ringspan::{Documents, Error, Layout, LayoutKind, Mask, Schedule, Score, Strategy, World};
+use ringspan::{Documents, Error, Layout, LayoutKind, Mask, Schedule, Score, StrategyKind, World};
 use std::sync::Arc;
 use std::thread::{self, ThreadId};
 use std::time::Duration;
@@ -37,7 +37,7 @@ fn ranks_stay_between_calls_with_what_they_keep() {
 fn a_group_of_one_call_attends_in_the_next_on_the_ranks_threads() {
     let documents = Documents::batch(1, 23);
     let layout = Layout::new(LayoutKind::Zigzag, &documents, 4).expect("a layout");
-    let schedule = Schedule::new(Strategy::Ring, &layout, &layout, &Mask::causal(), (2, 2)).expect("a schedule");
+    let schedule = Schedule::new(StrategyKind::Ring, &layout, &layout, &Mask::causal(), (2, 2)).expect("a schedule");
     let values: Vec<f32> = (0..23 * 2 * 4).map(|i| (i as f32 * 0.37).sin()).collect();
     let mut world = world(4, 2);
     let mut groups = world.run(|rank| Group::new(rank.communicator().clone(), (2, 2), rank.kernel())).expect("groups");

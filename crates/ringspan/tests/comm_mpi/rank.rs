@@ -6,7 +6,7 @@ use ringspan::attention::{Group, Inputs, backward, forward};
 use ringspan::comm::mpi::{Options, World};
 use ringspan::comm::{Buffer, Communicator, threads};
 use ringspan::kernel::{Kernel, View};
-use ringspan::{Documents, Error, Layout, LayoutKind, Mask, Schedule, Score, Strategy};
+use ringspan::{Documents, Error, Layout, LayoutKind, Mask, Schedule, Score, StrategyKind};
 use std::process::{Command, ExitCode};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -162,7 +162,7 @@ fn attention(comm: &Comm) -> Result<String, Error> {
     let layout = Layout::new(LayoutKind::Zigzag, &Documents::batch(1, len), size)?;
     let mut hash = 0u64;
     for grid in [(size, 1), (1, size), (size / 2, 2)] {
-        let schedule = Schedule::new(Strategy::Ring, &layout, &layout, &Mask::causal(), grid)?;
+        let schedule = Schedule::new(StrategyKind::Ring, &layout, &layout, &Mask::causal(), grid)?;
         let group = Group::new(comm.clone(), grid, Kernel::new(1))?;
         let rows = layout.tokens(comm.rank());
         let values = |seed: usize| -> Vec<f32> {

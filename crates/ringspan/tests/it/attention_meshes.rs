@@ -1,7 +1,7 @@
 //! Every mesh gives the answer of the f64 reference: out, LSE, dQ, dK, dV.
 
 use crate::support::{On, Problem};
-use ringspan::{Documents, LayoutKind, Mask, Strategy};
+use ringspan::{Documents, LayoutKind, Mask, StrategyKind};
 
 const RANKS: [usize; 6] = [1, 2, 3, 4, 6, 8];
 const LAYOUTS: [LayoutKind; 6] = [
@@ -25,7 +25,7 @@ fn on_all_meshes(problem: &Problem, turn: usize) {
     let wanted = problem.reference(&inputs);
     for (index, mesh) in meshes(problem.heads).into_iter().enumerate() {
         let kind = LAYOUTS[(index + turn) % LAYOUTS.len()];
-        let strategy = Strategy::ALL[(index / 2 + turn) % Strategy::ALL.len()];
+        let strategy = StrategyKind::ALL[(index / 2 + turn) % StrategyKind::ALL.len()];
         problem.check(&inputs, &wanted, On::new(kind, strategy, mesh));
     }
 }
@@ -40,7 +40,7 @@ fn lengths_around_the_number_of_ranks() {
                 let wanted = problem.reference(&inputs);
                 for (index, kind) in LAYOUTS.into_iter().enumerate() {
                     for ulysses in [1, 2, 4].into_iter().filter(|u| ranks.is_multiple_of(*u)) {
-                        let strategy = Strategy::ALL[(index + turn + ranks) % Strategy::ALL.len()];
+                        let strategy = StrategyKind::ALL[(index + turn + ranks) % StrategyKind::ALL.len()];
                         problem.check(&inputs, &wanted, On::new(kind, strategy, (ranks / ulysses, ulysses)));
                     }
                 }
@@ -201,7 +201,7 @@ fn keys_hidden_behind_their_length() {
 fn rows_that_see_nothing_are_zero_with_lse_minus_infinity() {
     let problem = Problem::cross(1, 20, 6, 2, 1, 16, Mask::causal_bottom_right());
     let inputs = problem.inputs(5);
-    let got = problem.on_mesh(&inputs, On::new(LayoutKind::Zigzag, Strategy::Ring, (3, 1))).expect("runs");
+    let got = problem.on_mesh(&inputs, On::new(LayoutKind::Zigzag, StrategyKind::Ring, (3, 1))).expect("runs");
     for row in 0..14 {
         assert!(got.out[row * 32..(row + 1) * 32].iter().all(|x| *x == 0.0));
         assert!(got.dq[row * 32..(row + 1) * 32].iter().all(|x| *x == 0.0));
@@ -214,7 +214,7 @@ fn rows_that_see_nothing_are_zero_with_lse_minus_infinity() {
 fn the_same_mesh_gives_the_same_bits() {
     let problem = Problem::new(1, 300, 4, 2, 32, Mask::causal());
     let inputs = problem.inputs(9);
-    for strategy in Strategy::ALL {
+    for strategy in StrategyKind::ALL {
         let run = || problem.on_mesh(&inputs, On::new(LayoutKind::Zigzag, strategy, (2, 2))).expect("runs");
         let first = run();
         assert!((0..3).all(|_| run() == first));
@@ -233,9 +233,9 @@ fn a_changed_token_is_seen_by_later_tokens_of_its_document_only() {
     changed.v[token * 32..(token + 1) * 32].fill(3.0);
     for mesh in meshes(4) {
         let before =
-            problem.on_mesh(&inputs, On::new(LayoutKind::Zigzag, Strategy::Ring, (mesh.0, mesh.1))).expect("runs");
+            problem.on_mesh(&inputs, On::new(LayoutKind::Zigzag, StrategyKind::Ring, (mesh.0, mesh.1))).expect("runs");
         let after =
-            problem.on_mesh(&changed, On::new(LayoutKind::Zigzag, Strategy::Ring, (mesh.0, mesh.1))).expect("runs");
+            problem.on_mesh(&changed, On::new(LayoutKind::Zigzag, StrategyKind::Ring, (mesh.0, mesh.1))).expect("runs");
         for row in 0..96 {
             let moved = before.out[row * 64..(row + 1) * 64] != after.out[row * 64..(row + 1) * 64];
             assert_eq!(moved, (token..65).contains(&row), "row {row} on {mesh:?}");

@@ -10,7 +10,7 @@ use ringspan::attention::Wire;
 use ringspan::mask::BlockPairs;
 use ringspan::mesh::Grid;
 use ringspan::schedule::{Pass, Sizes};
-use ringspan::{Documents, Layout, LayoutKind, Mask, Schedule, Strategy};
+use ringspan::{Documents, Layout, LayoutKind, Mask, Schedule, StrategyKind};
 use std::collections::HashSet;
 
 const LEN: usize = 37;
@@ -136,7 +136,7 @@ fn cover(sizes: Case) -> Vec<Case> {
 #[test]
 fn every_two_features_work_together() {
     let sizes = [
-        Strategy::ALL.len(),
+        StrategyKind::ALL.len(),
         LAYOUTS.len(),
         grids().len(),
         CHUNKS.len(),
@@ -155,7 +155,7 @@ fn every_two_features_work_together() {
 #[ignore = "takes a minute"]
 fn every_strategy_carries_every_mask_and_documents_in_every_layout() {
     let mut seed = 0;
-    for strategy in 0..Strategy::ALL.len() {
+    for strategy in 0..StrategyKind::ALL.len() {
         for (layout, mask) in (0..LAYOUTS.len()).flat_map(|layout| (0..masks().len()).map(move |mask| (layout, mask))) {
             for batch in 0..batches().len() {
                 seed += 1;
@@ -169,7 +169,7 @@ fn every_strategy_carries_every_mask_and_documents_in_every_layout() {
 #[ignore = "takes a minute"]
 fn every_strategy_carries_every_score_on_every_grid() {
     let mut seed = 0;
-    for strategy in 0..Strategy::ALL.len() {
+    for strategy in 0..StrategyKind::ALL.len() {
         for (grid, score) in (0..grids().len()).flat_map(|grid| (0..SCORES.len()).map(move |score| (grid, score))) {
             for heads in 0..HEADS.len() {
                 seed += 1;
@@ -189,7 +189,7 @@ fn check(seed: usize, [strategy, layout, grid, chunks, mask, batch, score, heads
     let problem = SCORES[score](problem);
     let on = On {
         head_chunks: CHUNKS[chunks],
-        ..On::new(LAYOUTS[layout], Strategy::ALL[strategy], grids().swap_remove(grid))
+        ..On::new(LAYOUTS[layout], StrategyKind::ALL[strategy], grids().swap_remove(grid))
     };
     let inputs = problem.inputs(seed as u64);
     let what = format!("{}, {on:?}", problem.name);
@@ -204,7 +204,7 @@ fn check(seed: usize, [strategy, layout, grid, chunks, mask, batch, score, heads
 fn queries_of_16_bits_with_a_bias_are_counted_in_f32() {
     for (heads, grid) in [(1, (3, 1)), (4, (2, 2))] {
         let problem = Problem::cross(2, 11, 37, 4, 2, 16, Mask::causal_bottom_right()).with_bias(heads);
-        let on = On::new(LayoutKind::Contiguous, Strategy::PassQ, grid);
+        let on = On::new(LayoutKind::Contiguous, StrategyKind::PassQ, grid);
         let on = On { stored: Wire::Bf16, wire: Wire::Bf16, ..on };
         let inputs = problem.inputs_of(Wire::Bf16, 5);
         let got = problem.on_mesh(&inputs, on).expect("computed");

@@ -3,7 +3,7 @@
 use ringspan::attention::{Forward, Inputs, Merge, Tokens, backward, decode, forward};
 use ringspan::comm::threads;
 use ringspan::kernel::{Data, Statistics, View};
-use ringspan::{Documents, Error, Group, Layout, LayoutKind, Mask, Run, Schedule, Score, Strategy};
+use ringspan::{Documents, Error, Group, Layout, LayoutKind, Mask, Run, Schedule, Score, StrategyKind};
 
 const T: usize = 6;
 const HEADS: usize = 4;
@@ -17,7 +17,7 @@ fn on_one_rank<R: Send>(call: impl Fn(&Group) -> Result<R, Error> + Sync) -> Res
 
 fn schedule() -> Schedule {
     let layout = Layout::new(LayoutKind::Contiguous, &Documents::batch(1, T), 1).expect("a rank");
-    Schedule::new(Strategy::Ring, &layout, &layout, &Mask::causal(), (1, 1)).expect("fits")
+    Schedule::new(StrategyKind::Ring, &layout, &layout, &Mask::causal(), (1, 1)).expect("fits")
 }
 
 fn view(data: &[f32]) -> View<'_> {

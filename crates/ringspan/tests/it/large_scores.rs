@@ -8,7 +8,7 @@ use ringspan::attention::{self, Group, Inputs, Merge, Tokens, Wire, decode};
 use ringspan::comm::threads;
 use ringspan::kernel::{Isa, Kernel, Relative, View};
 use ringspan::mesh::Grid;
-use ringspan::{Error, LayoutKind, Mask, Run, Strategy};
+use ringspan::{Error, LayoutKind, Mask, Run, StrategyKind};
 
 const LEN: usize = 44;
 
@@ -159,12 +159,12 @@ fn rounding(isa: Isa, stored: Wire) -> f64 {
 /// Every instruction set of this machine on one mesh, and the fastest of them on the other meshes.
 fn meshes() -> Vec<(Isa, On)> {
     let all = Isa::available();
-    let one = all.iter().map(|isa| (*isa, On::new(LayoutKind::Zigzag, Strategy::Ring, (2, 1))));
+    let one = all.iter().map(|isa| (*isa, On::new(LayoutKind::Zigzag, StrategyKind::Ring, (2, 1))));
     let grids = [(1, 1), (3, 1), (1, 2), (2, 2)].map(Grid::from);
-    let best = Strategy::ALL.into_iter().zip(grids.into_iter().cycle());
+    let best = StrategyKind::ALL.into_iter().zip(grids.into_iter().cycle());
     let best = best.map(|(strategy, grid)| (all[0], On::new(LayoutKind::Contiguous, strategy, grid)));
-    let chunks = On { head_chunks: 2, ..On::new(LayoutKind::Striped(3), Strategy::PassQ, (2, 2)) };
-    let one = one.chain(best).chain([(all[0], On::new(LayoutKind::Contiguous, Strategy::PassQ, (3, 1)))]);
+    let chunks = On { head_chunks: 2, ..On::new(LayoutKind::Striped(3), StrategyKind::PassQ, (2, 2)) };
+    let one = one.chain(best).chain([(all[0], On::new(LayoutKind::Contiguous, StrategyKind::PassQ, (3, 1)))]);
     one.chain([(all[0], chunks)]).collect()
 }
 
@@ -313,8 +313,9 @@ fn ranks_of_one_query() {
             let problem = Problem::cross(1, 3, 64, 4, 2, 64, Mask::full());
             let problem = Problem { name: format!("2^{power} one query"), ..problem };
             let on = |strategy, ranks| On::new(LayoutKind::Contiguous, strategy, (ranks, 1));
-            let mesh =
-                |isa| [(isa, on(Strategy::Ring, 3)), (isa, on(Strategy::PassQ, 3)), (isa, on(Strategy::Ring, 2))];
+            let mesh = |isa| {
+                [(isa, on(StrategyKind::Ring, 3)), (isa, on(StrategyKind::PassQ, 3)), (isa, on(StrategyKind::Ring, 2))]
+            };
             let meshes: Vec<_> = Isa::available().into_iter().flat_map(mesh).collect();
             check_on(&problem, stored, &|inputs| grow(&mut inputs.q, power), &meshes);
         }

@@ -6,7 +6,7 @@ use crate::support::{Answer, On, Problem, relative_l2};
 use ringspan::attention::Wire;
 use ringspan::mesh::Grid;
 use ringspan::schedule::HeadShare;
-use ringspan::{Documents, Layout, LayoutKind, Mask, Schedule, Strategy};
+use ringspan::{Documents, Layout, LayoutKind, Mask, Schedule, StrategyKind};
 
 const LAYOUTS: [LayoutKind; 4] =
     [LayoutKind::Contiguous, LayoutKind::Zigzag, LayoutKind::Striped(1), LayoutKind::Balanced(None)];
@@ -23,7 +23,7 @@ fn run(name: &str, problem: &Problem, turn: usize) {
     let inputs = problem.inputs(turn as u64);
     let wanted = problem.reference(&inputs);
     for (number, grid) in grids(problem.heads).into_iter().enumerate() {
-        let strategy = Strategy::ALL[(number / 2 + turn) % Strategy::ALL.len()];
+        let strategy = StrategyKind::ALL[(number / 2 + turn) % StrategyKind::ALL.len()];
         let on = On::new(LAYOUTS[(number + turn) % LAYOUTS.len()], strategy, grid);
         check(name, problem, &inputs, &wanted, on);
     }
@@ -47,7 +47,8 @@ fn seven_tokens_on_two_times_two_ranks() {
         let problem = Problem::new(batch, 7, heads, heads, 4, Mask::full());
         let inputs = problem.inputs(turn as u64);
         let wanted = problem.reference(&inputs);
-        for (kind, strategy) in LAYOUTS.into_iter().flat_map(|kind| Strategy::ALL.map(|strategy| (kind, strategy))) {
+        for (kind, strategy) in LAYOUTS.into_iter().flat_map(|kind| StrategyKind::ALL.map(|strategy| (kind, strategy)))
+        {
             check("7 tokens", &problem, &inputs, &wanted, On::new(kind, strategy, (2, 2)));
         }
     }
@@ -61,7 +62,7 @@ fn a_token_that_sees_itself_gets_its_value_back_from_every_grid() {
         let inputs = problem.inputs(3);
         for grid in grids(heads) {
             for chunks in 1..=3 {
-                let on = On { head_chunks: chunks, ..On::new(LayoutKind::Contiguous, Strategy::Ring, grid) };
+                let on = On { head_chunks: chunks, ..On::new(LayoutKind::Contiguous, StrategyKind::Ring, grid) };
                 let got = problem.on_mesh(&inputs, on).expect("runs");
                 let what = format!("{len} tokens, {heads} heads, {on:?}");
                 assert!(got.out == inputs.v, "{what}");
@@ -134,8 +135,9 @@ fn parts_of_heads_do_not_change_the_answer() {
     let rows = [((2, 6, 8, 8, 3), (1, 2)), ((2, 8, 8, 8, 3), (2, 2)), ((1, 29, 10, 10, 16), (2, 2))];
     let grouped = [((2, 21, 8, 2, 16), (2, 2)), ((1, 29, 10, 5, 16), (3, 2)), ((1, 29, 10, 1, 16), (2, 2))];
     for ((batch, len, heads, kv_heads, dim), grid) in rows.into_iter().chain(grouped) {
-        for (strategy, mask) in
-            Strategy::ALL.into_iter().flat_map(|strategy| [Mask::full(), Mask::causal()].map(|mask| (strategy, mask)))
+        for (strategy, mask) in StrategyKind::ALL
+            .into_iter()
+            .flat_map(|strategy| [Mask::full(), Mask::causal()].map(|mask| (strategy, mask)))
         {
             let problem = Problem::new(batch, len, heads, kv_heads, dim, mask);
             let inputs = problem.inputs(8);
@@ -191,7 +193,7 @@ fn shares_are_no_longer_than_padding_would_make_them() {
 fn impossible_axes_are_refused_with_the_numbers() {
     let error = |heads, kv_heads, grid: (usize, usize)| {
         let problem = Problem::new(2, 8, heads, kv_heads, 4, Mask::full());
-        let on = On::new(LayoutKind::Contiguous, Strategy::Ring, grid);
+        let on = On::new(LayoutKind::Contiguous, StrategyKind::Ring, grid);
         problem.on_mesh(&problem.inputs(0), on).expect_err("must not fit").to_string()
     };
     for (heads, (ring, ulysses)) in [(3, (1, 4)), (4, (1, 8)), (1, (2, 2)), (2, (2, 4))] {
@@ -205,7 +207,7 @@ fn impossible_axes_are_refused_with_the_numbers() {
     }
     let layout = Layout::new(LayoutKind::Contiguous, &Documents::batch(2, 8), 4).expect("ranks");
     for grid in [(1, 3), (3, 1), (4, 2)] {
-        let error = Schedule::new(Strategy::Ring, &layout, &layout, &Mask::full(), grid).expect_err("4 ranks");
+        let error = Schedule::new(StrategyKind::Ring, &layout, &layout, &Mask::full(), grid).expect_err("4 ranks");
         let (message, product) = (error.to_string(), grid.0 * grid.1);
         let numbers = format!("needs {product} ranks, but there are 4");
         assert!(message.contains(&numbers) && message.contains(&Grid::from(grid).to_string()), "{message}");
@@ -231,7 +233,7 @@ fn hybrid_attention_of_images_and_text() {
         let wanted = problem.reference(&inputs);
         for grid in [(2, 1), (1, 2), (2, 2), (4, 2)] {
             for kind in [LayoutKind::Contiguous, LayoutKind::Zigzag] {
-                check(name, &problem, &inputs, &wanted, On { wire, ..On::new(kind, Strategy::Ring, grid) });
+                check(name, &problem, &inputs, &wanted, On { wire, ..On::new(kind, StrategyKind::Ring, grid) });
             }
         }
     }

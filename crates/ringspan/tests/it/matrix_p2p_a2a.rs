@@ -7,19 +7,19 @@ use crate::matrix::{bound, check, draws};
 use crate::support::{Inputs, On, Problem, random, relative_l2};
 use ringspan::attention::Wire;
 use ringspan::mesh::Grid;
-use ringspan::{Documents, Layout, LayoutKind, Mask, Strategy};
+use ringspan::{Documents, Layout, LayoutKind, Mask, StrategyKind};
 
 const LEN: usize = 40;
 const WIRES: [Wire; 3] = [Wire::F32, Wire::Bf16, Wire::F16];
 
 /// A ring, an all-gather, an all-to-all, and a ring of all-to-alls on either axis.
-fn ways() -> [(Strategy, Grid); 5] {
+fn ways() -> [(StrategyKind, Grid); 5] {
     [
-        (Strategy::Ring, Grid::new(2, 1)),
-        (Strategy::AllGather, Grid::new(2, 1)),
-        (Strategy::Ring, Grid::new(1, 2)),
-        (Strategy::Ring, Grid::new(2, 2)),
-        (Strategy::AllGather, Grid::new(2, 2).with_ulysses_outer()),
+        (StrategyKind::Ring, Grid::new(2, 1)),
+        (StrategyKind::AllGather, Grid::new(2, 1)),
+        (StrategyKind::Ring, Grid::new(1, 2)),
+        (StrategyKind::Ring, Grid::new(2, 2)),
+        (StrategyKind::AllGather, Grid::new(2, 2).with_ulysses_outer()),
     ]
 }
 

@@ -7,10 +7,10 @@
 use crate::matrix::{check, segments};
 use crate::support::{On, Problem, random};
 use ringspan::attention::Wire;
-use ringspan::{Documents, Layout, LayoutKind, Mask, Strategy};
+use ringspan::{Documents, Layout, LayoutKind, Mask, StrategyKind};
 
 const RANKS: [usize; 3] = [2, 4, 8];
-const BOTH: [Strategy; 2] = [Strategy::Ring, Strategy::AllGather];
+const BOTH: [StrategyKind; 2] = [StrategyKind::Ring, StrategyKind::AllGather];
 const BALANCED_AND_NOT: [LayoutKind; 2] = [LayoutKind::Zigzag, LayoutKind::Contiguous];
 
 /// Batch, tokens of a row on one rank, query heads, width.
@@ -24,7 +24,7 @@ fn windowed(back: Option<usize>) -> Mask {
 }
 
 /// Runs a problem in every layout, with every strategy, in each of the types.
-fn run(name: &str, problem: &Problem, kinds: &[LayoutKind], strategies: &[Strategy], ranks: usize, wires: &[Wire]) {
+fn run(name: &str, problem: &Problem, kinds: &[LayoutKind], strategies: &[StrategyKind], ranks: usize, wires: &[Wire]) {
     for &wire in wires {
         let inputs = problem.inputs_of(wire, ranks as u64);
         let wanted = problem.reference(&inputs);
@@ -61,16 +61,16 @@ fn batches_in_half_precision() {
 #[test]
 fn packed_rows_with_a_tail_of_padding_in_each_segment() {
     let rows = [
-        ("segments, ring, stripe 1", 2, None, LayoutKind::Striped(1), Strategy::Ring),
-        ("segments, ring, stripe 1, window 20", 2, Some(20), LayoutKind::Striped(1), Strategy::Ring),
-        ("segments, ring, zigzag", 2, None, LayoutKind::Zigzag, Strategy::Ring),
-        ("segments, ring, zigzag, window 20", 2, Some(20), LayoutKind::Zigzag, Strategy::Ring),
-        ("segments, ring, contiguous", 2, None, LayoutKind::Contiguous, Strategy::Ring),
-        ("segments, gather, stripe 4", 5, None, LayoutKind::Striped(4), Strategy::AllGather),
-        ("segments, gather, stripe 4, window 5", 5, Some(5), LayoutKind::Striped(4), Strategy::AllGather),
-        ("segments, gather, stripe 8", 5, None, LayoutKind::Striped(8), Strategy::AllGather),
-        ("segments, gather, stripe 8, window 5", 5, Some(5), LayoutKind::Striped(8), Strategy::AllGather),
-        ("segments, gather, contiguous, window 20", 5, Some(20), LayoutKind::Contiguous, Strategy::AllGather),
+        ("segments, ring, stripe 1", 2, None, LayoutKind::Striped(1), StrategyKind::Ring),
+        ("segments, ring, stripe 1, window 20", 2, Some(20), LayoutKind::Striped(1), StrategyKind::Ring),
+        ("segments, ring, zigzag", 2, None, LayoutKind::Zigzag, StrategyKind::Ring),
+        ("segments, ring, zigzag, window 20", 2, Some(20), LayoutKind::Zigzag, StrategyKind::Ring),
+        ("segments, ring, contiguous", 2, None, LayoutKind::Contiguous, StrategyKind::Ring),
+        ("segments, gather, stripe 4", 5, None, LayoutKind::Striped(4), StrategyKind::AllGather),
+        ("segments, gather, stripe 4, window 5", 5, Some(5), LayoutKind::Striped(4), StrategyKind::AllGather),
+        ("segments, gather, stripe 8", 5, None, LayoutKind::Striped(8), StrategyKind::AllGather),
+        ("segments, gather, stripe 8, window 5", 5, Some(5), LayoutKind::Striped(8), StrategyKind::AllGather),
+        ("segments, gather, contiguous, window 20", 5, Some(20), LayoutKind::Contiguous, StrategyKind::AllGather),
     ];
     // Shapes and groups alternate, so that each case occurs with each of them on some number of ranks.
     for (seed, (name, count, window, kind, strategy)) in rows.into_iter().enumerate() {

@@ -5,12 +5,12 @@ use crate::matrix::{check, draws};
 use crate::support::{Answer, Inputs, On, Problem, relative_l2};
 use ringspan::attention::Wire;
 use ringspan::schedule::{Block, Pass, Sizes};
-use ringspan::{Documents, Layout, LayoutKind, Mask, Run, Schedule, Strategy};
+use ringspan::{Documents, Layout, LayoutKind, Mask, Run, Schedule, StrategyKind};
 
 const BALANCERS: [LayoutKind; 4] =
     [LayoutKind::Contiguous, LayoutKind::Zigzag, LayoutKind::PerDocumentZigzag, LayoutKind::Balanced(None)];
 
-fn run(name: &str, problem: &Problem, kinds: &[LayoutKind], strategies: &[Strategy], ranks: &[usize]) {
+fn run(name: &str, problem: &Problem, kinds: &[LayoutKind], strategies: &[StrategyKind], ranks: &[usize]) {
     let inputs = problem.inputs(3);
     let wanted = problem.reference(&inputs);
     for (&kind, &strategy) in kinds.iter().flat_map(|kind| strategies.iter().map(move |strategy| (kind, strategy))) {
@@ -25,7 +25,7 @@ fn two_documents_of_40_and_88() {
     for batch in [1, 2] {
         let documents = Documents::from_rows(&vec![vec![40, 88]; batch], 128).expect("fits");
         let problem = Problem::with_documents(documents, batch, 4, 4, 32, Mask::causal());
-        run("40 and 88", &problem, &BALANCERS, &Strategy::ALL, &[2]);
+        run("40 and 88", &problem, &BALANCERS, &StrategyKind::ALL, &[2]);
     }
 }
 
@@ -35,7 +35,7 @@ fn batches_over_both_ways_to_rotate() {
     for ranks in [2, 4] {
         for (name, mask) in [("batch, causal", Mask::causal()), ("batch, none", Mask::full())] {
             let problem = Problem::new(2, 64 * ranks, 8, 8, 32, mask);
-            run(name, &problem, &BALANCERS[..2], &[Strategy::Ring, Strategy::AllGather], &[ranks]);
+            run(name, &problem, &BALANCERS[..2], &[StrategyKind::Ring, StrategyKind::AllGather], &[ranks]);
         }
     }
 }
@@ -54,12 +54,12 @@ fn twenty_eight_documents() {
         let rows: Vec<Vec<usize>> = (0..batch).map(|row| lengths(28, 512, row as u64)).collect();
         let documents = Documents::from_rows(&rows, 512).expect("fits");
         let problem = Problem::with_documents(documents, batch, 2, 1, 32, Mask::causal());
-        run("28 documents", &problem, &BALANCERS, &[Strategy::Ring, Strategy::Halo], &[2]);
+        run("28 documents", &problem, &BALANCERS, &[StrategyKind::Ring, StrategyKind::Halo], &[2]);
     }
     // This row is so short that other implementations refuse it.
     let documents = Documents::from_rows(&[lengths(28, 128, 9)], 128).expect("fits");
     let problem = Problem::with_documents(documents, 1, 4, 4, 32, Mask::causal());
-    run("28 documents, short", &problem, &BALANCERS, &Strategy::ALL, &[2]);
+    run("28 documents, short", &problem, &BALANCERS, &StrategyKind::ALL, &[2]);
 }
 
 /// A part of a document on a rank: document, first position, number of tokens, and number of keys that its last token sees.
@@ -98,7 +98,7 @@ fn each_rank_holds_the_known_parts_of_documents() {
     // There are 10 * 11 / 2 = 55 pairs in the first document, 40 * 41 / 2 = 820 and 14 * 15 / 2 = 105 in the others, 980 in
     // total.
     let pairs = |layout: &Layout| {
-        let schedule = Schedule::new(Strategy::Ring, layout, layout, &Mask::causal(), (2, 1)).expect("plans");
+        let schedule = Schedule::new(StrategyKind::Ring, layout, layout, &Mask::causal(), (2, 1)).expect("plans");
         [schedule.pairs(0), schedule.pairs(1)]
     };
     assert_eq!(pairs(&contiguous), [55 + 253, 567 + 105]);
@@ -109,7 +109,7 @@ fn each_rank_holds_the_known_parts_of_documents() {
 fn work(kind: LayoutKind, documents: &Documents, ranks: usize) -> Vec<u64> {
     let layout = Layout::new(kind, documents, ranks).expect("ranks");
     let schedule =
-        Schedule::new(Strategy::Ring, &layout, &layout, &Mask::causal(), (ranks, 1)).expect("one layout, one mask");
+        Schedule::new(StrategyKind::Ring, &layout, &layout, &Mask::causal(), (ranks, 1)).expect("one layout, one mask");
     (0..ranks).map(|rank| schedule.pairs(rank)).collect()
 }
 
@@ -155,7 +155,7 @@ fn balanced_work_is_even_where_zigzag_is_not() {
 fn a_ring_sends_w_minus_1_times_forward_and_twice_that_backward() {
     for (ranks, wire) in [2, 4, 8].into_iter().flat_map(|ranks| [Wire::F32, Wire::Bf16].map(|wire| (ranks, wire))) {
         let problem = Problem::new(1, 16 * ranks, 4, 2, 32, Mask::causal());
-        let on = On { wire, ..On::new(LayoutKind::Zigzag, Strategy::Ring, (ranks, 1)) };
+        let on = On { wire, ..On::new(LayoutKind::Zigzag, StrategyKind::Ring, (ranks, 1)) };
         let got = problem.on_mesh(&problem.inputs(0), on).expect("runs");
 
         let (hops, width) = (ranks as u64 - 1, if wire == Wire::F32 { 4 } else { 2 });
@@ -165,7 +165,7 @@ fn a_ring_sends_w_minus_1_times_forward_and_twice_that_backward() {
         assert_eq!(got.bytes_backward, vec![hops * elements * (width + 4); ranks], "{on:?}");
 
         let layout = Layout::new(LayoutKind::Zigzag, &problem.q_documents, ranks).expect("ranks");
-        let schedule = Schedule::new(Strategy::Ring, &layout, &layout, &problem.mask, (ranks, 1)).expect("plans");
+        let schedule = Schedule::new(StrategyKind::Ring, &layout, &layout, &problem.mask, (ranks, 1)).expect("plans");
         let sizes = Sizes { heads: 4, kv_heads: 2, dim: 32, v_dim: 32, wire: width as usize, bias_heads: 0 };
         for rank in 0..ranks {
             let sends = |pass| {
@@ -183,7 +183,7 @@ fn a_ring_sends_w_minus_1_times_forward_and_twice_that_backward() {
     }
 }
 
-const AROUND: [Strategy; 3] = [Strategy::Ring, Strategy::PassQ, Strategy::BidirectionalRing];
+const AROUND: [StrategyKind; 3] = [StrategyKind::Ring, StrategyKind::PassQ, StrategyKind::BidirectionalRing];
 
 /// Errors of the output and the gradients.
 fn errors(got: &Answer, wanted: &Answer) -> [(&'static str, f64); 4] {

@@ -4,7 +4,7 @@
 use crate::support::{Answer, Inputs, On, Problem};
 use ringspan::attention::Wire;
 use ringspan::mesh::Grid;
-use ringspan::{Documents, LayoutKind, Mask, Strategy};
+use ringspan::{Documents, LayoutKind, Mask, StrategyKind};
 
 const LEN: usize = 60;
 const HEADS: usize = 4;
@@ -159,7 +159,7 @@ fn reached(what: &str, problem: &Problem, got: &Answer, tensor: Tensor, token: u
     }
 }
 
-fn spread(strategy: Strategy) {
+fn spread(strategy: StrategyKind) {
     for (number, problem) in problems().into_iter().enumerate() {
         let clean_inputs = problem.inputs(1);
         for (turn, grid) in grids().into_iter().enumerate() {
@@ -190,27 +190,27 @@ fn spread(strategy: Strategy) {
 
 #[test]
 fn a_ring_carries_bad_numbers_only_to_those_who_see_them() {
-    spread(Strategy::Ring);
+    spread(StrategyKind::Ring);
 }
 
 #[test]
 fn a_ring_both_ways_carries_bad_numbers_only_to_those_who_see_them() {
-    spread(Strategy::BidirectionalRing);
+    spread(StrategyKind::BidirectionalRing);
 }
 
 #[test]
 fn a_gather_carries_bad_numbers_only_to_those_who_see_them() {
-    spread(Strategy::AllGather);
+    spread(StrategyKind::AllGather);
 }
 
 #[test]
 fn a_halo_carries_bad_numbers_only_to_those_who_see_them() {
-    spread(Strategy::Halo);
+    spread(StrategyKind::Halo);
 }
 
 #[test]
 fn passed_queries_carry_bad_numbers_only_to_those_who_see_them() {
-    spread(Strategy::PassQ);
+    spread(StrategyKind::PassQ);
 }
 
 /// A rank has more queries than the lanes of a kernel's block, 48 at most, and more keys than a block of keys, 128: so
@@ -234,7 +234,7 @@ fn bad_numbers_stay_where_they_are_seen_in_long_blocks() {
     for (number, problem) in problems.iter().enumerate() {
         for (turn, kind) in kinds.into_iter().enumerate() {
             // Strategies, types and numbers alternate, so that every tensor and place occurs with each of them.
-            let strategy = Strategy::ALL[(number + turn) % Strategy::ALL.len()];
+            let strategy = StrategyKind::ALL[(number + turn) % StrategyKind::ALL.len()];
             for stored in [Wire::F32, Wire::Bf16] {
                 let on = On { stored, wire: stored, ..On::new(kind, strategy, grid) };
                 let near = match stored {
@@ -278,7 +278,8 @@ fn bad_numbers_in_padding_reach_nobody() {
                 padding[document.offset + span.start..document.offset + span.end].fill(false);
             }
             assert!(padding.contains(&true));
-            for (strategy, grid) in Strategy::ALL.into_iter().flat_map(|strategy| grids().map(|grid| (strategy, grid)))
+            for (strategy, grid) in
+                StrategyKind::ALL.into_iter().flat_map(|strategy| grids().map(|grid| (strategy, grid)))
             {
                 for kind in [LayoutKind::Zigzag, LayoutKind::Contiguous, LayoutKind::Balanced(None)] {
                     let on = On::new(kind, strategy, grid);

@@ -5,7 +5,7 @@ use ringspan::attention::Wire;
 use ringspan::mask::BlockPairs;
 use ringspan::mesh::Grid;
 use ringspan::support::{Feature, table};
-use ringspan::{Documents, LayoutKind, Mask, Strategy};
+use ringspan::{Documents, LayoutKind, Mask, StrategyKind};
 
 const LAYOUTS: [LayoutKind; 5] = [
     LayoutKind::Contiguous,
@@ -95,7 +95,7 @@ fn conditions(feature: Feature) -> (&'static [LayoutKind], Wire, f64) {
 }
 
 /// The problem with a cell: `None` if every layout and grid gives the reference's answer.
-fn computed(feature: Feature, strategy: Strategy) -> Option<String> {
+fn computed(feature: Feature, strategy: StrategyKind) -> Option<String> {
     let (layouts, of, bound) = conditions(feature);
     let grids = [Grid::new(4, 1), Grid::new(1, 4), Grid::new(2, 2), Grid::new(2, 2).with_ulysses_outer()];
     for problem in problems(feature) {
@@ -119,7 +119,7 @@ fn computed(feature: Feature, strategy: Strategy) -> Option<String> {
 #[test]
 fn every_cell_works() {
     for &feature in Feature::ALL {
-        for strategy in Strategy::ALL {
+        for strategy in StrategyKind::ALL {
             assert_eq!(computed(feature, strategy), None, "{} with {strategy}", feature.name());
         }
     }

@@ -5,7 +5,7 @@ use ringspan::attention::{self, Forward, Gradients, Group, Wire};
 use ringspan::comm::{Communicator, threads};
 use ringspan::kernel::{Data, Kernel, View};
 use ringspan::mesh::Grid;
-use ringspan::{Error, Layout, LayoutKind, Schedule, Strategy};
+use ringspan::{Error, Layout, LayoutKind, Schedule, StrategyKind};
 use std::sync::Arc;
 
 /// The calls of a rank: returns its results, and the bytes it sent in each pass.
@@ -19,7 +19,7 @@ pub(crate) type Means<'c> = dyn Fn(Arc<dyn Communicator>) -> Result<(Arc<dyn Com
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct On {
     pub(crate) kind: LayoutKind,
-    pub(crate) strategy: Strategy,
+    pub(crate) strategy: StrategyKind,
     pub(crate) grid: Grid,
     pub(crate) head_chunks: usize,
     /// Storage type of q, k, v and d_out on the ranks; the inputs must be exact in it.
@@ -29,7 +29,7 @@ pub(crate) struct On {
 }
 
 impl On {
-    pub(crate) fn new(kind: LayoutKind, strategy: Strategy, grid: impl Into<Grid>) -> Self {
+    pub(crate) fn new(kind: LayoutKind, strategy: StrategyKind, grid: impl Into<Grid>) -> Self {
         Self { kind, strategy, grid: grid.into(), head_chunks: 1, stored: Wire::F32, wire: Wire::F32 }
     }
 }

@@ -40,10 +40,10 @@ impl Schedule {
     ///
     /// ```
     /// use ringspan::schedule::Sizes;
-    /// use ringspan::{Documents, Layout, LayoutKind, Mask, Schedule, Strategy};
+    /// use ringspan::{Documents, Layout, LayoutKind, Mask, Schedule, StrategyKind};
     ///
     /// let layout = Layout::new(LayoutKind::Zigzag, &Documents::batch(1, 1 << 20), 4)?;
-    /// let schedule = Schedule::new(Strategy::Ring, &layout, &layout, &Mask::causal(), (4, 1))?;
+    /// let schedule = Schedule::new(StrategyKind::Ring, &layout, &layout, &Mask::causal(), (4, 1))?;
     /// let sizes = Sizes { heads: 32, kv_heads: 8, dim: 128, v_dim: 128, wire: 2, bias_heads: 0 };
     /// let svg = schedule.draw(&sizes)?;
     /// assert!(svg.starts_with("<svg") && svg.len() < 30_000);
@@ -105,9 +105,9 @@ impl Schedule {
             1 => "",
             _ => ", the exchange of heads inside a ring rank included, which the steps leave out",
         };
-        let block = match self.strategy() {
-            super::Strategy::PassQ => "qN: queries of ring rank N against its own keys",
-            _ => "kN: its queries against the keys of ring rank N",
+        let block = match panel.moves_queries() {
+            true => "kN: its queries against the keys of ring rank N; qN: queries of ring rank N against its own keys",
+            false => "kN: its queries against the keys of ring rank N",
         };
         Ok(vec![
             "Square: a row is a query, a column a key. A visible pair has the colour of the ring rank that computes it; \

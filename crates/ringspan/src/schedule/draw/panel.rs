@@ -3,7 +3,7 @@
 use super::svg::{Anchor, INK, LINE, MUTED, Svg, UNSEEN, colours};
 use super::{Point, digits, grouped, unit};
 use crate::error::Result;
-use crate::schedule::{Pass, Schedule, Sizes, Step, Strategy};
+use crate::schedule::{Pass, Schedule, Sizes, Step};
 
 pub(super) const WIDTH: f64 = 580.0;
 /// Right end of the names of the passes; the steps begin at [`STEPS`].
@@ -15,8 +15,9 @@ const TRAFFIC: &str = "#7a8392";
 /// Minimum width of a step for which the number of bytes is written.
 const NUMBERED: f64 = 33.0;
 
-/// A ring rank in one pass: for each step its number of pairs, the owner of the block it computes, and the bytes sent.
-type Lane = Vec<(u64, Option<usize>, u64)>;
+/// A ring rank in one pass: for each step its number of pairs, the block it computes against its own (`k` or `q` and the owner),
+/// and the bytes sent.
+type Lane = Vec<(u64, Option<(char, usize)>, u64)>;
 
 pub(super) struct Panel {
     ranks: Vec<Rank>,
@@ -24,7 +25,6 @@ pub(super) struct Panel {
     steps: usize,
     /// For each pass, the most pairs and the most bytes of any step, which set the scale of the bars.
     longest: [(u64, u64); 2],
-    block: char,
 }
 
 struct Rank {
@@ -38,14 +38,13 @@ impl Panel {
     pub(super) fn new(schedule: &Schedule, sizes: &Sizes) -> Result<Self> {
         let sizes = schedule.largest_share(sizes)?;
         let keys = schedule.key().documents().row_len();
-        let moved = schedule.strategy() == Strategy::PassQ;
         let lane = |pass: Pass, rank: usize| -> Lane {
             let of = |step: &Step| {
                 let sent = step.send.iter().chain(&step.after);
                 let bytes = sent.map(|transfer| transfer.rows.len() as u64 * sizes.row(transfer.block, keys)).sum();
                 let compute = step.compute.as_ref();
-                let owner = compute.map(|compute| if moved { compute.queries } else { compute.keys });
-                (compute.map_or(0, |compute| schedule.pairs_of(compute)), owner, bytes)
+                let block = compute.map(|it| if it.queries == rank { ('k', it.keys) } else { ('q', it.queries) });
+                (compute.map_or(0, |compute| schedule.pairs_of(compute)), block, bytes)
             };
             schedule.steps(pass, rank).iter().map(of).collect()
         };
@@ -68,7 +67,13 @@ impl Panel {
             (steps().map(|step| step.0).max().unwrap_or(0), steps().map(|step| step.2).max().unwrap_or(0))
         });
         let steps = ranks.iter().flat_map(|rank| rank.lanes.iter().map(Vec::len)).max().unwrap_or(0);
-        Ok(Self { ranks, steps, longest, block: if moved { 'q' } else { 'k' } })
+        Ok(Self { ranks, steps, longest })
+    }
+
+    /// Whether some rank computes queries of another.
+    pub(super) fn moves_queries(&self) -> bool {
+        let blocks = self.ranks.iter().flat_map(|rank| &rank.lanes[0]).filter_map(|(_, block, _)| *block);
+        blocks.into_iter().any(|(letter, _)| letter == 'q')
     }
 
     /// The minimum height without overlaps.
@@ -161,13 +166,13 @@ impl Panel {
         let room = width - 5.0;
         let (most_pairs, most_bytes) = self.longest[pass];
         let (factor, _) = self.unit();
-        for (step, &(pairs, owner, bytes)) in lane.iter().enumerate() {
+        for (step, &(pairs, block, bytes)) in lane.iter().enumerate() {
             let x = x + step as f64 * width;
             svg.rect((x, y), (room, BAR.0), UNSEEN, 2.0);
-            if let Some(owner) = owner {
+            if let Some((letter, owner)) = block {
                 let bar = (room * pairs as f64 / most_pairs.max(1) as f64).max(1.5);
                 svg.rect((x, y), (bar, BAR.0), &colour, 2.0);
-                let name = format!("{}{owner}", self.block);
+                let name = format!("{letter}{owner}");
                 // A letter is up to 0.65 times its font size wide.
                 let fit = |room: f64| ((room - 3.0) / (0.65 * name.len() as f64)).min(10.5);
                 if fit(bar) >= 7.0 {

@@ -2,7 +2,7 @@ use super::*;
 use crate::documents::Documents;
 use crate::layout::{Layout, LayoutKind};
 use crate::mask::Mask;
-use crate::schedule::Strategy;
+use crate::schedule::StrategyKind;
 use crate::schedule::test::{documents, kinds, masks, strategies, visible_pairs};
 use proptest::prelude::*;
 use std::collections::HashSet;
@@ -28,7 +28,7 @@ fn holds(outline: &[Point], (x, y): Point) -> bool {
 
 fn single(kind: LayoutKind, tokens: usize, ranks: usize, mask: &Mask) -> Schedule {
     let layout = Layout::new(kind, &Documents::batch(1, tokens), ranks).expect("ranks");
-    Schedule::new(Strategy::Ring, &layout, &layout, mask, (ranks, 1)).expect("fits")
+    Schedule::new(StrategyKind::Ring, &layout, &layout, mask, (ranks, 1)).expect("fits")
 }
 
 proptest! {
@@ -148,7 +148,7 @@ fn the_members_of_a_ulysses_group_are_drawn_as_one() {
     for kind in [LayoutKind::Zigzag, LayoutKind::Contiguous, LayoutKind::Striped(64)] {
         let cells = |grid: (usize, usize)| {
             let layout = Layout::new(kind, &documents, grid.0 * grid.1).expect("ranks");
-            let schedule = Schedule::new(Strategy::Ring, &layout, &layout, &Mask::causal(), grid);
+            let schedule = Schedule::new(StrategyKind::Ring, &layout, &layout, &Mask::causal(), grid);
             schedule.expect("fits").cells().expect("few cells").len()
         };
         let alone = if matches!(kind, LayoutKind::Striped(_)) { 32 * 33 / 2 } else { cells((4, 1)) };
