@@ -1,8 +1,8 @@
 //! Reduce-scatters gradients: they are summed over the ranks while the next unit is computed, and each rank keeps its shard.
 
-use super::{Shards, Sums, exchange::UnderWay, numbers};
+use super::{Shards, Sums, numbers};
 use crate::error::{Error, Result};
-use ringspan::comm::Buffer;
+use ringspan::comm::{Buffer, PendingAllToAll};
 use ringspan_candle::Unit;
 use ringspan_candle::transfers::Download;
 use ringspan_models::gradients::Gradients;
@@ -13,7 +13,7 @@ use std::sync::Arc;
 pub(crate) struct GradientShards<'a> {
     shards: &'a Shards,
     sums: Sums,
-    under_way: Option<(Unit, Vec<UnderWay>)>,
+    under_way: Option<(Unit, Vec<PendingAllToAll>)>,
     /// The unit whose gradients are copied from a GPU while it computes the next one's.
     coming: Option<(Unit, Download)>,
 }
@@ -99,9 +99,9 @@ impl<'a> GradientShards<'a> {
 }
 
 /// Waits for an exchange and sums what all ranks sent.
-fn sum(under_way: UnderWay) -> Result<Vec<f32>> {
+fn sum(under_way: PendingAllToAll) -> Result<Vec<f32>> {
     let mut sum: Option<Vec<f32>> = None;
-    for (rank, part) in under_way.finish()?.into_iter().enumerate() {
+    for (rank, part) in under_way.wait()?.into_iter().enumerate() {
         match &mut sum {
             None => sum = Some(Arc::try_unwrap(part).map_or_else(|part| numbers(&part).to_vec(), into_numbers)),
             Some(sum) if sum.len() == part.len() => add(sum, numbers(&part)),

@@ -21,9 +21,9 @@ use crate::{
     error::{Error, Result},
 };
 use candle_core::Tensor;
-use exchange::{Exchange, UnderWay};
+use exchange::Exchange;
 use flat_parameter::Flat;
-use ringspan::comm::{Buffer, Communicator};
+use ringspan::comm::{Buffer, Communicator, PendingAllToAll};
 use ringspan_candle::quantized::QuantizedMatrix;
 use ringspan_candle::transfers::Reserved;
 use ringspan_candle::{Portion, RankDevice, StoredWeights, Transfers, Unit};
@@ -65,9 +65,9 @@ struct Shard {
 /// An all-gather of a unit's portions that is under way.
 struct Gathering {
     /// Exchanges of f32 shards, in the order of the unit's shards.
-    numbers: Vec<UnderWay>,
+    numbers: Vec<PendingAllToAll>,
     /// Exchanges of the bytes of matrices that stay as they are stored, of those that the rank does not keep whole.
-    stored: Vec<UnderWay>,
+    stored: Vec<PendingAllToAll>,
 }
 
 /// A unit that was prefetched; the default is one of which nothing has begun.
@@ -228,12 +228,12 @@ impl Shards {
     }
 
     /// Puts together the unit's portions of matrices that stay as they are stored.
-    fn stored_portions(&self, unit: Unit, under_way: Vec<UnderWay>) -> Result<Vec<(&Portion, QuantizedMatrix)>> {
+    fn stored_portions(&self, unit: Unit, under_way: Vec<PendingAllToAll>) -> Result<Vec<(&Portion, QuantizedMatrix)>> {
         let (mut all, mut under_way) = (Vec::new(), under_way.into_iter());
         for (_, flat, kept) in self.held_stored(unit) {
             match (kept, kept.is_part().then(|| under_way.next()).flatten()) {
                 (StoredShard::Whole(matrices), _) => all.extend(flat.alone(matrices)),
-                (StoredShard::Part(_), Some(shards)) => all.extend(flat.whole(&shards.finish()?)?),
+                (StoredShard::Part(_), Some(shards)) => all.extend(flat.whole(&shards.wait()?)?),
                 (StoredShard::Part(_), None) => return Err(Error::Model(format!("no bytes of {unit:?} came"))),
             }
         }
@@ -252,7 +252,7 @@ impl Shards {
         let reserved = reserved.into_iter().chain(std::iter::repeat_with(Reserved::default));
         let (mut weights, mut stacked) = (StoredWeights::new(), BTreeMap::new());
         for ((under_way, reserved), shard) in gathering.numbers.into_iter().zip(reserved).zip(self.held(unit)?) {
-            let shards = under_way.finish()?;
+            let shards = under_way.wait()?;
             let shards: Vec<&[f32]> = shards.iter().map(|shard| numbers(shard)).collect();
             let (portions, parameters): (Vec<_>, Vec<_>) = shard.flat.whole(&shards)?.into_iter().unzip();
             let tensors = self.transfers.upload(reserved, &parameters)?;
@@ -307,7 +307,7 @@ impl Parameters for Shards {
                 // next one.
                 Some((_, Prefetched { gathering: Some(gathering), .. })) => {
                     let all = gathering.numbers.into_iter().chain(gathering.stored);
-                    all.into_iter().try_for_each(|under_way| under_way.finish().map(drop))?;
+                    all.into_iter().try_for_each(|under_way| under_way.wait().map(drop))?;
                     Prefetched::default()
                 }
                 _ => Prefetched::default(),

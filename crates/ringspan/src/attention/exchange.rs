@@ -4,11 +4,10 @@
 //! while another is computed.
 
 use super::Group;
-use super::block::{payload, send_to};
 use super::meter::Meter;
 use super::wire::{Wire, floats};
-use crate::comm::{Buffer, Communicator, Pending};
-use crate::error::Result;
+use crate::comm::{Buffer, Communicator, PendingAllToAll};
+use crate::error::{Error, Result};
 use crate::kernel::{Floats, RowTarget, TensorSlice, View};
 use crate::schedule::Rows;
 use std::ops::Range;
@@ -22,19 +21,13 @@ pub(super) struct Exchange<'a> {
 
 /// A tensor whose exchange has been started.
 pub(super) struct PendingExchange {
-    /// The parts from each member; this member's own part is already here.
-    parts: Vec<ReceivedPart>,
-    sent: Vec<Box<dyn Pending>>,
+    /// The parts from each member, in the order of members.
+    parts: PendingAllToAll,
     heads: Vec<Range<usize>>,
     dim: usize,
     wire: Wire,
     /// Bytes of the messages that were packed for sending.
     bytes: u64,
-}
-
-enum ReceivedPart {
-    Here(Arc<Buffer>),
-    Coming(Box<dyn Pending>),
 }
 
 impl<'a> Exchange<'a> {
@@ -89,30 +82,40 @@ impl<'a> Exchange<'a> {
     ) -> Result<PendingExchange> {
         let bytes = parts.iter().map(Buffer::bytes).sum();
         meter.hold(bytes);
-        let (rank, mut sent, mut coming) = (self.comm().rank(), Vec::new(), Vec::new());
-        for (member, part) in parts.into_iter().enumerate() {
-            if member == rank {
-                coming.push(ReceivedPart::Here(Arc::new(part)));
-            } else {
-                sent.push(send_to(self.group, self.comm(), member, tag, Arc::new(part))?);
-                coming.push(ReceivedPart::Coming(self.comm().receive(member, tag)?));
-            }
+        let (comm, kernel) = (self.comm(), self.group.kernel());
+        let outgoing = |(member, part)| match member == comm.rank() {
+            true => Ok(Arc::new(part)),
+            false => kernel.outgoing(Arc::new(part), comm),
+        };
+        let parts = parts.into_iter().enumerate().map(outgoing).collect::<Result<_>>()?;
+        Ok(PendingExchange { parts: comm.start_all_to_all(tag, parts)?, heads, dim, wire, bytes })
+    }
+
+    /// Waits for the part of a member, on this rank's device. The caller drops it before it takes the next one.
+    fn part(&self, exchange: &mut PendingExchange, member: usize, meter: &mut Meter) -> Result<Arc<Buffer>> {
+        let Some(message) = exchange.parts.next_part()? else {
+            return Err(Error::Layout(format!("the exchange of heads ended before the part of member {member}")));
+        };
+        if member == self.comm().rank() {
+            return Ok(message);
         }
-        Ok(PendingExchange { parts: coming, sent, heads, dim, wire, bytes })
+        let message = self.group.kernel().incoming(message, exchange.wire.stored())?;
+        meter.touch(message.bytes());
+        Ok(message)
     }
 
     /// Finishes [`to_heads`](Self::to_heads) and returns `[Tg, own heads, dim]`.
-    pub(super) fn heads(&self, exchange: PendingExchange, meter: &mut Meter) -> Result<Buffer> {
+    pub(super) fn heads(&self, mut exchange: PendingExchange, meter: &mut Meter) -> Result<Buffer> {
         let (row, kernel) = (exchange.heads[self.comm().rank()].len() * exchange.dim, self.group.kernel());
         let (mut all, mut filled) = (kernel.room(exchange.wire.stored(), self.all_tokens() * row)?, 0);
         meter.hold(self.all_tokens() as u64 * row as u64 * exchange.wire.width());
-        for (part, &tokens) in exchange.parts.into_iter().zip(&self.tokens) {
-            let message = part.take(self.group, exchange.wire, meter)?;
+        for (member, &tokens) in self.tokens.iter().enumerate() {
+            let message = self.part(&mut exchange, member, meter)?;
             let elements = exchange.wire.read(&message, tokens * row, "the exchange of heads")?;
             kernel.append(&mut all, filled, elements)?;
             filled += elements.len();
         }
-        finish(exchange.sent)?;
+        exchange.parts.finish()?;
         meter.release(exchange.bytes);
         Ok(all)
     }
@@ -121,40 +124,23 @@ impl<'a> Exchange<'a> {
     /// hold (replicated key-value heads) are summed, in member order.
     pub(super) fn tokens(
         &self,
-        exchange: PendingExchange,
+        mut exchange: PendingExchange,
         heads: usize,
         local: &mut Floats,
         meter: &mut Meter,
     ) -> Result<()> {
         let (tokens, dim) = (self.tokens[self.comm().rank()], exchange.dim);
-        for (part, range) in exchange.parts.into_iter().zip(&exchange.heads) {
-            let message = part.take(self.group, exchange.wire, meter)?;
+        for member in 0..self.tokens.len() {
+            let message = self.part(&mut exchange, member, meter)?;
+            let range = &exchange.heads[member];
             let width = range.len() * dim;
             let part = floats(&message, tokens * width, "the exchange of tokens")?;
             let rows = Rows::all(tokens);
             let place = RowTarget { rows: rows.ranges(), offset: range.start * dim, stride: heads * dim, width };
             self.group.kernel().add(local.all_mut(), &place, part)?;
         }
-        finish(exchange.sent)?;
+        exchange.parts.finish()?;
         meter.release(exchange.bytes);
         Ok(())
     }
-}
-
-impl ReceivedPart {
-    /// The message of this part. The caller drops it before it takes the next one, so only one is held at a time.
-    fn take(self, group: &Group, wire: Wire, meter: &mut Meter) -> Result<Arc<Buffer>> {
-        match self {
-            Self::Here(message) => Ok(message),
-            Self::Coming(pending) => {
-                let message = payload(group, pending, wire)?;
-                meter.touch(message.bytes());
-                Ok(message)
-            }
-        }
-    }
-}
-
-fn finish(sent: Vec<Box<dyn Pending>>) -> Result<()> {
-    sent.into_iter().try_for_each(|pending| pending.wait().map(drop))
 }

@@ -24,6 +24,7 @@
 //! ```
 
 pub mod agree;
+mod all_to_all;
 mod arrived;
 mod codec;
 mod device;
@@ -38,6 +39,7 @@ pub mod ranks;
 pub mod threads;
 pub mod timed;
 
+pub use all_to_all::PendingAllToAll;
 pub use device::OnDevice;
 
 use crate::error::{Error, Result};
@@ -138,6 +140,14 @@ pub trait Communicator: Send + Sync {
     }
     /// Sends `parts[r]` to each rank r and returns the parts that the ranks sent to this one; lengths may differ, and be 0.
     fn all_to_all(&self, parts: Vec<Buffer>) -> Result<Vec<Arc<Buffer>>>;
+    /// Starts an all-to-all that runs while the rank computes: `parts[r]` is sent to each rank r. All ranks of the group must start
+    /// the same exchanges under the same tags, which no other messages may use meanwhile. Parts are passed without a copy between
+    /// ranks that share memory.
+    ///
+    /// An all-gather is one whose parts are the same.
+    fn start_all_to_all(&self, tag: u64, parts: Vec<Arc<Buffer>>) -> Result<PendingAllToAll> {
+        PendingAllToAll::start(self, tag, parts)
+    }
     /// Every rank's buffer, in rank order; lengths may differ.
     fn all_gather(&self, data: Buffer) -> Result<Vec<Arc<Buffer>>>;
     /// Sums `data` over the ranks, in rank order, so that all compute the same bits, and returns this rank's part of the

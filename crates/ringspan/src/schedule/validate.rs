@@ -150,7 +150,9 @@ mod tests {
 
     /// The ring, with one rank's plan changed.
     #[derive(Debug)]
-    struct Changed(fn(&mut Plan, Pass));
+    struct Changed(Change);
+
+    type Change = fn(&mut Plan, Pass);
 
     impl Strategy for Changed {
         fn name(&self) -> String {
@@ -169,7 +171,7 @@ mod tests {
     #[test]
     fn each_broken_rule_is_named_with_its_rank() {
         let layout = Layout::new(LayoutKind::Zigzag, &Documents::batch(1, 48), 3).expect("ranks");
-        let changes: [(fn(&mut Plan, Pass), &str); 9] = [
+        let changes: [(Change, &str); 9] = [
             (|_, _| (), ""),
             (|plan, _| plan[1].compute = None, "no rank computes its queries with the keys of 0"),
             (|plan, _| plan[2].compute = plan[1].compute.clone(), "computes queries of 1 and keys of 0 a second time"),

@@ -29,6 +29,23 @@ pub(crate) fn collectives(comm: &Comm) -> Result<(), Error> {
     for (from, part) in comm.all_to_all(parts)?.iter().enumerate() {
         assert_eq!(f32s(part), vec![(10 * from + rank) as f32; from + 2 * rank]);
     }
+    // Two exchanges under way at once, waited for in the other order.
+    let start = |tag: u64| {
+        let part = |to: usize| Arc::new(Buffer::F32(vec![(100 * tag as usize + 10 * rank + to) as f32; rank + to]));
+        comm.start_all_to_all(tag, (0..size).map(part).collect())
+    };
+    let [first, mut second] = [start(1)?, start(2)?];
+    for from in 0..size {
+        let part = second.next_part()?.expect("a part of each rank");
+        assert_eq!(f32s(&part), vec![(200 + 10 * from + rank) as f32; from + rank]);
+    }
+    assert_eq!(second.next_part()?, None);
+    second.finish()?;
+    for (from, part) in first.wait()?.iter().enumerate() {
+        assert_eq!(f32s(part), vec![(100 + 10 * from + rank) as f32; from + rank]);
+    }
+    let few = comm.start_all_to_all(3, Vec::new()).err().map(|error| error.to_string());
+    assert!(few.is_some_and(|text| text.contains(&format!("0 parts for {size} ranks"))));
     let total = (size * (size + 1) / 2) as f32;
     let mut sum: Vec<f32> = (0..7).map(|i| (rank + 1) as f32 * i as f32).collect();
     comm.all_reduce(&mut sum)?;
