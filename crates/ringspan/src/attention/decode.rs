@@ -6,22 +6,13 @@
 use super::block::{payload, send_to};
 use super::wire::{Wire, floats};
 use super::{Group, Inputs};
+use crate::comm::Buffer;
 use crate::documents::Run;
 use crate::error::{Error, Result};
 use crate::kernel::{self, Floats, HeadMap, SoftmaxState, Statistics, Tile, TilePosition};
 use crate::mask::Mask;
+use crate::schedule::{Merge, MergeStep};
 use std::sync::Arc;
-
-/// How the softmax states of the ranks are merged; every rank ends with the same bits.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Merge {
-    /// Every rank sends its state to all others: one exchange, P - 1 messages a rank.
-    #[default]
-    AllGather,
-    /// States are reduced up a binary tree and the result is sent down: 2 log2(P) exchanges, at most as many messages a
-    /// rank (Shyam et al., 2024, arXiv:2408.04093).
-    Tree,
-}
 
 /// The tokens of a decoding step.
 #[derive(Debug, Clone, Copy)]
@@ -152,11 +143,7 @@ pub fn on_device(
     if !tiles.is_empty() {
         kernel.decode_into(&kernel::Inputs { q, k, v, heads, score, bias }, &tiles, &mut state)?;
     }
-    let state = match merge {
-        _ if group.size() == 1 => state,
-        Merge::AllGather => all_gather(group, state, sizes)?,
-        Merge::Tree => tree(group, state, sizes)?,
-    };
+    let state = merged(group, state, sizes, merge)?;
     kernel.finish(state, score.sinks.as_deref())
 }
 
@@ -165,7 +152,49 @@ const OPERATION: &str = "the merge of softmax states";
 /// Number of query tokens, number of heads, width of a value.
 type Sizes = (usize, usize, usize);
 
-fn all_gather(group: &Group, state: SoftmaxState, (tokens, heads, v_dim): Sizes) -> Result<SoftmaxState> {
+/// Runs this rank's plan of the merge, and returns the state of all keys.
+fn merged(group: &Group, state: SoftmaxState, (tokens, heads, v_dim): Sizes, merge: Merge) -> Result<SoftmaxState> {
+    let (kernel, comm, len) = (group.kernel(), &**group.cp(), tokens * heads * (v_dim + 2));
+    if comm.size() == 1 {
+        return Ok(state);
+    }
+    let (mut own, mut result) = (Some(state), None::<Arc<Buffer>>);
+    let take_own = |own: &mut Option<SoftmaxState>| own.take().ok_or_else(|| broken("a state that was sent already"));
+    for step in merge.plan(comm.size(), comm.rank()) {
+        match step {
+            MergeStep::Exchange => return exchanged(group, take_own(&mut own)?, (tokens, heads, v_dim)),
+            MergeStep::Receive { from } => {
+                let message = payload(group, comm.receive(from, UP)?, Wire::F32)?;
+                let state = own.as_mut().ok_or_else(|| broken("a state that was sent already"))?;
+                kernel.merge(state, floats(&message, len, OPERATION)?)?;
+            }
+            MergeStep::Send { to } => {
+                let message = Arc::new(take_own(&mut own)?.into_message());
+                send_to(group, comm, to, UP, message)?.wait()?;
+            }
+            MergeStep::TakeResult => result = Some(Arc::new(take_own(&mut own)?.into_message())),
+            MergeStep::ReceiveResult { from } => {
+                result = Some(payload(group, comm.receive(from, DOWN)?, Wire::F32)?);
+            }
+            MergeStep::SendResult { to } => {
+                let result = result.clone().ok_or_else(|| broken("a result that is not there"))?;
+                send_to(group, comm, to, DOWN, result)?.wait()?;
+            }
+        }
+    }
+    let result = result.ok_or_else(|| broken("a result that is not there"))?;
+    let mut merged = kernel.state(tokens, heads, v_dim)?;
+    kernel.merge(&mut merged, floats(&result, len, OPERATION)?)?;
+    Ok(merged)
+}
+
+/// The error for a plan that needs what is not there; the tests of plans show that none does.
+fn broken(what: &str) -> Error {
+    Error::Layout(format!("the plan of a merge uses {what}"))
+}
+
+/// Merges the states of all ranks in rank order.
+fn exchanged(group: &Group, state: SoftmaxState, (tokens, heads, v_dim): Sizes) -> Result<SoftmaxState> {
     let (kernel, comm) = (group.kernel(), &**group.cp());
     let own = kernel.outgoing(Arc::new(state.into_message()), comm)?;
     let states = comm.all_gather(Arc::unwrap_or_clone(own))?;
@@ -174,37 +203,6 @@ fn all_gather(group: &Group, state: SoftmaxState, (tokens, heads, v_dim): Sizes)
         let state = kernel.incoming(state, Wire::F32.stored())?;
         kernel.merge(&mut merged, floats(&state, tokens * heads * (v_dim + 2), OPERATION)?)?;
     }
-    Ok(merged)
-}
-
-/// Rank r merges the states of ranks r + 1, r + 2, r + 4, .. until it meets a set bit of r, then sends its own to r minus
-/// that bit.
-fn tree(group: &Group, mut state: SoftmaxState, (tokens, heads, v_dim): Sizes) -> Result<SoftmaxState> {
-    let (kernel, comm) = (group.kernel(), &**group.cp());
-    let (rank, size, len) = (comm.rank(), comm.size(), tokens * heads * (v_dim + 2));
-    let mut below = Vec::new();
-    let mut step = 1;
-    while step < size && rank & step == 0 {
-        if rank + step < size {
-            let message = payload(group, comm.receive(rank + step, UP)?, Wire::F32)?;
-            kernel.merge(&mut state, floats(&message, len, OPERATION)?)?;
-            below.push(rank + step);
-        }
-        step *= 2;
-    }
-    let own = Arc::new(state.into_message());
-    let result = if rank == 0 {
-        own
-    } else {
-        send_to(group, comm, rank - step, UP, own)?.wait()?;
-        payload(group, comm.receive(rank - step, DOWN)?, Wire::F32)?
-    };
-    // The farthest rank comes first, because it has the most ranks below it to pass the result on to.
-    for peer in below.into_iter().rev() {
-        send_to(group, comm, peer, DOWN, result.clone())?.wait()?;
-    }
-    let mut merged = kernel.state(tokens, heads, v_dim)?;
-    kernel.merge(&mut merged, floats(&result, len, OPERATION)?)?;
     Ok(merged)
 }
 

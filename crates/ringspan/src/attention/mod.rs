@@ -17,8 +17,9 @@ mod meter;
 mod ulysses;
 mod wire;
 
+pub use crate::schedule::Merge;
 pub use backward::{Gradients, backward};
-pub use decode::{Merge, Tokens, decode};
+pub use decode::{Tokens, decode};
 pub use forward::{Forward, forward};
 pub use group::Group;
 pub use wire::Wire;

@@ -103,12 +103,15 @@ fn a_bias_too_short_for_the_keys_is_refused() {
 fn the_exchange_is_one_state_a_message() {
     let problem = Problem::cross(1, 1, 64, 4, 2, 32, Mask::causal_bottom_right());
     let state = (4 * (32 + 2) * 4) as u64;
-    for ranks in [2, 4, 8] {
+    for ranks in [2, 3, 4, 7, 8] {
         let sent =
             |merge| on_ranks(&problem, ranks, 16, true, merge).into_iter().map(|answer| answer.2).collect::<Vec<_>>();
         assert_eq!(sent(Merge::AllGather), vec![(ranks as u64 - 1) * state; ranks]);
         let tree = sent(Merge::Tree);
         assert_eq!(tree.iter().sum::<u64>(), 2 * (ranks as u64 - 1) * state);
-        assert!(tree.iter().all(|&bytes| bytes <= u64::from(ranks.ilog2()) * state), "{tree:?}");
+        for merge in [Merge::AllGather, Merge::Tree] {
+            let planned: Vec<u64> = (0..ranks).map(|rank| merge.bytes_sent(ranks, rank, 1, 4, 32)).collect();
+            assert_eq!(sent(merge), planned, "{merge:?} on {ranks} ranks");
+        }
     }
 }
