@@ -11,7 +11,7 @@ const LEN: usize = 32;
 const CODES: usize = LEN / 2;
 
 /// Blocks to be written, with their codes and exponents.
-type Part<'a> = ((&'a mut [u8], &'a [[u8; CODES]]), &'a [u8]);
+type BlockSlices<'a> = ((&'a mut [u8], &'a [[u8; CODES]]), &'a [u8]);
 
 impl QuantizedMatrix {
     /// The MXFP4 matrix of `rows` x `columns` from `codes` `[rows, columns / 32, 16]` (in gpt-oss's files a tensor whose name
@@ -38,7 +38,7 @@ impl QuantizedMatrix {
         let part = pool::part(blocks, LEN);
         let (codes, _) = codes.as_chunks::<CODES>();
         let parts = stored.chunks_mut(part * block_bytes).zip(codes.chunks(part)).zip(exponents.chunks(part)).collect();
-        pool::map(parts, |((to, codes), exponents): Part| {
+        pool::map(parts, |((to, codes), exponents): BlockSlices| {
             for ((to, codes), exponent) in to.chunks_exact_mut(block_bytes).zip(codes).zip(exponents) {
                 to[0] = *exponent;
                 to[1..].copy_from_slice(&halves_apart(codes));
