@@ -5,6 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 . tools/python_env.sh
+"$python" tools/check_module_cycles.py
 # Builds the binary as part of the tests: built alone, dependencies would get other features and be compiled again.
 cargo test --workspace --no-run --quiet
 ringspan=$target/debug/ringspan

@@ -85,6 +85,10 @@ unsafe impl GlobalAlloc for Counted {
 
 #[cfg(test)]
 mod tests {
+    /// The program's, as in `main.rs`.
+    #[global_allocator]
+    static ALLOCATOR: super::Counted = super::Counted;
+
     #[test]
     fn the_most_is_that_since_the_last_look() {
         // Far more than other tests of this program allocate meanwhile.
