@@ -41,7 +41,7 @@ with_nvrtc=(--config "target.'cfg(all())'.runner = ['env', 'LD_LIBRARY_PATH=$nvr
 
 check_attention() {
   tested compiles 2 cargo test "${tests[@]}" --lib "${with_nvrtc[@]}" -- --nocapture kernels_compile
-  cargo test "${tests[@]}" --lib kernel::
+  RINGSPAN_TEST_DEVICE=cuda cargo test "${tests[@]}" --lib kernel:: -- --skip kernels_compile
   RINGSPAN_TEST_DEVICE=cuda tested on-gpu any cargo test "${tests[@]}" --test attention_on_gpu --test gpu_memory -- --nocapture
   cargo test "${tests[@]}" --test gpu attend_device -- --skip between_processes
 }

@@ -320,8 +320,11 @@ impl Problem {
 }
 
 /// Kernels for each instruction set of this machine with each number of threads, for machines without AVX, and for the
-/// first GPU.
+/// first GPU; with `RINGSPAN_TEST_DEVICE=cuda` only that for the GPU.
 fn kernels(threads: &[usize]) -> Vec<Kernel> {
+    if std::env::var("RINGSPAN_TEST_DEVICE").is_ok_and(|device| device == "cuda") {
+        return vec![gpu().expect("a GPU, since RINGSPAN_TEST_DEVICE=cuda")];
+    }
     let isa = |threads: &usize, isa| Kernel::with_isa(*threads, isa).expect("available");
     let cpu = threads.iter().flat_map(|threads| Isa::available().into_iter().map(move |i| isa(threads, i)));
     let narrow = threads.iter().map(|threads| Kernel::without_avx(*threads));

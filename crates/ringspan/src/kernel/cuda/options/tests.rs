@@ -27,8 +27,7 @@ fn kernels_compile_and_fit_for_every_architecture_since_ampere() {
     };
     let alibi = Score { relative: Some(Relative::Alibi { slopes: vec![0.1] }), ..plain.clone() };
     let types = [Stored::F32, Stored::Bf16, Stored::F16];
-    // Architectures of A100, L40, H100 (also with its specific features), B200, and of workstation GPUs.
-    for architecture in ["sm_80", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120"] {
+    let compile_all = |architecture: &str| {
         for (from, to) in types.into_iter().flat_map(|from| types.map(|to| (from, to))) {
             let binary =
                 Options::memory(from, to).source().compile(architecture).unwrap_or_else(|error| panic!("{error}"));
@@ -63,7 +62,14 @@ fn kernels_compile_and_fit_for_every_architecture_since_ampere() {
                 }
             }
         }
-    }
+    };
+    // Architectures of A100, L40, H100 (also with its specific features), B200, and of workstation GPUs.
+    std::thread::scope(|scope| {
+        for architecture in ["sm_80", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120"] {
+            let compile_all = &compile_all;
+            scope.spawn(move || compile_all(architecture));
+        }
+    });
 }
 
 #[test]
