@@ -46,7 +46,7 @@ const CUBE: f32 = 0.044_715;
 impl Activation {
     /// The activation and its derivative at x. The code vectorises where `self` is a constant of the loop.
     #[inline(always)]
-    pub(crate) fn both(self, x: f32) -> (f32, f32) {
+    pub(crate) fn value_and_slope(self, x: f32) -> (f32, f32) {
         let (u, du) = match self {
             Self::Silu => (x, 1.0),
             Self::GeluTanh => (SLOPE * x * (1.0 + CUBE * x * x), SLOPE * (1.0 + 3.0 * CUBE * x * x)),
@@ -77,15 +77,15 @@ impl Activation {
 #[inline(always)]
 fn gated<T: Number>(act: Activation, gate: &mut [T], up: &[T]) {
     for (gate, up) in gate.iter_mut().zip(up) {
-        *gate = T::nearest(act.both(gate.wide()).0 * up.wide());
+        *gate = T::round_from(act.value_and_slope(gate.upcast()).0 * up.upcast());
     }
 }
 
 #[inline(always)]
 fn gated_backward<T: Number>(act: Activation, gate: &mut [T], up: &mut [T], d: &mut [T]) {
     for ((gate, up), d) in gate.iter_mut().zip(up).zip(d) {
-        let ((y, slope), u, dy) = (act.both(gate.wide()), up.wide(), d.wide());
-        (*gate, *up, *d) = (T::nearest(dy * u * slope), T::nearest(dy * y), T::nearest(y * u));
+        let ((y, slope), u, dy) = (act.value_and_slope(gate.upcast()), up.upcast(), d.upcast());
+        (*gate, *up, *d) = (T::round_from(dy * u * slope), T::round_from(dy * y), T::round_from(y * u));
     }
 }
 
@@ -135,7 +135,7 @@ mod tests {
         for step in -1200..1200 {
             let x = step as f32 / 50.0;
             for (act, plain) in [(Activation::Silu, &silu as &dyn Fn(f64) -> f64), (Activation::GeluTanh, &gelu)] {
-                let (y, dy) = act.both(x);
+                let (y, dy) = act.value_and_slope(x);
                 let (at, h) = (f64::from(x), 1e-4);
                 let slope = (plain(at + h) - plain(at - h)) / (2.0 * h);
                 assert!((f64::from(y) - plain(at)).abs() < 3e-7 * at.abs().max(1.0), "{act:?} of {x} is {y}");
@@ -171,8 +171,8 @@ mod tests {
     #[test]
     fn far_from_zero_a_gate_is_open_or_shut_and_never_nan() {
         for act in [Activation::Silu, Activation::GeluTanh] {
-            assert_eq!(act.both(200.0), (200.0, 1.0), "{act:?}");
-            let (y, dy) = act.both(-200.0);
+            assert_eq!(act.value_and_slope(200.0), (200.0, 1.0), "{act:?}");
+            let (y, dy) = act.value_and_slope(-200.0);
             assert!(y.abs() < 1e-30 && dy.abs() < 1e-30, "{act:?}: {y}, {dy}");
         }
     }

@@ -118,7 +118,7 @@ impl RankDevice {
     pub fn kernel(&self, threads: usize) -> Result<Kernel> {
         #[cfg(feature = "cuda")]
         if let Some(gpu) = &self.gpu {
-            return Kernel::cuda(gpu);
+            return gpu.kernel();
         }
         Ok(Kernel::in_current_pool(threads))
     }

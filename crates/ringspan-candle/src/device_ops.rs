@@ -1,7 +1,7 @@
 //! Operations for tensors on any device, composed of candle's on a GPU.
 
 use crate::cast::cast;
-use crate::gpu::{given, holds};
+use crate::gpu::{holds, precomputed};
 use crate::tape::{self, Reads};
 use candle_core::{CustomOp1, DType, Device, Result, Tensor};
 
@@ -19,14 +19,14 @@ pub(crate) fn on_host(x: &Tensor, op: impl CustomOp1 + 'static + Send + Sync) ->
 pub(crate) fn gather_rows(x: &Tensor, rows: &[u32]) -> Result<Tensor> {
     let (of, rows) = (x.dim(0)?, Tensor::new(rows, x.device())?);
     let value = pick(&x.detach(), &rows)?;
-    given(x, value, move |d| add_up(d, &rows, of))
+    precomputed(x, value, move |d| add_up(d, &rows, of))
 }
 
 /// The transpose of [`gather_rows`]: adds each row to the row that it was selected from, `[rows, C]` to `[T, C]`.
 pub(crate) fn scatter_add_rows(x: &Tensor, rows: &[u32], of: usize) -> Result<Tensor> {
     let rows = Tensor::new(rows, x.device())?;
     let value = add_up(&x.detach(), &rows, of)?;
-    given(x, value, move |d| pick(d, &rows))
+    precomputed(x, value, move |d| pick(d, &rows))
 }
 
 fn pick(x: &Tensor, rows: &Tensor) -> Result<Tensor> {
@@ -49,5 +49,5 @@ fn add_up(x: &Tensor, rows: &Tensor, of: usize) -> Result<Tensor> {
 pub(crate) fn masked(x: &Tensor, mask: Tensor) -> Result<Tensor> {
     let times = move |x: &Tensor| cast(&(cast(x, DType::F32)? * &mask)?, x.dtype());
     let value = times(&x.detach())?;
-    given(x, value, times)
+    precomputed(x, value, times)
 }

@@ -207,9 +207,9 @@ impl Rows {
     fn add<T: Number>(&self, from: &[T], width: usize) -> Vec<T> {
         let mut out = vec![0.0f32; self.of * width];
         for (row, from) in self.rows.iter().zip(from.chunks_exact(width.max(1))) {
-            out[*row as usize * width..][..width].iter_mut().zip(from).for_each(|(sum, x)| *sum += x.wide());
+            out[*row as usize * width..][..width].iter_mut().zip(from).for_each(|(sum, x)| *sum += x.upcast());
         }
-        T::all_nearest(out)
+        T::all_rounded(out)
     }
 }
 

@@ -163,10 +163,10 @@ impl Experts for Local {
 /// over all layers and ranks, so it is set when the forward pass has ended, and read by the backward pass of the router.
 pub type RouterGradient = Arc<OnceLock<Vec<f32>>>;
 
-/// Returns the router's probabilities p `[T, E]` unchanged; the backward pass adds the pressure to each token's gradient.
+/// Returns the router's probabilities p `[T, E]` unchanged; the backward pass adds the router gradient to each token's gradient.
 ///
 /// # Errors
-/// Other types. The backward pass fails if the pressure is not set, or has another number of experts.
+/// Other types. The backward pass fails if the router gradient is not set, or has another number of experts.
 pub fn with_router_gradient(p: &Tensor, router_gradient: RouterGradient) -> Result<Tensor> {
     tape::apply(AddRouterGradient { router_gradient }, [&p.contiguous()?], Reads::Nothing)
 }
@@ -177,7 +177,7 @@ struct AddRouterGradient {
 
 impl CustomOp1 for AddRouterGradient {
     fn name(&self) -> &'static str {
-        "pressed"
+        "with_router_gradient"
     }
 
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
@@ -195,7 +195,7 @@ impl CustomOp1 for AddRouterGradient {
                 bail!("the gradient of a router's loss is asked for before the forward pass of all layers has ended")
             }
             Some(router_gradient) if router_gradient.len() != experts => {
-                bail!("a pressure on {} experts does not fit a router of {experts}", router_gradient.len())
+                bail!("a router gradient of {} experts does not fit a router of {experts}", router_gradient.len())
             }
             Some(router_gradient) => d.broadcast_add(&Tensor::new(router_gradient.as_slice(), d.device())?).map(Some),
         }

@@ -45,7 +45,7 @@ impl CustomOp2 for GeGlu {
     fn cpu_fwd(&self, g: &CpuStorage, g_at: &Layout, u: &CpuStorage, u_at: &Layout) -> Result<(CpuStorage, Shape)> {
         let out = with_number!(g.dtype(), T => {
             let both = elements::<T>(g, g_at)?.iter().zip(elements::<T>(u, u_at)?);
-            T::to_cpu_storage_owned(both.map(|(g, u)| T::nearest(gelu(g.wide()).0 * u.wide())).collect())
+            T::to_cpu_storage_owned(both.map(|(g, u)| T::round_from(gelu(g.upcast()).0 * u.upcast())).collect())
         });
         Ok((out, g_at.shape().clone()))
     }
@@ -57,8 +57,8 @@ impl CustomOp2 for GeGlu {
                 elements_of(up, |up: &[T]| {
                     elements_of(&d, |d: &[T]| {
                         let one = |((g, u), d): ((&T, &T), &T)| {
-                            let ((value, slope), d) = (gelu(g.wide()), d.wide());
-                            (T::nearest(d * u.wide() * slope), T::nearest(d * value))
+                            let ((value, slope), d) = (gelu(g.upcast()), d.upcast());
+                            (T::round_from(d * u.upcast() * slope), T::round_from(d * value))
                         };
                         Ok(gate.iter().zip(up).zip(d).map(one).unzip::<T, T, Vec<_>, Vec<_>>())
                     })

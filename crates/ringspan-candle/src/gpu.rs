@@ -69,7 +69,7 @@ struct Precomputed<F> {
 }
 
 /// Returns `value`, which was computed from x; `backward` turns the gradient of `value` into that of x.
-pub(crate) fn given<F>(x: &Tensor, value: Tensor, backward: F) -> Result<Tensor>
+pub(crate) fn precomputed<F>(x: &Tensor, value: Tensor, backward: F) -> Result<Tensor>
 where
     F: Fn(&Tensor) -> Result<Tensor> + Send + Sync + 'static,
 {
@@ -78,7 +78,7 @@ where
 
 impl<F: Fn(&Tensor) -> Result<Tensor>> CustomOp1 for Precomputed<F> {
     fn name(&self) -> &'static str {
-        "given"
+        "precomputed"
     }
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {

@@ -9,6 +9,8 @@ use candle_core::{CpuStorage, Device, Layout, Result, Shape, Storage, Tensor, ba
 #[cfg(feature = "cuda")]
 use candle_core::{CudaDevice, CudaStorage, DType};
 use ringspan::Kernel;
+#[cfg(feature = "cuda")]
+use ringspan::kernel::{BorrowedSlice, Gpu, GpuSource};
 use ringspan::kernel::{Data, Floats, View};
 
 /// The elements of a tensor, f32 or bf16, borrowed by a kernel. Work that is started on the tensor's stream after the end of
@@ -21,7 +23,7 @@ pub(crate) struct Loan<'a> {
 enum Elements<'a> {
     Cpu(Data<'a>),
     #[cfg(feature = "cuda")]
-    Gpu(ringspan::kernel::BorrowedSlice<'a>),
+    Gpu(BorrowedSlice<'a>),
 }
 
 /// Whether `kernel` reads tensors of this device in place. Others are copied to CPU memory first.
@@ -29,7 +31,7 @@ pub(crate) fn stays(kernel: &Kernel, device: &Device) -> bool {
     #[cfg(feature = "cuda")]
     if device.is_cuda() {
         // For a tensor on another GPU, making the loan returns the error.
-        return kernel.gpu().is_some();
+        return Gpu::of(kernel).is_some();
     }
     let _ = kernel;
     device.is_cpu()
@@ -72,9 +74,10 @@ impl<'a> Loan<'a> {
     /// Borrows a tensor on the GPU on which `kernel` computes.
     #[cfg(feature = "cuda")]
     pub(crate) fn cuda(kernel: &Kernel, storage: &'a CudaStorage, layout: &'a Layout) -> Result<Self> {
+        let Some(gpu) = Gpu::of(kernel) else { bail!("{kernel:?} computes on no GPU, and the tensor is on one") };
         let lent = match storage.dtype() {
-            DType::F32 => kernel.borrow(storage.as_cuda_slice::<f32>()?),
-            DType::BF16 => kernel.borrow(storage.as_cuda_slice::<half::bf16>()?),
+            DType::F32 => gpu.borrow(storage.as_cuda_slice::<f32>()?),
+            DType::BF16 => gpu.borrow(storage.as_cuda_slice::<half::bf16>()?),
             other => bail!("attention computes in F32 and BF16, given {other:?}"),
         };
         Ok(Self { elements: Elements::Gpu(lent.map_err(candle_core::Error::wrap)?), layout })
@@ -85,7 +88,7 @@ impl<'a> Loan<'a> {
         let all = match &self.elements {
             Elements::Cpu(elements) => *elements,
             #[cfg(feature = "cuda")]
-            Elements::Gpu(lent) => Data::Gpu(lent.data()),
+            Elements::Gpu(lent) => Data::Device(lent.data()),
         };
         all.slice(self.layout.start_offset().min(all.len())..all.len())
     }
@@ -115,7 +118,7 @@ impl<'a> Loan<'a> {
 pub(crate) fn tensor(kernel: &Kernel, values: Floats, shape: impl Into<Shape>, device: &Device) -> Result<Tensor> {
     let shape = shape.into();
     #[cfg(feature = "cuda")]
-    if let (Device::Cuda(cuda), Floats::Gpu(_)) = (device, &values) {
+    if let (Device::Cuda(cuda), Floats::Device(_)) = (device, &values) {
         return Ok(Tensor::from_storage(Storage::Cuda(on_gpu(values, cuda)?), shape, BackpropOp::none(), false));
     }
     let values = kernel.to_host(values).map_err(candle_core::Error::wrap)?;
@@ -127,8 +130,9 @@ pub(crate) fn tensor(kernel: &Kernel, values: Floats, shape: impl Into<Shape>, d
 #[cfg(feature = "cuda")]
 pub(crate) fn on_gpu(values: Floats, device: &CudaDevice) -> Result<CudaStorage> {
     match values {
-        Floats::Gpu(array) => {
-            let copied = array.copied_on(&device.cuda_stream()).map_err(candle_core::Error::wrap)?;
+        Floats::Device(array) => {
+            let Some(source) = GpuSource::of_array(&array) else { bail!("{array:?} is on no GPU") };
+            let copied = source.copied_on(&device.cuda_stream()).map_err(candle_core::Error::wrap)?;
             Ok(CudaStorage::wrap_cuda_slice(copied, device.clone()))
         }
         Floats::Host(values) => bail!("{} results that a kernel left on the CPU, for a GPU", values.len()),

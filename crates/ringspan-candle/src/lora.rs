@@ -75,7 +75,7 @@ impl Adapters {
     }
 
     /// The settings of a layer's adapter, if the layer is adapted. Each layer has dropout of its own, as in PEFT.
-    pub(crate) fn beside(&self, layer: &str) -> Option<AdapterSettings> {
+    pub(crate) fn adapter_of(&self, layer: &str) -> Option<AdapterSettings> {
         let AdapterSize { scale, .. } = self.size(layer)?;
         // Half of the 64-bit words are used, since the generator counts upwards from this number.
         Some(AdapterSettings { scale, dropout: self.dropout, layer: (stream(layer) >> 1) as usize })

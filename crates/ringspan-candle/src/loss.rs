@@ -96,7 +96,7 @@ pub fn head_loss(
     let (mut d_gathered, mut rounded) = (Vec::new(), Vec::new());
     of_chunks::<T>(&hidden, &head, (&rows, &targets), softcap, |chunk, logits| {
         nll_sum += chunk.differentiate(logits, &vocabulary, scale)?;
-        let gradient = T::beside(logits, &mut rounded);
+        let gradient = T::rounded_or_same(logits, &mut rounded);
         let gradient = Matrix::new(gradient, chunk.targets.len(), chunk.vocabulary);
         if let Some(rows) = span(chunk.rows) {
             chunk.head.backward(gradient, &mut d_hidden[rows.start * width..rows.end * width]);

@@ -51,7 +51,7 @@ impl RmsNorm {
     /// 1 / root mean square of a row.
     #[inline(always)]
     fn inverse<T: Number>(&self, row: &[T]) -> f32 {
-        (1.0 / (sum(row.len(), |i| row[i].wide() * row[i].wide()) / row.len() as f64 + self.eps).sqrt()) as f32
+        (1.0 / (sum(row.len(), |i| row[i].upcast() * row[i].upcast()) / row.len() as f64 + self.eps).sqrt()) as f32
     }
 
     #[inline(always)]
@@ -60,7 +60,7 @@ impl RmsNorm {
         for (row, out) in x.chunks_exact(width).zip(out.chunks_exact_mut(width)) {
             let inverse = self.inverse(row);
             for ((out, x), w) in out.iter_mut().zip(row).zip(w) {
-                *out = T::nearest(x.wide() * inverse * w);
+                *out = T::round_from(x.upcast() * inverse * w);
             }
         }
     }
@@ -74,11 +74,11 @@ impl RmsNorm {
             let inverse = self.inverse(row);
             // d/dx of x_i * r(x): r * (w g)_i - x_i * r^3 * mean(x w g).
             let (row, g, w) = (&row[..width], &g[..width], &w[..width]);
-            let dot = sum(width, |i| row[i].wide() * w[i] * g[i].wide());
+            let dot = sum(width, |i| row[i].upcast() * w[i] * g[i].upcast());
             let shared = (dot / width as f64) as f32 * inverse * inverse * inverse;
             for ((((dx, dw), x), g), w) in dx.iter_mut().zip(&mut dw).zip(row).zip(g).zip(w) {
-                let (x, g) = (x.wide(), g.wide());
-                *dx = T::nearest(inverse * w * g - x * shared);
+                let (x, g) = (x.upcast(), g.upcast());
+                *dx = T::round_from(inverse * w * g - x * shared);
                 *dw += g * x * inverse;
             }
         }

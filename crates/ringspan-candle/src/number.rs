@@ -6,7 +6,7 @@
 use crate::activation_storage::Storage as ActivationStorage;
 use crate::matmul::{Accumulate, Arithmetic, Element, Matrix, Output, product, product_new};
 use crate::pool;
-use crate::rounding::{nearest, rounded, widened};
+use crate::rounding::{round_to_bf16, rounded, widened};
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, DType, Result, Storage, Tensor, WithDType, bail};
 use half::bf16;
@@ -17,10 +17,10 @@ pub(crate) trait Number: Element + WithDType {
     const ZERO: Self;
 
     /// The number in f32.
-    fn wide(self) -> f32;
+    fn upcast(self) -> f32;
 
     /// The nearest number of this type, ties to even; a NaN stays a NaN.
-    fn nearest(x: f32) -> Self;
+    fn round_from(x: f32) -> Self;
 
     /// Writes `a b`, summed in f32 and rounded once: a `[m, k]`, b `[k, n]`, out `[m, n]`, row by row.
     ///
@@ -46,10 +46,10 @@ pub(crate) trait Number: Element + WithDType {
     fn of_storage(storage: &mut CpuStorage) -> Option<&mut [Self]>;
 
     /// The f32 numbers in this type: `wide` itself for f32, otherwise rounded into `buffer`.
-    fn beside<'a>(wide: &'a [f32], buffer: &'a mut Vec<Self>) -> &'a [Self];
+    fn rounded_or_same<'a>(wide: &'a [f32], buffer: &'a mut Vec<Self>) -> &'a [Self];
 
     /// The values in this type, rounded to the nearest on the threads of the current pool.
-    fn all_nearest(values: Vec<f32>) -> Vec<Self>;
+    fn all_rounded(values: Vec<f32>) -> Vec<Self>;
 
     /// Calls `work` with a buffer for f32 sums, and rounds them once into `out`; for f32 the buffer is `out` itself.
     fn write_sums<R>(out: &mut [Self], work: impl FnOnce(&mut [f32]) -> R) -> R;
@@ -72,12 +72,12 @@ impl Number for f32 {
     const ZERO: Self = 0.0;
 
     #[inline(always)]
-    fn wide(self) -> f32 {
+    fn upcast(self) -> f32 {
         self
     }
 
     #[inline(always)]
-    fn nearest(x: f32) -> Self {
+    fn round_from(x: f32) -> Self {
         x
     }
 
@@ -85,11 +85,11 @@ impl Number for f32 {
         if let CpuStorage::F32(numbers) = storage { Some(numbers) } else { None }
     }
 
-    fn all_nearest(values: Vec<f32>) -> Vec<Self> {
+    fn all_rounded(values: Vec<f32>) -> Vec<Self> {
         values
     }
 
-    fn beside<'a>(wide: &'a [f32], _: &'a mut Vec<Self>) -> &'a [Self] {
+    fn rounded_or_same<'a>(wide: &'a [f32], _: &'a mut Vec<Self>) -> &'a [Self] {
         wide
     }
 
@@ -124,13 +124,13 @@ impl Number for bf16 {
     const ZERO: Self = bf16::ZERO;
 
     #[inline(always)]
-    fn wide(self) -> f32 {
+    fn upcast(self) -> f32 {
         f32::from_bits(u32::from(self.to_bits()) << 16)
     }
 
     #[inline(always)]
-    fn nearest(x: f32) -> Self {
-        nearest(x)
+    fn round_from(x: f32) -> Self {
+        round_to_bf16(x)
     }
 
     fn products<A: Element, B: Element>(factors: &[(Matrix<A>, Matrix<B>)], out: &mut [Self]) {
@@ -159,11 +159,11 @@ impl Number for bf16 {
         if let CpuStorage::BF16(numbers) = storage { Some(numbers) } else { None }
     }
 
-    fn all_nearest(values: Vec<f32>) -> Vec<Self> {
+    fn all_rounded(values: Vec<f32>) -> Vec<Self> {
         rounded(&values)
     }
 
-    fn beside<'a>(wide: &'a [f32], buffer: &'a mut Vec<Self>) -> &'a [Self] {
+    fn rounded_or_same<'a>(wide: &'a [f32], buffer: &'a mut Vec<Self>) -> &'a [Self] {
         buffer.resize(wide.len(), Self::ZERO);
         convert(wide, buffer);
         buffer
@@ -228,7 +228,7 @@ pub(crate) fn storage(values: Vec<f32>, dtype: DType) -> Result<CpuStorage> {
 pub(crate) fn convert<T: Number, U: Number>(values: &[T], out: &mut [U]) {
     let part = pool::part(values.len(), 1);
     pool::map(out.chunks_mut(part).zip(values.chunks(part)).collect(), |(out, values): (&mut [U], &[T])| {
-        pool::vectorized(|| out.iter_mut().zip(values).for_each(|(out, x)| *out = U::nearest(x.wide())));
+        pool::vectorized(|| out.iter_mut().zip(values).for_each(|(out, x)| *out = U::round_from(x.upcast())));
     });
 }
 

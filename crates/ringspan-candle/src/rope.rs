@@ -84,9 +84,9 @@ impl Rope {
                 let ((a, b), (out_a, out_b)) = (x.split_at(half), out.split_at_mut(half));
                 for i in 0..half {
                     let sin = sin[i] * sign;
-                    let (a, b) = (a[i].wide(), b[i].wide());
-                    out_a[i] = T::nearest(a * cos[i] - b * sin);
-                    out_b[i] = T::nearest(b * cos[i] + a * sin);
+                    let (a, b) = (a[i].upcast(), b[i].upcast());
+                    out_a[i] = T::round_from(a * cos[i] - b * sin);
+                    out_b[i] = T::round_from(b * cos[i] + a * sin);
                 }
             }
         }

@@ -22,7 +22,7 @@ pub(crate) fn rounded(values: &[f32]) -> Vec<bf16> {
 pub(crate) fn round(values: &[f32], out: &mut [bf16]) {
     let part = pool::part(values.len(), 1);
     pool::map(out.chunks_mut(part).zip(values.chunks(part)).collect(), |(out, values): (&mut [bf16], &[f32])| {
-        pool::vectorized(|| out.iter_mut().zip(values).for_each(|(out, x)| *out = nearest(*x)));
+        pool::vectorized(|| out.iter_mut().zip(values).for_each(|(out, x)| *out = round_to_bf16(*x)));
     });
 }
 
@@ -46,7 +46,7 @@ pub(crate) fn widen(values: &[bf16], out: &mut [f32]) {
 /// The nearest bf16, ties to even; a NaN stays a NaN. It is integer arithmetic without branches, so that loops over it
 /// vectorise.
 #[inline(always)]
-pub(crate) fn nearest(x: f32) -> bf16 {
+pub(crate) fn round_to_bf16(x: f32) -> bf16 {
     let bits = x.to_bits();
     let up = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
     let nan = bits >> 16 | 0x40;
@@ -69,11 +69,11 @@ mod tests {
         for _ in 0..1_000_000 {
             bits = bits.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
             let x = f32::from_bits(bits);
-            let (got, wanted) = (nearest(x), bf16::from_f32(x));
+            let (got, wanted) = (round_to_bf16(x), bf16::from_f32(x));
             assert!(got == wanted || got.is_nan() && wanted.is_nan(), "{x} ({bits:x}) became {got}, not {wanted}");
         }
         for x in [0.0, -0.0, f32::MAX, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, f32::MIN_POSITIVE] {
-            assert_eq!(nearest(x).to_bits() & 0x7fbf, bf16::from_f32(x).to_bits() & 0x7fbf, "{x}");
+            assert_eq!(round_to_bf16(x).to_bits() & 0x7fbf, bf16::from_f32(x).to_bits() & 0x7fbf, "{x}");
         }
     }
 }

@@ -58,7 +58,7 @@ impl LoadBalancedExperts {
     /// Makes the loss span other passes (micro-batches), whose summed load is `others`. The loss is then equal in all these
     /// passes, and this pass computes its share of the gradients.
     #[must_use]
-    pub fn beside(self, others: Load) -> Self {
+    pub fn with_other_load(self, others: Load) -> Self {
         Self { others, ..self }
     }
 

@@ -37,7 +37,9 @@ pub(crate) fn elements_mut<'a, T: Number>(storage: &'a mut CpuStorage, layout: &
 /// The elements of a contiguous storage in f32; bf16 elements are copied, so this is for small weights.
 pub(crate) fn widened<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<Cow<'a, [f32]>> {
     Ok(match storage {
-        CpuStorage::BF16(_) => Cow::Owned(elements::<half::bf16>(storage, layout)?.iter().map(|x| x.wide()).collect()),
+        CpuStorage::BF16(_) => {
+            Cow::Owned(elements::<half::bf16>(storage, layout)?.iter().map(|x| x.upcast()).collect())
+        }
         _ => Cow::Borrowed(cpu(storage, layout)?),
     })
 }

@@ -47,7 +47,7 @@ impl Devices {
         match self {
             Self::Cpu { threads, isa } => Ok(Kernel::with_isa(*threads, *isa)?),
             #[cfg(feature = "cuda")]
-            Self::Gpus(gpus) => Ok(Kernel::cuda(&gpus[rank % gpus.len()])?),
+            Self::Gpus(gpus) => Ok(gpus[rank % gpus.len()].kernel()?),
         }
     }
 

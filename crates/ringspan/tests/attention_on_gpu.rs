@@ -70,7 +70,7 @@ fn on_gpu(gpu: &Gpu, problem: &Problem, on: On, means: &Means<'_>) -> Result<(An
 /// Compares the GPU with the reference, and its messages with those of the CPU. Only tables and lists may be copied to the
 /// GPU, and `downloads` bytes from it.
 fn check(gpu: &Gpu, problem: impl Fn(usize) -> Problem, on: On, downloads: [u64; 2]) {
-    check_with(gpu, problem, on, downloads, &|comm| Ok((comm, Kernel::cuda(gpu)?)));
+    check_with(gpu, problem, on, downloads, &|comm| Ok((comm, gpu.kernel()?)));
 }
 
 /// Like [`check`], for ranks with the given communicators and kernels.
@@ -192,7 +192,7 @@ fn messages_between_processes_go_through_the_cpu() {
         let schedule = Schedule::new(strategy, &layout, &layout, &problem.mask, on.grid).expect("a schedule");
         let outs = threads::run(ranks, threads::Options::default(), |comm| {
             let rank = comm.rank();
-            let group = Group::new(support::apart(comm), on.grid, Kernel::cuda(gpu)?)?.with_wire(on.wire);
+            let group = Group::new(support::apart(comm), on.grid, gpu.kernel()?)?.with_wire(on.wire);
             let shard = |values: &[f32], heads: usize| layout.shard(rank, values, heads * 16);
             let (q, k, v) = (shard(&inputs.q, 4)?, shard(&inputs.k, 2)?, shard(&inputs.v, 2)?);
             let view = |values, heads| View::new(values, layout.tokens(rank), heads, 16).expect("its size");
@@ -220,8 +220,8 @@ fn ranks_on_different_devices_share_a_sequence() {
         let turn = AtomicUsize::new(0);
         let kernel = || match (turn.fetch_add(1, Ordering::Relaxed) % 3, &second) {
             (0, _) => Ok(Kernel::new(1)),
-            (1, Some(second)) => Kernel::cuda(second),
-            _ => Kernel::cuda(gpu),
+            (1, Some(second)) => second.kernel(),
+            _ => gpu.kernel(),
         };
         let got = problem.on_mesh_by(&inputs, on, &kernel, &|group, schedule, local, d_out| {
             let forward = attention::forward(group, schedule, local)?;
@@ -249,7 +249,7 @@ fn a_step_of_decoding_copies_no_tensor() {
             let query = [Run { document: 0, start: 0, len: 1, step: 1 }];
             let run = |comm: std::sync::Arc<dyn ringspan::comm::Communicator>| {
                 let rank = comm.rank();
-                let group = Group::new(comm.clone(), (ranks, 1), Kernel::cuda(gpu)?)?;
+                let group = Group::new(comm.clone(), (ranks, 1), gpu.kernel()?)?;
                 let kernel = group.kernel();
                 let (k, v) = (layout.shard(rank, &inputs.k, 2 * dim)?, layout.shard(rank, &inputs.v, 2 * dim)?);
                 let hold =

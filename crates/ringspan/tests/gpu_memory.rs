@@ -2,7 +2,7 @@
 //! is a single test.
 #![cfg(feature = "cuda")]
 
-use ringspan::kernel::{Gpu, Kernel, View};
+use ringspan::kernel::{Gpu, View};
 
 /// Bytes of an array, which is far larger than what the driver allocates for itself meanwhile.
 const BLOCK: usize = 32 << 20;
@@ -22,7 +22,7 @@ fn a_gpu_says_what_is_free_and_what_was_in_use() {
     let gpu = &gpus[0];
     assert_eq!(Gpu::open(0).expect("a GPU that works").id(), gpu.id(), "the same GPU, opened again");
 
-    let kernel = Kernel::cuda(gpu).expect("a stream");
+    let kernel = gpu.kernel().expect("a stream");
     let zeros = vec![0.0f32; BLOCK / 4];
     let view = View::new(&zeros, BLOCK / 4 / 64, 1, 64).expect("its size");
     let hold = || kernel.hold(view).expect("room for a block");

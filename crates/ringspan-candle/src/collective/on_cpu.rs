@@ -134,7 +134,7 @@ fn sum(parts: &[Arc<Buffer>]) -> Result<CpuStorage> {
         if part.len() != sums.len() {
             bail!("ranks sent {} and {} elements to be added up", sums.len(), part.len());
         }
-        sums.iter_mut().zip(part).for_each(|(sum, x)| *sum += bf16::from_bits(*x).wide());
+        sums.iter_mut().zip(part).for_each(|(sum, x)| *sum += bf16::from_bits(*x).upcast());
     }
     Ok(CpuStorage::BF16(rounded(&sums)))
 }

@@ -3,7 +3,7 @@
 
 use super::message::{check, joined, message, tensor};
 use crate::cast::cast;
-use crate::gpu::{self, given};
+use crate::gpu::{self, precomputed};
 use candle_core::{DType, Result, Tensor, bail};
 use ringspan::comm::{Buffer, Communicator};
 use std::sync::Arc;
@@ -18,7 +18,7 @@ pub(super) fn passes_device_memory(comm: &Comm, x: &Tensor) -> bool {
 pub(super) fn all_gather(comm: &Comm, x: &Tensor, counts: Vec<usize>) -> Result<Tensor> {
     let value = gather(comm, &x.detach(), &counts)?;
     let comm = comm.clone();
-    given(x, value, move |d| scatter(&comm, d, &counts))
+    precomputed(x, value, move |d| scatter(&comm, d, &counts))
 }
 
 /// As [`super::reduce_scatter`]; unless `needs_values`, the result is zeros and nothing is sent.
@@ -28,13 +28,13 @@ pub(super) fn reduce_scatter(comm: &Comm, x: &Tensor, counts: &[usize], needs_va
         false => rows_like(x, counts[comm.rank()])?,
     };
     let (comm, counts) = (comm.clone(), counts.to_vec());
-    given(x, value, move |d| gather(&comm, d, &counts))
+    precomputed(x, value, move |d| gather(&comm, d, &counts))
 }
 
 pub(super) fn all_reduce(comm: &Comm, x: &Tensor) -> Result<Tensor> {
     let value = reduce(comm, &x.detach())?;
     let comm = comm.clone();
-    given(x, value, move |d| reduce(&comm, d))
+    precomputed(x, value, move |d| reduce(&comm, d))
 }
 
 /// As [`super::all_to_all`]; unless `needs_values`, the result is zeros and nothing is sent.
@@ -49,7 +49,7 @@ pub(super) fn all_to_all(
         false => rows_like(x, receive.iter().sum())?,
     };
     let (comm, send, receive) = (comm.clone(), send.to_vec(), receive.to_vec());
-    given(x, value, move |d| exchange(&comm, d, &receive, &send))
+    precomputed(x, value, move |d| exchange(&comm, d, &receive, &send))
 }
 
 /// The rows of all ranks, `counts[r]` of rank r.

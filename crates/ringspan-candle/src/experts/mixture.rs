@@ -118,7 +118,7 @@ pub fn mixed_saving(
             }
         };
         let products = match known.next() {
-            Some(products) => products.of(part.wide()?)?,
+            Some(products) => products.of(part.gate_up_shape()?)?,
             None => part.compute(&inputs, &factors, &mut out, memory.storage)?,
         };
         parts.push(Linked { part, products, first_link });
@@ -173,10 +173,10 @@ impl Products {
 
 impl RoutedExpert {
     /// The shape of each of the expert's products.
-    fn wide(&self) -> Result<[usize; 2]> {
+    fn gate_up_shape(&self) -> Result<[usize; 2]> {
         match self {
-            Self::Gated(part) => part.wide(),
-            Self::Stacked(part) => part.wide(),
+            Self::Gated(part) => part.gate_up_shape(),
+            Self::Stacked(part) => part.gate_up_shape(),
         }
     }
 

@@ -40,7 +40,7 @@ impl GatedPart {
     }
 
     /// The shape of its products with gate and up.
-    pub(super) fn wide(&self) -> Result<[usize; 2]> {
+    pub(super) fn gate_up_shape(&self) -> Result<[usize; 2]> {
         Ok([self.tokens.len(), self.expert.gate.dims().first().copied().unwrap_or(0)])
     }
 

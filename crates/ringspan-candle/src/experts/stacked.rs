@@ -76,7 +76,7 @@ impl StackedPart {
     }
 
     /// The shape of its product with gate and up.
-    pub(super) fn wide(&self) -> Result<[usize; 2]> {
+    pub(super) fn gate_up_shape(&self) -> Result<[usize; 2]> {
         Ok([self.tokens.len(), self.stack.gate_up_bias.dim(1)?])
     }
 
@@ -84,7 +84,7 @@ impl StackedPart {
     pub(super) fn product(&self, x: &Tensor) -> Result<Tensor> {
         let ExpertStack { gate_up, gate_up_bias, .. } = &self.stack;
         let product = through_one(&gathered(x, &self.tokens)?, gate_up, self.index)?;
-        cast(&product.broadcast_add(&wide(&gate_up_bias.get(self.index)?)?)?, x.dtype())
+        cast(&product.broadcast_add(&to_f32(&gate_up_bias.get(self.index)?)?)?, x.dtype())
     }
 
     /// Adds the expert's output, computed from [`Self::product`] and multiplied by the routing weights `factors` `[T, K]`, to
@@ -93,11 +93,11 @@ impl StackedPart {
         let ExpertStack { down, down_bias, activation, adds_down_bias, .. } = &self.stack;
         let (rows, width) = gate_up.dims2()?;
         let hidden =
-            values(&wide(gate_up)?, |all| Ok(pairs(all).map(|(gate, up)| activation.value(gate, up)).collect()))?;
+            values(&to_f32(gate_up)?, |all| Ok(pairs(all).map(|(gate, up)| activation.value(gate, up)).collect()))?;
         let hidden: Tensor = Tensor::from_vec::<_, f32>(hidden, (rows, width / 2), &Device::Cpu)?;
         let mut y = through_one(&hidden, down, self.index)?;
         if *adds_down_bias {
-            y = y.broadcast_add(&wide(&down_bias.get(self.index)?)?)?;
+            y = y.broadcast_add(&to_f32(&down_bias.get(self.index)?)?)?;
         }
         scatter(&y, &self.tokens, |n| factors[self.slots[n] as usize], out)
     }
@@ -117,7 +117,7 @@ impl StackedPart {
         let (x, d_out) = (gathered(x, &self.tokens)?, gathered(d_out, &self.tokens)?);
         // The routing weights are not included yet, so that the gradient of these weights can be computed from this product.
         let unscaled = back_through_one(&d_out, down, self.index)?;
-        let [hidden, d_gate_up] = self.activated(&wide(&gate_up.tensor()?)?, &unscaled, factors, d_factors)?;
+        let [hidden, d_gate_up] = self.activated(&to_f32(&gate_up.tensor()?)?, &unscaled, factors, d_factors)?;
         scatter(&back_through_one(&d_gate_up, of_gate_up, self.index)?, &self.tokens, |_| 1.0, dx)?;
         // Products for the gradients of frozen tensors are skipped.
         let [trains_gate_up, trains_bias, trains_down, _] = self.trained;
@@ -134,9 +134,9 @@ impl StackedPart {
             let own: Vec<f32> = self.slots.iter().map(|slot| factors[*slot as usize]).collect();
             let own = Tensor::from_vec(own, (1, self.slots.len()), &Device::Cpu)?;
             // These small products are computed in f32.
-            let d_out = wide(&d_out)?;
+            let d_out = to_f32(&d_out)?;
             gradients.set(3, self.index, &own.matmul(&d_out)?)?;
-            let bias = wide(&down_bias.get(self.index)?)?.unsqueeze(1)?;
+            let bias = to_f32(&down_bias.get(self.index)?)?.unsqueeze(1)?;
             let of_bias = d_out.matmul(&bias)?.flatten_all()?.to_vec1::<f32>()?;
             self.slots.iter().zip(of_bias).for_each(|(slot, d)| d_factors[*slot as usize] += d);
         }
@@ -175,7 +175,7 @@ impl StackedPart {
     }
 }
 
-fn wide(tensor: &Tensor) -> Result<Tensor> {
+fn to_f32(tensor: &Tensor) -> Result<Tensor> {
     cast(tensor, DType::F32)
 }
 

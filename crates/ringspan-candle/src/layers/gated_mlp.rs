@@ -131,7 +131,7 @@ impl GatedMlp {
     }
 
     fn has_biases_or_adapters(&self, pass: &ForwardPass) -> bool {
-        let is_more = |linear: &Projection| linear.has_bias() || pass.adapters().beside(linear.name()).is_some();
+        let is_more = |linear: &Projection| linear.has_bias() || pass.adapters().adapter_of(linear.name()).is_some();
         self.inner().iter().any(is_more) || is_more(&self.down)
     }
 

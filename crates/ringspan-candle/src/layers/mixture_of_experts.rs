@@ -136,7 +136,9 @@ impl MixtureOfExperts {
     /// Whether any expert has an adapter.
     fn has_adapters(&self, pass: &ForwardPass) -> bool {
         match &self.experts {
-            Experts::Apart(all) => all.iter().flatten().any(|linear| pass.adapters().beside(linear.name()).is_some()),
+            Experts::Apart(all) => {
+                all.iter().flatten().any(|linear| pass.adapters().adapter_of(linear.name()).is_some())
+            }
             Experts::Stacked(_) => false,
         }
     }

@@ -126,7 +126,7 @@ impl Projection {
     /// The adapter of the layer, if it has one.
     pub(super) fn adapter(&self, pass: &ForwardPass) -> Result<Option<Adapter>> {
         let [a, b] = &self.adapter;
-        let Some(settings) = pass.adapters().beside(&self.name) else { return Ok(None) };
+        let Some(settings) = pass.adapters().adapter_of(&self.name) else { return Ok(None) };
         Ok(Some(settings.adapter(pass.tensor(a)?, pass.tensor(b)?, self.first_column(pass)?)))
     }
 

@@ -23,7 +23,7 @@ pub(crate) struct Job {
     x: u64,
     y: u64,
     d: u64,
-    beside: u64,
+    other_gradient: u64,
     weight: u64,
     sum: u64,
     out: u64,
@@ -121,17 +121,17 @@ fn written(
     Ok(out)
 }
 
-/// The gradients of x and, if it is trained, of the weight. `beside`, a further gradient of x, is added to the former.
+/// The gradients of x and, if it is trained, of the weight. `other_gradient`, a further gradient of x, is added to the former.
 pub(crate) fn backward(
     x: &Tensor,
     w: &Tensor,
     d: &Tensor,
-    beside: Option<&Tensor>,
+    other_gradient: Option<&Tensor>,
     eps: f64,
 ) -> Result<(Tensor, Option<Tensor>)> {
-    let beside = beside.map(Tensor::contiguous).transpose()?;
+    let other_gradient = other_gradient.map(Tensor::contiguous).transpose()?;
     let (d, trained, types) = (in_rows(d)?, w.track_op(), [x.dtype(), w.dtype()]);
-    if let Some(other) = beside.iter().chain([&d]).find(|d| d.dtype() != x.dtype()) {
+    if let Some(other) = other_gradient.iter().chain([&d]).find(|d| d.dtype() != x.dtype()) {
         bail!("a gradient of {:?} for a norm of {:?}: the types differ", other.dtype(), x.dtype());
     }
     if x.elem_count() == 0 {
@@ -139,7 +139,7 @@ pub(crate) fn backward(
     }
     let ((x_held, x_at), (w_held, w_at), (d_held, d_at)) =
         (x.storage_and_layout(), w.storage_and_layout(), d.storage_and_layout());
-    let beside_held = beside.as_ref().map(Tensor::storage_and_layout);
+    let other_gradient_held = other_gradient.as_ref().map(Tensor::storage_and_layout);
     let (rows, d_rows, device) = (Rows::expected(x_at)?, Rows::expected(d_at)?, on_gpu(&x_held)?.device());
     let (mut dx, stream) = (unwritten(device, x.shape(), x.dtype())?, device.cuda_stream());
     let mut inverse = unwritten(device, &Shape::from(rows.count), DType::F32)?;
@@ -157,18 +157,18 @@ pub(crate) fn backward(
         let w = Operand::read(on_gpu(&w_held)?, w_at, &stream)?;
         let d = Operand::read(on_gpu(&d_held)?, d_at, &stream)?;
         let (dx, inverse) = (Operand::written(&mut dx, &stream)?, Operand::written(&mut inverse, &stream)?);
-        let beside = match &beside_held {
+        let other_gradient = match &other_gradient_held {
             Some((held, at)) => Some(Operand::read(on_gpu(held)?, at, &stream)?),
             None => None,
         };
-        let beside_at = beside.as_ref().map_or(0, |beside| beside.at);
+        let other_gradient_at = other_gradient.as_ref().map_or(0, |other_gradient| other_gradient.at);
         let sizes = [rows.width, rows.stride, d_rows.stride];
-        let options = Options::new::<Job>(Layer::Norm, types, &[x.at, w.at, d.at, dx.at, beside_at], &sizes);
+        let options = Options::new::<Job>(Layer::Norm, types, &[x.at, w.at, d.at, dx.at, other_gradient_at], &sizes);
         let lanes = lanes(rows.width.div_ceil(options.at_once));
         let job = Job {
             x: x.at,
             d: d.at,
-            beside: beside_at,
+            other_gradient: other_gradient_at,
             weight: w.at,
             out: dx.at,
             inverse: inverse.at,

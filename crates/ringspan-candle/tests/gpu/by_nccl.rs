@@ -33,7 +33,7 @@ fn shared() -> Option<RankDevice> {
 }
 
 fn kernel_gpu(device: &RankDevice) -> Gpu {
-    device.kernel(1).expect("a stream").gpu().expect("a GPU").clone()
+    Gpu::of(&device.kernel(1).expect("a stream")).expect("a GPU").clone()
 }
 
 fn connected(comm: Comm, gpu: &Gpu) -> Result<Comm> {

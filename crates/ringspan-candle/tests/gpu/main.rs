@@ -178,7 +178,7 @@ fn norms_gates_rotations_and_sums() {
 }
 
 #[test]
-fn experts_and_the_pressure_on_their_router() {
+fn experts_and_their_router_gradient() {
     mixture(false);
     let router_gradient = Arc::new(std::sync::OnceLock::from(vec![0.5, -1.0, 2.0]));
     compare("pressed", &[random(&[4, 3], 3)], |_, x| {

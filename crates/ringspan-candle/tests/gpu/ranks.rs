@@ -47,7 +47,7 @@ impl std::fmt::Display for Wrapped {
 
 /// Runs `f`, and returns its result with the numbers of bytes that kernels copied during it.
 fn counted<T>(device: &RankDevice, f: impl FnOnce() -> T) -> (T, Copied) {
-    let gpu = device.kernel(1).expect("a stream").gpu().cloned();
+    let gpu = Gpu::of(&device.kernel(1).expect("a stream")).cloned();
     let copied = || gpu.as_ref().map_or((0, 0), Gpu::copied);
     let before = copied();
     let result = f();
@@ -232,7 +232,7 @@ fn a_kernel_on_the_cpu_takes_tensors_there_and_one_on_another_gpu_refuses_them()
         assert_equal("tensors here, the kernel there", got, wanted);
     }
     if Gpu::count().is_ok_and(|count| count > 1) {
-        let other = Kernel::cuda(&Gpu::open(1).expect("a GPU that works")).expect("a stream");
+        let other = Gpu::open(1).and_then(|gpu| gpu.kernel()).expect("a GPU that works");
         let refused = call(&gpu, other).expect_err("of another GPU").to_string();
         assert!(refused.contains("GPU 1") && refused.contains("that lie on GPU 0"), "{refused}");
     }

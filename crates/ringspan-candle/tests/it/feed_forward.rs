@@ -331,9 +331,9 @@ fn choices_that_do_not_fit_the_tokens_are_refused() {
     assert!(message.contains("9 choices") && message.contains("5 tokens"), "{message}");
 }
 
-/// The pressure acts like a term `sum over tokens of p . router_gradient` in the loss.
+/// The router gradient acts like a term `sum over tokens of p . router_gradient` in the loss.
 #[test]
-fn pressure_is_the_gradient_of_a_term_of_the_loss() {
+fn router_gradient_is_the_gradient_of_a_term_of_the_loss() {
     let router_gradient = [0.5f32, -1.0, 2.0];
     let p = Var::from_tensor(&random(&[4, 3], 1).to_dtype(DType::F32).expect("f32")).expect("a variable");
     let gradient = |y: Tensor| y.backward().expect("differentiable").remove(&p).expect("a gradient");

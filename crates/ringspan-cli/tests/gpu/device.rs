@@ -227,7 +227,8 @@ mod with_gpus {
                 let decoder = Decoder::new(config).expect("a known model");
                 let model = Model::new(decoder, weights).and_then(|model| model.on(&devices)).expect("a model");
                 let mesh = Mesh { ring, devices: devices.clone(), ..Mesh::single() };
-                let gpu = devices.of(0).kernel(1).expect("a stream").gpu().expect("a GPU").clone();
+                let kernel = devices.of(0).kernel(1).expect("a stream");
+                let gpu = ringspan::kernel::Gpu::of(&kernel).expect("a GPU").clone();
                 let before = gpu.copied();
                 let all =
                     generate(&model, &mesh, &prompt, &options, |_| Ok(ControlFlow::Continue(()))).expect("a text");

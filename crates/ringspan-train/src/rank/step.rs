@@ -64,7 +64,7 @@ impl Rank<'_> {
             let share = if over_step { 1.0 } else { 1.0 / batches.len() as f64 };
             let mut others = Load::default();
             loads.iter().enumerate().filter(|(other, _)| *other != index).for_each(|(_, load)| others.add(load));
-            let balanced = self.balanced(share).map(|balanced| Arc::new(balanced.beside(others)));
+            let balanced = self.balanced(share).map(|balanced| Arc::new(balanced.with_other_load(others)));
             if let Some(balanced) = &balanced {
                 local.context = local.context.with_experts(balanced.clone());
             }

@@ -5,7 +5,7 @@ use super::wire::{Wire, floats};
 use super::{Group, f32_bytes};
 use crate::comm::{Buffer, Communicator, Pending};
 use crate::error::{Error, Result};
-use crate::kernel::{Data, Floats, Inputs, Kernel, Saved, Statistics, Stored, TensorSlice, View};
+use crate::kernel::{DType, Data, Floats, Inputs, Kernel, Saved, Statistics, TensorSlice, View};
 use crate::schedule::{Block, Compute, Plan, Rows, Step, Transfer};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -52,16 +52,16 @@ impl<'a> Blocks<'a> {
         let Inputs { q, k, v, bias, .. } = &self.own;
         let slice = |view: &View<'a>| TensorSlice { view: *view, heads: 0..view.heads, rows: rows.ranges() };
         let message = match (block, self.saved) {
-            (Block::Keys(_), _) => self.kernel.pack(self.wire.stored(), &[slice(k), slice(v)])?,
+            (Block::Keys(_), _) => self.kernel.pack(self.wire.dtype(), &[slice(k), slice(v)])?,
             (Block::Queries(_), _) => match bias {
-                Some(bias) => self.kernel.pack(Stored::F32, &[slice(q), slice(bias)])?,
-                None => self.kernel.pack(self.wire.stored(), &[slice(q)])?,
+                Some(bias) => self.kernel.pack(DType::F32, &[slice(q), slice(bias)])?,
+                None => self.kernel.pack(self.wire.dtype(), &[slice(q)])?,
             },
             (Block::Saved(_), Some(Saved { statistics: Statistics { max, sum }, delta, d_out })) => {
                 let all = |data: Data<'a>| -> Result<TensorSlice> {
                     Ok(TensorSlice { view: stored(data, 1, 1, data.len())?, heads: 0..1, rows: ONE })
                 };
-                self.kernel.pack(Stored::F32, &[slice(&d_out), all(max)?, all(sum)?, all(delta)?])?
+                self.kernel.pack(DType::F32, &[slice(&d_out), all(max)?, all(sum)?, all(delta)?])?
             }
             _ => return Err(missing(*block)),
         };
@@ -183,7 +183,7 @@ pub(super) fn receive(group: &Group, transfer: &Transfer, wire: Wire) -> Result<
 /// Waits for a receive and returns its message on the device of this rank's kernel.
 pub(super) fn payload(group: &Group, pending: Box<dyn Pending>, wire: Wire) -> Result<Arc<Buffer>> {
     let message = pending.wait()?.ok_or_else(|| Error::Layout("a receive ended without a payload".into()))?;
-    group.kernel().incoming(message, wire.stored())
+    group.kernel().incoming(message, wire.dtype())
 }
 
 /// The wire type of a block, where `wire` is the type for keys and for queries without a bias.

@@ -200,7 +200,7 @@ fn exchanged(group: &Group, state: SoftmaxState, (tokens, heads, v_dim): Sizes) 
     let states = comm.all_gather(Arc::unwrap_or_clone(own))?;
     let mut merged = kernel.state(tokens, heads, v_dim)?;
     for state in states {
-        let state = kernel.incoming(state, Wire::F32.stored())?;
+        let state = kernel.incoming(state, Wire::F32.dtype())?;
         kernel.merge(&mut merged, floats(&state, tokens * heads * (v_dim + 2), OPERATION)?)?;
     }
     Ok(merged)

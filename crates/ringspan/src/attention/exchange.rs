@@ -48,7 +48,7 @@ impl<'a> Exchange<'a> {
     ) -> Result<PendingExchange> {
         let rows = Rows::all(local.tokens);
         let slice = |heads: &Range<usize>| TensorSlice { view: *local, heads: heads.clone(), rows: rows.ranges() };
-        let part = |heads| self.group.kernel().pack(wire.stored(), &[slice(heads)]);
+        let part = |heads| self.group.kernel().pack(wire.dtype(), &[slice(heads)]);
         let parts = heads.iter().map(part).collect::<Result<_>>()?;
         self.start(parts, heads.to_vec(), (local.dim, wire), tag, meter)
     }
@@ -99,7 +99,7 @@ impl<'a> Exchange<'a> {
         if member == self.comm().rank() {
             return Ok(message);
         }
-        let message = self.group.kernel().incoming(message, exchange.wire.stored())?;
+        let message = self.group.kernel().incoming(message, exchange.wire.dtype())?;
         meter.touch(message.bytes());
         Ok(message)
     }
@@ -107,7 +107,7 @@ impl<'a> Exchange<'a> {
     /// Finishes [`to_heads`](Self::to_heads) and returns `[Tg, own heads, dim]`.
     pub(super) fn heads(&self, mut exchange: PendingExchange, meter: &mut Meter) -> Result<Buffer> {
         let (row, kernel) = (exchange.heads[self.comm().rank()].len() * exchange.dim, self.group.kernel());
-        let (mut all, mut filled) = (kernel.room(exchange.wire.stored(), self.all_tokens() * row)?, 0);
+        let (mut all, mut filled) = (kernel.room(exchange.wire.dtype(), self.all_tokens() * row)?, 0);
         meter.hold(self.all_tokens() as u64 * row as u64 * exchange.wire.width());
         for (member, &tokens) in self.tokens.iter().enumerate() {
             let message = self.part(&mut exchange, member, meter)?;

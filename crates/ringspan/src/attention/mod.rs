@@ -146,7 +146,7 @@ const MAX_TILES_PER_CALL: usize = 1 << 16;
 
 /// Bytes of a tensor's elements in its storage type.
 fn stored_bytes(view: &View) -> u64 {
-    (view.tokens * view.heads * view.dim * view.data.stored().width()) as u64
+    (view.tokens * view.heads * view.dim * view.data.dtype().width()) as u64
 }
 
 /// Bytes of `elements` numbers in f32.

@@ -2,7 +2,7 @@
 
 use crate::comm::Buffer;
 use crate::error::{Error, Result};
-use crate::kernel::{self, Data, Stored, View};
+use crate::kernel::{self, DType, Data, View};
 
 /// The type in which queries, keys and values travel between ranks: their storage type, unless a
 /// [group](super::Group::with_wire) sets another.
@@ -22,12 +22,12 @@ pub enum Wire {
 impl Wire {
     /// The common storage type of the tensors, or f32 if they differ.
     pub(super) fn of(views: [&View; 3]) -> Self {
-        let [first, ..] = views.map(|view| match view.data.stored() {
-            Stored::F32 => Self::F32,
-            Stored::Bf16 => Self::Bf16,
-            Stored::F16 => Self::F16,
+        let [first, ..] = views.map(|view| match view.data.dtype() {
+            DType::F32 => Self::F32,
+            DType::Bf16 => Self::Bf16,
+            DType::F16 => Self::F16,
         });
-        let same = |view: &&View| view.data.stored() == views[0].data.stored();
+        let same = |view: &&View| view.data.dtype() == views[0].data.dtype();
         if views.iter().all(same) { first } else { Self::F32 }
     }
 
@@ -43,17 +43,17 @@ impl Wire {
     }
 
     /// The storage type of messages of this wire type.
-    pub(super) fn stored(self) -> Stored {
+    pub(super) fn dtype(self) -> DType {
         match self {
-            Self::F32 => Stored::F32,
-            Self::Bf16 => Stored::Bf16,
-            Self::F16 => Stored::F16,
+            Self::F32 => DType::F32,
+            Self::Bf16 => DType::Bf16,
+            Self::F16 => DType::F16,
         }
     }
 
     /// The numbers of a message, in place; an error unless there are `expected` of them in this wire type.
     pub(super) fn read<'a>(self, buffer: &'a Buffer, expected: usize, operation: &'static str) -> Result<Data<'a>> {
-        let Some(data) = kernel::read(buffer, self.stored()) else {
+        let Some(data) = kernel::read(buffer, self.dtype()) else {
             return Err(Error::Layout(format!("{operation}: received a message that is not of wire type {self:?}")));
         };
         if data.len() != expected {

@@ -1,9 +1,7 @@
 //! The kernel of a rank on any device: checks calls and passes them on to the device.
 
+use super::backend::Backend;
 use super::cpu::Cpu;
-#[cfg(feature = "cuda")]
-use super::cuda::{Cuda, Gpu};
-#[cfg(feature = "cuda")]
 use super::staged;
 use super::workers::Workers;
 use super::{Data, Floats, Inputs, Isa, Partial, Relative, Saved, Statistics, Sums, Tile, View};
@@ -21,16 +19,14 @@ pub struct Kernel(pub(super) Device);
 
 pub(super) enum Device {
     Cpu(Cpu),
-    #[cfg(feature = "cuda")]
-    Cuda(Box<Cuda>),
+    Backend(Box<dyn Backend>),
 }
 
 impl std::fmt::Debug for Kernel {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match &self.0 {
             Device::Cpu(cpu) => write!(f, "{:?} on {} threads", cpu.code.isa(), cpu.workers.count()),
-            #[cfg(feature = "cuda")]
-            Device::Cuda(cuda) => write!(f, "{cuda:?}"),
+            Device::Backend(backend) => write!(f, "{backend:?}"),
         }
     }
 }
@@ -61,13 +57,17 @@ impl Kernel {
         Ok(Self(Device::Cpu(Cpu::new(Workers::new(threads), isa))))
     }
 
-    /// A kernel on an NVIDIA GPU, with its own stream, so kernels of several ranks may share a GPU.
-    ///
-    /// # Errors
-    /// Errors of the driver.
-    #[cfg(feature = "cuda")]
-    pub fn cuda(gpu: &Gpu) -> Result<Self> {
-        Ok(Self(Device::Cuda(Box::new(Cuda::new(gpu)?))))
+    /// A kernel on a device with its own memory.
+    pub fn on(backend: impl Backend) -> Self {
+        Self(Device::Backend(Box::new(backend)))
+    }
+
+    /// The backend of this kernel; `None` if it computes on the CPU.
+    pub fn backend(&self) -> Option<&dyn Backend> {
+        match &self.0 {
+            Device::Cpu(_) => None,
+            Device::Backend(backend) => Some(&**backend),
+        }
     }
 
     /// Lets the kernel call `progress` repeatedly while it computes: on the caller's thread, between tiles, first at once
@@ -76,20 +76,18 @@ impl Kernel {
     pub fn with_progress(mut self, progress: Progress) -> Self {
         match &mut self.0 {
             Device::Cpu(cpu) => cpu.hook.progress = Some(progress),
-            #[cfg(feature = "cuda")]
-            Device::Cuda(cuda) => cuda.progress = Some(progress),
+            Device::Backend(backend) => backend.set_progress(progress),
         }
         self
     }
 
     /// Sets the least pause between two calls of the progress function during a computation; zero calls it between all
-    /// tiles. It has no effect on a GPU, which computes by itself: there, the function is called repeatedly while the CPU
+    /// tiles. It has no effect on a device with its own memory, which computes by itself: there, the function is called while the CPU
     /// waits.
     pub fn with_pause(mut self, pause: Duration) -> Self {
         match &mut self.0 {
             Device::Cpu(cpu) => cpu.hook.pause = pause,
-            #[cfg(feature = "cuda")]
-            Device::Cuda(_) => {}
+            Device::Backend(_) => {}
         }
         self
     }
@@ -98,8 +96,7 @@ impl Kernel {
     pub fn progress_hook(&self) -> Option<Progress> {
         match &self.0 {
             Device::Cpu(cpu) => cpu.hook.progress.clone(),
-            #[cfg(feature = "cuda")]
-            Device::Cuda(cuda) => cuda.progress.clone(),
+            Device::Backend(backend) => backend.progress(),
         }
     }
 
@@ -108,8 +105,7 @@ impl Kernel {
     pub fn multiplies_bf16(&self) -> bool {
         match &self.0 {
             Device::Cpu(cpu) => cpu.code.isa().multiplies_bf16(),
-            #[cfg(feature = "cuda")]
-            Device::Cuda(cuda) => cuda.multiplies_bf16(),
+            Device::Backend(backend) => backend.multiplies_bf16(),
         }
     }
 
@@ -118,7 +114,7 @@ impl Kernel {
     /// It is called once per key block; each visible pair must be in one tile of one call.
     ///
     /// # Errors
-    /// Tensors on a GPU for a CPU kernel, or failures of the device.
+    /// Tensors on another device for a CPU kernel, or failures of the device.
     ///
     /// # Panics
     /// If shapes, tiles and `partial` do not fit each other.
@@ -165,8 +161,7 @@ impl Kernel {
                 on_cpu(cpu, inputs, tiles, partial);
                 Ok(())
             }
-            #[cfg(feature = "cuda")]
-            Device::Cuda(cuda) => staged::forward(cuda, inputs, tiles, partial),
+            Device::Backend(backend) => staged::forward(&**backend, inputs, tiles, partial),
         }
     }
 
@@ -184,8 +179,7 @@ impl Kernel {
                 self.check_place([&out, &d_out])?;
                 Ok(cpu.delta(out, d_out))
             }
-            #[cfg(feature = "cuda")]
-            Device::Cuda(cuda) => staged::delta(cuda, out, d_out),
+            Device::Backend(backend) => staged::delta(&**backend, out, d_out),
         }
     }
 
@@ -193,17 +187,17 @@ impl Kernel {
     pub(crate) fn delta_on_device(&self, out: View, d_out: View) -> Result<Floats> {
         match &self.0 {
             Device::Cpu(_) => self.delta(out, d_out).map(Floats::Host),
-            #[cfg(feature = "cuda")]
-            Device::Cuda(cuda) => {
+            Device::Backend(backend) => {
                 check_delta(&out, &d_out);
-                cuda.delta(&out, &d_out).map(Floats::Gpu)
+                backend.delta(&out, &d_out).map(Floats::Device)
             }
         }
     }
 
     /// Adds the gradients of `tiles` to `sums`.
     ///
-    /// On a GPU the sums may be in its memory: then all inputs must be too, and nothing is copied or waited for.
+    /// On a device with its own memory the sums may be there: then all inputs must be too, and
+    /// nothing is copied or waited for.
     ///
     /// # Errors
     /// Like those of [`forward`](Self::forward), also for sums.
@@ -232,43 +226,34 @@ impl Kernel {
                 self.check_place([&d_out])?;
                 cpu.backward(inputs, tiles, saved, sums).ok_or_else(|| self.misplaced(delta))
             }
-            #[cfg(feature = "cuda")]
-            Device::Cuda(cuda) => staged::backward(cuda, inputs, tiles, saved, sums),
+            Device::Backend(backend) => staged::backward(&**backend, inputs, tiles, saved, sums),
         }
     }
 
     /// Waits until all started work is done, while communication goes on: after a call of
-    /// [`on_device`](crate::attention::on_device), a GPU may still be computing the results.
+    /// [`on_device`](crate::attention::on_device), a device may still be computing the results.
     ///
     /// # Errors
     /// Failures of the started work.
     pub fn wait(&self) -> Result<()> {
         match &self.0 {
             Device::Cpu(_) => Ok(()),
-            #[cfg(feature = "cuda")]
-            Device::Cuda(cuda) => cuda.wait(),
+            Device::Backend(backend) => backend.wait(),
         }
     }
 
-    /// Marks the end of a step of a plan. If a GPU is some steps behind, this waits for it, so that only the memory of the
+    /// Marks the end of a step of a plan. If a device is some steps behind, this waits for it, so that only the memory of the
     /// current steps is in use; communication goes on meanwhile.
     pub(crate) fn step(&self) -> Result<()> {
         match &self.0 {
             Device::Cpu(_) => Ok(()),
-            #[cfg(feature = "cuda")]
-            Device::Cuda(cuda) => cuda.step(),
+            Device::Backend(backend) => backend.step(),
         }
     }
 
     /// Returns an error unless this kernel's device can read the tensors.
     pub(super) fn check_place<'v>(&self, views: impl IntoIterator<Item = &'v View<'v>>) -> Result<()> {
-        let there = |data: Data| match (&self.0, data) {
-            (Device::Cpu(_), Data::F32(_) | Data::Bf16(_) | Data::F16(_)) => true,
-            #[cfg(feature = "cuda")]
-            (Device::Cuda(_), Data::Gpu(_)) => true,
-            #[cfg(feature = "cuda")]
-            _ => false,
-        };
+        let there = |data: Data| matches!(data, Data::Device(_)) != self.is_cpu();
         views.into_iter().find(|view| !there(view.data)).map_or(Ok(()), |view| Err(self.misplaced(view.data)))
     }
 
@@ -281,16 +266,13 @@ impl Kernel {
         }
     }
 
-    #[cfg(feature = "cuda")]
-    pub(super) fn on_gpu(&self) -> Result<&Cuda> {
-        match &self.0 {
-            Device::Cuda(cuda) => Ok(cuda),
-            Device::Cpu(_) => Err(Error::Device {
-                device: format!("{self:?}"),
-                operation: "use a tensor",
-                message: "it lies in the memory of a GPU".into(),
-            }),
-        }
+    /// The backend, to read a tensor in the memory of its device.
+    pub(super) fn on_device(&self) -> Result<&dyn Backend> {
+        self.backend().ok_or_else(|| Error::Device {
+            device: format!("{self:?}"),
+            operation: "use a tensor",
+            message: "it lies in the memory of another device".into(),
+        })
     }
 
     /// Upper bound on the bytes of buffers in the memory of the CPU that a [`forward`](Self::forward) call with these
@@ -298,8 +280,7 @@ impl Kernel {
     pub fn forward_workspace(&self, inputs: &Inputs, tiles: &[Tile]) -> u64 {
         match &self.0 {
             Device::Cpu(cpu) => cpu.forward_workspace(inputs, tiles),
-            #[cfg(feature = "cuda")]
-            Device::Cuda(_) => 0,
+            Device::Backend(_) => 0,
         }
     }
 
@@ -307,8 +288,7 @@ impl Kernel {
     pub fn decode_workspace(&self, inputs: &Inputs, tiles: &[Tile]) -> u64 {
         match &self.0 {
             Device::Cpu(cpu) => cpu.decode_workspace(inputs, tiles),
-            #[cfg(feature = "cuda")]
-            Device::Cuda(_) => 0,
+            Device::Backend(_) => 0,
         }
     }
 
@@ -316,8 +296,7 @@ impl Kernel {
     pub fn backward_workspace(&self, inputs: &Inputs, tiles: &[Tile]) -> u64 {
         match &self.0 {
             Device::Cpu(cpu) => cpu.backward_workspace(inputs, tiles),
-            #[cfg(feature = "cuda")]
-            Device::Cuda(_) => 0,
+            Device::Backend(_) => 0,
         }
     }
 }
@@ -335,8 +314,7 @@ impl Kernel {
     pub(super) fn held(&self) -> u64 {
         match &self.0 {
             Device::Cpu(cpu) => cpu.held(),
-            #[cfg(feature = "cuda")]
-            Device::Cuda(_) => 0,
+            Device::Backend(_) => 0,
         }
     }
 }

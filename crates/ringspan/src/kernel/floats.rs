@@ -1,10 +1,8 @@
-//! f32 numbers of a rank in the memory of the CPU or of a GPU.
+//! f32 numbers of a rank in the memory of the CPU or of a device.
 
 use super::Data;
-#[cfg(feature = "cuda")]
-use super::cuda::{GpuArray, GpuMut};
+use super::device_array::{DeviceArray, DeviceSliceMut};
 use crate::comm::Buffer;
-#[cfg(feature = "cuda")]
 use std::sync::Arc;
 
 /// Numbers on the device of the kernel that computed them; [`Kernel::to_host`](super::Kernel::to_host) copies them to the
@@ -13,9 +11,8 @@ use std::sync::Arc;
 pub enum Floats {
     /// In the memory of the CPU.
     Host(Vec<f32>),
-    /// In the memory of a GPU.
-    #[cfg(feature = "cuda")]
-    Gpu(GpuArray),
+    /// In the memory of a device.
+    Device(DeviceArray),
 }
 
 /// Mutable numbers, to which gradients are added.
@@ -23,9 +20,8 @@ pub enum Floats {
 pub enum FloatsMut<'a> {
     /// In the memory of the CPU.
     Host(&'a mut [f32]),
-    /// In the memory of a GPU.
-    #[cfg(feature = "cuda")]
-    Gpu(GpuMut<'a>),
+    /// In the memory of a device.
+    Device(DeviceSliceMut<'a>),
 }
 
 impl Default for Floats {
@@ -49,16 +45,14 @@ impl Floats {
     pub fn data(&self) -> Data<'_> {
         match self {
             Self::Host(values) => Data::F32(values),
-            #[cfg(feature = "cuda")]
-            Self::Gpu(array) => Data::Gpu(array.data()),
+            Self::Device(array) => Data::Device(array.data()),
         }
     }
 
     pub(crate) fn all_mut(&mut self) -> FloatsMut<'_> {
         match self {
             Self::Host(values) => FloatsMut::Host(values),
-            #[cfg(feature = "cuda")]
-            Self::Gpu(array) => FloatsMut::Gpu(array.all_mut()),
+            Self::Device(array) => FloatsMut::Device(array.all_mut()),
         }
     }
 
@@ -68,10 +62,9 @@ impl Floats {
                 let (first, second) = values.split_at_mut(at);
                 (FloatsMut::Host(first), FloatsMut::Host(second))
             }
-            #[cfg(feature = "cuda")]
-            Self::Gpu(array) => {
+            Self::Device(array) => {
                 let (first, second) = array.split_at_mut(at);
-                (FloatsMut::Gpu(first), FloatsMut::Gpu(second))
+                (FloatsMut::Device(first), FloatsMut::Device(second))
             }
         }
     }
@@ -83,12 +76,11 @@ impl Floats {
                 let second = first.split_off(at);
                 (Self::Host(first), Self::Host(second))
             }
-            #[cfg(feature = "cuda")]
-            Self::Gpu(array) => (Self::Gpu(array.part(0..at)), Self::Gpu(array.part(at..array.len()))),
+            Self::Device(array) => (Self::Device(array.part(0..at)), Self::Device(array.part(at..array.len()))),
         }
     }
 
-    /// Splits the numbers into consecutive parts of these lengths; on a GPU the parts share memory.
+    /// Splits the numbers into consecutive parts of these lengths; on a device the parts share memory.
     pub(crate) fn parts(self, lens: impl Iterator<Item = usize>) -> Vec<Self> {
         let mut from = 0;
         let part = |len: usize| {
@@ -96,8 +88,7 @@ impl Floats {
             from = range.end;
             match &self {
                 Self::Host(values) => Self::Host(values[range].to_vec()),
-                #[cfg(feature = "cuda")]
-                Self::Gpu(array) => Self::Gpu(array.part(range)),
+                Self::Device(array) => Self::Device(array.part(range)),
             }
         };
         lens.map(part).collect()
@@ -106,19 +97,17 @@ impl Floats {
     pub(crate) fn into_message(self) -> Buffer {
         match self {
             Self::Host(values) => Buffer::F32(values),
-            #[cfg(feature = "cuda")]
-            Self::Gpu(array) => Buffer::Device(Arc::new(array)),
+            Self::Device(array) => Buffer::Device(Arc::new(array)),
         }
     }
 }
 
 impl FloatsMut<'_> {
     /// Borrows the numbers for reading.
-    #[cfg(feature = "cuda")]
-    pub(super) fn data(&self) -> Data<'_> {
+    pub fn data(&self) -> Data<'_> {
         match self {
             Self::Host(values) => Data::F32(values),
-            Self::Gpu(values) => Data::Gpu(values.data()),
+            Self::Device(values) => Data::Device(values.data()),
         }
     }
 
@@ -126,21 +115,20 @@ impl FloatsMut<'_> {
     pub(super) fn host(&mut self) -> Option<&mut [f32]> {
         match self {
             Self::Host(values) => Some(values),
-            #[cfg(feature = "cuda")]
-            Self::Gpu(_) => None,
+            Self::Device(_) => None,
         }
     }
 
-    pub(crate) fn len(&self) -> usize {
+    /// Number of elements.
+    pub fn len(&self) -> usize {
         match self {
             Self::Host(values) => values.len(),
-            #[cfg(feature = "cuda")]
-            Self::Gpu(values) => values.len(),
+            Self::Device(values) => values.len(),
         }
     }
 
-    #[cfg(feature = "cuda")]
-    pub(super) fn is_empty(&self) -> bool {
+    /// Whether there are no elements.
+    pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }

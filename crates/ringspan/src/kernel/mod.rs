@@ -2,6 +2,7 @@
 //!
 //! Shape letters: Tq queries and Tk keys on this rank, H query heads, G key-value heads, D and Dv head widths.
 
+mod backend;
 mod backward;
 mod buffer;
 mod cpu;
@@ -10,6 +11,7 @@ mod cuda;
 mod decode;
 mod delta;
 mod device;
+mod device_array;
 mod device_tensor;
 mod floats;
 mod forward;
@@ -23,7 +25,6 @@ mod plan;
 pub mod product;
 pub mod reference;
 mod score;
-#[cfg(feature = "cuda")]
 mod staged;
 mod state;
 mod statistics;
@@ -37,24 +38,27 @@ mod workers;
 #[cfg(test)]
 mod test;
 
+pub use backend::Backend;
 #[cfg(feature = "nccl")]
 pub use cuda::nccl;
 #[cfg(feature = "cuda")]
-pub use cuda::{BorrowedSlice, Gpu, GpuArray, GpuData, GpuElement, GpuMemory, GpuMut, GpuSource, SharedSlice, nvrtc};
+pub use cuda::{BorrowedSlice, Gpu, GpuElement, GpuMemory, GpuSource, SharedSlice, nvrtc};
 pub use device::{Kernel, Progress};
+pub use device_array::{DeviceArray, DeviceMemory, DeviceSlice, DeviceSliceMut};
 pub use device_tensor::DeviceTensor;
 pub use floats::{Floats, FloatsMut};
 pub use head_map::HeadMap;
 pub use isa::Isa;
+pub use message::TensorSlice;
 pub use partial::Partial;
 pub use score::{Buckets, Dropout, Relative, Score};
+pub use state::StateShape;
 pub use statistics::Statistics;
-pub use view::{Data, View};
+pub use sums::RowTarget;
+pub use view::{DType, Data, View};
 
-pub(crate) use message::{TensorSlice, read};
+pub(crate) use message::read;
 pub(crate) use state::SoftmaxState;
-pub(crate) use sums::RowTarget;
-pub(crate) use view::Stored;
 
 use crate::mask::Band;
 use std::ops::Range;

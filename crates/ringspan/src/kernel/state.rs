@@ -1,18 +1,44 @@
 //! The running softmax state of a rank's queries, on its kernel's device.
 
-#[cfg(feature = "cuda")]
-use super::cuda::GpuArray;
 use super::device::Device;
+use super::device_array::DeviceArray;
 use super::{Data, Floats, Inputs, Kernel, Partial, Statistics, Tile};
 use crate::comm::Buffer;
 use crate::error::Result;
-#[cfg(feature = "cuda")]
 use std::sync::Arc;
 
-/// The softmax state on a device; the sizes are tokens, heads and the width of values.
+/// The sizes of a softmax state.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StateShape {
+    /// Number of queries, Tq.
+    pub tokens: usize,
+    /// Number of query heads, H.
+    pub heads: usize,
+    /// Width of values, Dv.
+    pub v_dim: usize,
+}
+
+impl StateShape {
+    /// Number of elements of a state: output, maximum and sum.
+    pub fn len(self) -> usize {
+        self.rows() * (self.v_dim + 2)
+    }
+
+    /// Whether there are no queries or heads.
+    pub fn is_empty(self) -> bool {
+        self.rows() == 0
+    }
+
+    /// Number of rows: each head of each query.
+    pub fn rows(self) -> usize {
+        self.tokens * self.heads
+    }
+}
+
+/// The softmax state on a device.
 #[derive(Debug)]
 pub(crate) struct SoftmaxState {
-    sizes: (usize, usize, usize),
+    shape: StateShape,
     place: StateMemory,
 }
 
@@ -20,8 +46,7 @@ pub(crate) struct SoftmaxState {
 enum StateMemory {
     Host(Partial),
     /// Output, maximum and sum, one after the other as in messages.
-    #[cfg(feature = "cuda")]
-    Gpu(GpuArray),
+    Device(DeviceArray),
 }
 
 impl SoftmaxState {
@@ -29,8 +54,7 @@ impl SoftmaxState {
     pub(crate) fn into_message(self) -> Buffer {
         match self.place {
             StateMemory::Host(partial) => Buffer::F32(partial.into_message()),
-            #[cfg(feature = "cuda")]
-            StateMemory::Gpu(array) => Buffer::Device(Arc::new(array)),
+            StateMemory::Device(array) => Buffer::Device(Arc::new(array)),
         }
     }
 }
@@ -38,12 +62,12 @@ impl SoftmaxState {
 impl Kernel {
     /// A state that has seen no keys yet.
     pub(crate) fn state(&self, tokens: usize, heads: usize, v_dim: usize) -> Result<SoftmaxState> {
+        let shape = StateShape { tokens, heads, v_dim };
         let place = match &self.0 {
             Device::Cpu(_) => StateMemory::Host(Partial::new(tokens, heads, v_dim)),
-            #[cfg(feature = "cuda")]
-            Device::Cuda(cuda) => StateMemory::Gpu(cuda.state(tokens * heads, v_dim)?),
+            Device::Backend(backend) => StateMemory::Device(backend.softmax_state(shape)?),
         };
-        Ok(SoftmaxState { sizes: (tokens, heads, v_dim), place })
+        Ok(SoftmaxState { shape, place })
     }
 
     /// Like [`state`](Self::state), but with capacity for the message of [`SoftmaxState::into_message`].
@@ -51,10 +75,9 @@ impl Kernel {
         match &self.0 {
             Device::Cpu(_) => {
                 let place = StateMemory::Host(Partial::to_send(tokens, heads, v_dim));
-                Ok(SoftmaxState { sizes: (tokens, heads, v_dim), place })
+                Ok(SoftmaxState { shape: StateShape { tokens, heads, v_dim }, place })
             }
-            #[cfg(feature = "cuda")]
-            Device::Cuda(_) => self.state(tokens, heads, v_dim),
+            Device::Backend(_) => self.state(tokens, heads, v_dim),
         }
     }
 
@@ -77,12 +100,12 @@ impl Kernel {
     ) -> Result<()> {
         match &mut state.place {
             StateMemory::Host(partial) => on_host(self, inputs, tiles, partial),
-            #[cfg(feature = "cuda")]
-            StateMemory::Gpu(array) => {
-                let (tokens, heads, v_dim) = state.sizes;
+            StateMemory::Device(array) => {
                 super::device::check(inputs, tiles);
-                assert_eq!((tokens, heads, v_dim), (inputs.q.tokens, inputs.q.heads, inputs.v.dim), "a softmax state");
-                if tokens * heads == 0 { Ok(()) } else { self.on_gpu()?.forward(inputs, tiles, array) }
+                let Inputs { q, v, .. } = inputs;
+                let wanted = StateShape { tokens: q.tokens, heads: q.heads, v_dim: v.dim };
+                assert_eq!(state.shape, wanted, "a softmax state");
+                if wanted.is_empty() { Ok(()) } else { self.on_device()?.forward(inputs, tiles, array) }
             }
         }
     }
@@ -92,31 +115,29 @@ impl Kernel {
     /// # Panics
     /// If the message has another size.
     pub(crate) fn merge(&self, state: &mut SoftmaxState, message: Data) -> Result<()> {
-        let (tokens, heads, v_dim) = state.sizes;
-        assert_eq!(message.len(), tokens * heads * (v_dim + 2), "the size of a softmax state");
+        let shape @ StateShape { tokens, heads, v_dim } = state.shape;
+        assert_eq!(message.len(), shape.len(), "the size of a softmax state");
         match (&mut state.place, message) {
             (StateMemory::Host(partial), Data::F32(message)) => {
                 partial.merge(tokens, heads, v_dim, message);
                 Ok(())
             }
-            #[cfg(feature = "cuda")]
-            (StateMemory::Gpu(array), Data::Gpu(message)) => self.on_gpu()?.merge(array, state.sizes, message),
+            (StateMemory::Device(array), Data::Device(message)) => self.on_device()?.merge(array, shape, message),
             _ => Err(self.misplaced(message)),
         }
     }
 
     /// Output `[Tq, H, Dv]` and statistics, computed as by [`Partial::finish`].
     pub(crate) fn finish(&self, state: SoftmaxState, sinks: Option<&[f32]>) -> Result<(Floats, Statistics<Floats>)> {
-        let (tokens, heads, v_dim) = state.sizes;
+        let shape @ StateShape { tokens, heads, v_dim } = state.shape;
         match state.place {
             StateMemory::Host(partial) => {
                 let (out, Statistics { max, sum }) = partial.finish(tokens, heads, v_dim, sinks);
                 Ok((Floats::Host(out), Statistics { max: Floats::Host(max), sum: Floats::Host(sum) }))
             }
-            #[cfg(feature = "cuda")]
-            StateMemory::Gpu(array) => {
-                let (out, Statistics { max, sum }) = self.on_gpu()?.finish(array, (tokens, heads, v_dim), sinks)?;
-                Ok((Floats::Gpu(out), Statistics { max: Floats::Gpu(max), sum: Floats::Gpu(sum) }))
+            StateMemory::Device(array) => {
+                let (out, Statistics { max, sum }) = self.on_device()?.finish(array, shape, sinks)?;
+                Ok((Floats::Device(out), Statistics { max: Floats::Device(max), sum: Floats::Device(sum) }))
             }
         }
     }

@@ -7,19 +7,26 @@ use std::ops::Range;
 
 /// Rows of a sum, to which consecutive rows of a message are added.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct RowTarget<'a> {
-    pub(crate) rows: &'a [Range<usize>],
-    /// `offset` is the number of elements before the first row, `stride` the distance of rows, `width` the elements of a
-    /// row.
-    pub(crate) offset: usize,
-    pub(crate) stride: usize,
-    pub(crate) width: usize,
+pub struct RowTarget<'a> {
+    /// Rows of the sum, in the order of those of the message.
+    pub rows: &'a [Range<usize>],
+    /// Number of elements before the first row.
+    pub offset: usize,
+    /// Elements from one row to the next.
+    pub stride: usize,
+    /// Elements of a row that are added.
+    pub width: usize,
 }
 
 impl RowTarget<'_> {
     /// Number of elements that are added.
-    pub(crate) fn len(&self) -> usize {
+    pub fn len(&self) -> usize {
         self.rows.iter().map(ExactSizeIterator::len).sum::<usize>() * self.width
+    }
+
+    /// Whether no element is added.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
     }
 
     /// Number of elements that the sum must have at least.
@@ -34,8 +41,7 @@ impl Kernel {
     pub(crate) fn zeros(&self, len: usize) -> Result<Floats> {
         match &self.0 {
             Device::Cpu(_) => Ok(Floats::Host(vec![0.0; len])),
-            #[cfg(feature = "cuda")]
-            Device::Cuda(cuda) => Ok(Floats::Gpu(cuda.filled(len, 0.0)?)),
+            Device::Backend(backend) => Ok(Floats::Device(backend.zeros(len)?)),
         }
     }
 
@@ -68,9 +74,8 @@ impl Kernel {
                 }
                 Ok(())
             }
-            #[cfg(feature = "cuda")]
-            (FloatsMut::Gpu(sum), Data::Gpu(values)) if values.stored() == super::view::Stored::F32 => {
-                self.on_gpu()?.add(sum, place, values)
+            (FloatsMut::Device(sum), Data::Device(values)) if values.dtype() == super::DType::F32 => {
+                self.on_device()?.add(sum, place, values)
             }
             (_, values) => Err(self.misplaced(values)),
         }
@@ -97,8 +102,7 @@ impl Kernel {
                 }
                 Ok(Floats::Host(out))
             }
-            #[cfg(feature = "cuda")]
-            Data::Gpu(values) => Ok(Floats::Gpu(self.on_gpu()?.transpose(values, rows, columns)?)),
+            Data::Device(values) => Ok(Floats::Device(self.on_device()?.transpose(values, rows, columns)?)),
             _ => Err(self.misplaced(values)),
         }
     }

@@ -1,7 +1,6 @@
 //! Views of tensors that are read in place, in their storage type.
 
-#[cfg(feature = "cuda")]
-use super::cuda::GpuData;
+use super::device_array::DeviceSlice;
 use super::vector::prefetch;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
@@ -17,22 +16,24 @@ pub enum Data<'a> {
     Bf16(&'a [bf16]),
     /// IEEE half precision.
     F16(&'a [f16]),
-    /// Elements of any of these types in the memory of a GPU, which the CPU cannot read.
-    #[cfg(feature = "cuda")]
-    Gpu(GpuData<'a>),
+    /// Elements of any of these types in the memory of a device, which the CPU cannot read.
+    Device(DeviceSlice<'a>),
 }
 
-/// The storage type of elements.
+/// The type in which elements are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Stored {
+pub enum DType {
+    /// 32-bit floats.
     F32,
+    /// bfloat16.
     Bf16,
+    /// IEEE half precision.
     F16,
 }
 
-impl Stored {
+impl DType {
     /// Bytes of an element.
-    pub(crate) fn width(self) -> usize {
+    pub fn width(self) -> usize {
         match self {
             Self::F32 => 4,
             Self::Bf16 | Self::F16 => 2,
@@ -40,11 +41,10 @@ impl Stored {
     }
 }
 
-/// Fails a CPU kernel that is given elements on a GPU, which `Kernel` has to refuse before.
-#[cfg(feature = "cuda")]
+/// Fails a CPU kernel that is given elements on another device, which `Kernel` has to refuse before.
 #[cold]
 fn elsewhere() -> ! {
-    panic!("the CPU was asked for elements in the memory of a GPU")
+    panic!("the CPU was asked for elements in the memory of another device")
 }
 
 impl<'a> Data<'a> {
@@ -54,19 +54,17 @@ impl<'a> Data<'a> {
             Data::F32(data) => data.len(),
             Data::Bf16(data) => data.len(),
             Data::F16(data) => data.len(),
-            #[cfg(feature = "cuda")]
-            Data::Gpu(data) => data.len(),
+            Data::Device(data) => data.len(),
         }
     }
 
     /// The storage type.
-    pub(crate) fn stored(self) -> Stored {
+    pub fn dtype(self) -> DType {
         match self {
-            Data::F32(_) => Stored::F32,
-            Data::Bf16(_) => Stored::Bf16,
-            Data::F16(_) => Stored::F16,
-            #[cfg(feature = "cuda")]
-            Data::Gpu(data) => data.stored(),
+            Data::F32(_) => DType::F32,
+            Data::Bf16(_) => DType::Bf16,
+            Data::F16(_) => DType::F16,
+            Data::Device(data) => data.dtype(),
         }
     }
 
@@ -85,30 +83,28 @@ impl<'a> Data<'a> {
             Data::F32(data) => Data::F32(&data[range]),
             Data::Bf16(data) => Data::Bf16(&data[range]),
             Data::F16(data) => Data::F16(&data[range]),
-            #[cfg(feature = "cuda")]
-            Data::Gpu(data) => Data::Gpu(data.slice(range)),
+            Data::Device(data) => Data::Device(data.slice(range)),
         }
     }
 
     /// One element.
     ///
     /// # Panics
-    /// If it is out of bounds, or on a GPU.
+    /// If it is out of bounds, or on a device.
     #[inline(always)]
     pub fn get(self, at: usize) -> f32 {
         match self {
             Data::F32(data) => data[at],
             Data::Bf16(data) => data[at].to_f32(),
             Data::F16(data) => data[at].to_f32(),
-            #[cfg(feature = "cuda")]
-            Data::Gpu(_) => elsewhere(),
+            Data::Device(_) => elsewhere(),
         }
     }
 
     /// Copies all elements, converted to f32.
     ///
     /// # Panics
-    /// If `to` has another length, or the elements are on a GPU.
+    /// If `to` has another length, or the elements are on a device.
     #[inline(always)]
     pub fn copy_to(self, to: &mut [f32]) {
         match self {
@@ -118,15 +114,14 @@ impl<'a> Data<'a> {
                 to.iter_mut().zip(data).for_each(|(to, x)| *to = f32::from_bits(u32::from(x.to_bits()) << 16));
             }
             Data::F16(data) => data.convert_to_f32_slice(to),
-            #[cfg(feature = "cuda")]
-            Data::Gpu(_) => elsewhere(),
+            Data::Device(_) => elsewhere(),
         }
     }
 
     /// The elements in f32; borrowed if that is their type.
     ///
     /// # Panics
-    /// If they are on a GPU.
+    /// If they are on a device.
     pub fn to_f32(self) -> Cow<'a, [f32]> {
         if let Data::F32(data) = self {
             return Cow::Borrowed(data);
@@ -143,8 +138,7 @@ impl<'a> Data<'a> {
             Data::F32(data) => prefetch(data),
             Data::Bf16(data) => prefetch(data),
             Data::F16(data) => prefetch(data),
-            #[cfg(feature = "cuda")]
-            Data::Gpu(_) => (),
+            Data::Device(_) => (),
         }
     }
 
@@ -160,8 +154,7 @@ impl<'a> Data<'a> {
             }
             Data::Bf16(data) => data.iter().fold(0, |m, x| most(x.to_bits(), m)) < bf16::INFINITY.to_bits(),
             Data::F16(data) => data.iter().fold(0, |m, x| most(x.to_bits(), m)) < f16::INFINITY.to_bits(),
-            #[cfg(feature = "cuda")]
-            Data::Gpu(_) => elsewhere(),
+            Data::Device(_) => elsewhere(),
         }
     }
 }
@@ -223,7 +216,7 @@ impl<'a> View<'a> {
     /// The elements of one token and head in f32.
     ///
     /// # Panics
-    /// If they are out of bounds, or on a GPU.
+    /// If they are out of bounds, or on a device.
     pub fn row(&self, token: usize, head: usize) -> Cow<'a, [f32]> {
         self.at(token, head).to_f32()
     }

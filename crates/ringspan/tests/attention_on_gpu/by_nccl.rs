@@ -30,7 +30,7 @@ fn connected(comm: Comm, gpu: &Gpu, deadline: Duration) -> Result<Comm, Error> {
 }
 
 fn check_by_nccl(gpu: &Gpu, problem: impl Fn(usize) -> Problem, on: On) {
-    check_with(gpu, problem, on, [0, 0], &|comm| Ok((connected(comm, gpu, SOON)?, Kernel::cuda(gpu)?)));
+    check_with(gpu, problem, on, [0, 0], &|comm| Ok((connected(comm, gpu, SOON)?, gpu.kernel()?)));
 }
 
 #[test]
@@ -43,7 +43,7 @@ fn one_rank_connects_and_ends() {
     let answers = threads::run(1, threads::Options::default(), |comm| {
         assert_eq!(nccl::obstacle(&*comm, gpu, &Options::default())?, None);
         let comm = nccl::over(&*comm, gpu, Options { deadline: SOON, ..Options::default() })?;
-        let group = Group::new(comm.clone(), (1, 1), Kernel::cuda(gpu)?)?;
+        let group = Group::new(comm.clone(), (1, 1), gpu.kernel()?)?;
         let problem = causal(4, 2, 16);
         let inputs = problem.inputs(3);
         let layout = Layout::new(LayoutKind::Contiguous, &problem.k_documents, 1)?;
@@ -109,7 +109,7 @@ fn each_rank_has_a_gpu_of_its_own() {
             let gpu = of(comm.rank());
             let options = Options { deadline: SOON, ..Options::default() };
             assert_eq!(nccl::obstacle(&*comm, gpu, &options)?, None);
-            Ok((nccl::over(&*support::apart(comm), gpu, options)?, Kernel::cuda(gpu)?))
+            Ok((nccl::over(&*support::apart(comm), gpu, options)?, gpu.kernel()?))
         };
         let got = problem.on_mesh_with(&inputs, on, &means, &|group, schedule, local, d_out| {
             let forward = attention::forward(group, schedule, local)?;
@@ -134,7 +134,7 @@ fn a_step_of_decoding_merges_states_by_nccl() {
         let query = [Run { document: 0, start: 0, len: 1, step: 1 }];
         let answers = threads::run(ranks, threads::Options::default(), |comm| {
             let rank = comm.rank();
-            let group = Group::new(connected(comm, gpu, SOON)?, (ranks, 1), Kernel::cuda(gpu)?)?;
+            let group = Group::new(connected(comm, gpu, SOON)?, (ranks, 1), gpu.kernel()?)?;
             let (k, v) = (layout.shard(rank, &inputs.k, 2 * 16)?, layout.shard(rank, &inputs.v, 2 * 16)?);
             let view = |values, tokens, heads| View::new(values, tokens, heads, 16).expect("its size");
             let (k, v) = (view(&k, layout.tokens(rank), 2), view(&v, layout.tokens(rank), 2));
@@ -182,7 +182,7 @@ fn a_rank_that_fails_or_stops_is_named_within_the_deadline() {
             let rank = comm.rank();
             let run = |comm: Comm| -> Result<(), Error> {
                 let comm = connected(comm, gpu, deadline)?;
-                let group = Group::new(comm.clone(), (3, 1), Kernel::cuda(gpu)?)?;
+                let group = Group::new(comm.clone(), (3, 1), gpu.kernel()?)?;
                 let (k, v) = (layout.shard(rank, &inputs.k, 2 * 8)?, layout.shard(rank, &inputs.v, 2 * 8)?);
                 let q = layout.shard(rank, &inputs.q, 4 * 8)?;
                 let view = |values, heads| View::new(values, layout.tokens(rank), heads, 8).expect("its size");

@@ -181,7 +181,7 @@ pub(crate) fn kernel() -> Result<Kernel, Error> {
         #[cfg(feature = "cuda")]
         Ok("cuda") => {
             static GPU: std::sync::OnceLock<ringspan::kernel::Gpu> = std::sync::OnceLock::new();
-            Kernel::cuda(GPU.get_or_init(|| ringspan::kernel::Gpu::open(0).expect("a GPU that works")))
+            GPU.get_or_init(|| ringspan::kernel::Gpu::open(0).expect("a GPU that works")).kernel()
         }
         Ok(other) => panic!("RINGSPAN_TEST_DEVICE={other}: cpu, or cuda in a build with feature cuda"),
     }

@@ -1,8 +1,8 @@
-// The gate of a feed-forward layer, act(gate) * up (Shazeer, 2020). Behind `pack.cu`; GELU is 1 for the tanh form of GELU and
-// 0 for SiLU.
+// The gated activation of a feed-forward layer, act(gate) * up (Shazeer, 2020). This source follows `pack.cu`; GELU is 1 for the
+// tanh form of GELU and 0 for SiLU.
 
 struct Job {
-    // Rows of `width` elements that lie a stride apart; what is written lies row after row.
+    // Rows of `width` elements, with a stride each; results are contiguous.
     const void *gate, *up, *d;
     void *out, *d_gate, *d_up;
     i64 count, width, gate_stride, up_stride, d_stride;
@@ -10,7 +10,7 @@ struct Job {
 
 static_assert(sizeof(Job) == JOB_BYTES, "the job as the host fills it");
 
-// x / (1 + e^-u) and its derivative. For GELU u is sqrt(8 / pi) (x + 0.044715 x^3), else x.
+// Returns x / (1 + e^-u) and its derivative. For GELU, u is sqrt(8 / pi) (x + 0.044715 x^3), for SiLU x.
 __device__ inline float activated(float x, float &slope) {
 #if GELU
     const float root = 1.5957691216057308f, cube = 0.044715f * x * x;
@@ -23,10 +23,11 @@ __device__ inline float activated(float x, float &slope) {
     return x * share;
 }
 
-// The thread's first element, and where it is in a tensor whose rows are that far apart.
+// The number of the thread's first element.
 __device__ inline i64 first_element() { return ((i64)blockIdx.x * THREADS + threadIdx.x) * AT_ONCE; }
 
-__device__ inline i64 place(const Job &job, i64 at, i64 stride) {
+// The position of element `at` in a tensor with this row stride.
+__device__ inline i64 strided(const Job &job, i64 at, i64 stride) {
     return stride == job.width ? at : at / job.width * stride + at % job.width;
 }
 
@@ -36,8 +37,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) gate(const Job job) {
         return;
     }
     float gate[AT_ONCE], up[AT_ONCE];
-    read<X_TYPE>(gate, job.gate, place(job, at, job.gate_stride));
-    read<X_TYPE>(up, job.up, place(job, at, job.up_stride));
+    read<X_TYPE>(gate, job.gate, strided(job, at, job.gate_stride));
+    read<X_TYPE>(up, job.up, strided(job, at, job.up_stride));
 #pragma unroll
     for (int n = 0; n < AT_ONCE; n++) {
         float slope;
@@ -52,9 +53,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) gate_backward(const Job jo
         return;
     }
     float gate[AT_ONCE], up[AT_ONCE], d[AT_ONCE];
-    read<X_TYPE>(gate, job.gate, place(job, at, job.gate_stride));
-    read<X_TYPE>(up, job.up, place(job, at, job.up_stride));
-    read<X_TYPE>(d, job.d, place(job, at, job.d_stride));
+    read<X_TYPE>(gate, job.gate, strided(job, at, job.gate_stride));
+    read<X_TYPE>(up, job.up, strided(job, at, job.up_stride));
+    read<X_TYPE>(d, job.d, strided(job, at, job.d_stride));
 #pragma unroll
     for (int n = 0; n < AT_ONCE; n++) {
         float slope;

@@ -1,18 +1,19 @@
-// Cross entropy over a vocabulary, of rows of logits. Behind `pack.cu`; X_TYPE is F32, and W_TYPE what the gradient is stored in.
+// Cross entropy of rows of logits over a vocabulary. This source follows `pack.cu`; X_TYPE is F32, and W_TYPE is the type of the
+// gradient.
 //
-// A block has a row, and goes over it once for each kernel. Sums have one order, so the same inputs give the same bits.
+// A block computes one row and reads it once in each kernel. Sums have a fixed order, so the same inputs give the same bits.
 
 struct Job {
-    // Rows of `width` logits that follow each other, and their gradient, perhaps in the same place.
+    // Contiguous rows of `width` logits, and their gradient, which may be in the same memory.
     const void *logits;
     void *gradient;
-    // Of each row its target: a token, or NO_TARGET.
+    // The target of each row: a token, or NO_TARGET.
     const u32 *targets;
-    // Of each row what is known of it: the greatest logit, the sum of exponentials relative to it, and the target's logit.
+    // Three numbers a row: the greatest logit, the sum of exponentials relative to it, and the target's logit.
     float *sums;
-    // The first token is number `first` of the vocabulary.
+    // The logits are those of the vocabulary's tokens from `first` on.
     i64 width, first;
-    // What the gradient is multiplied with.
+    // Factor of the gradient.
     float scale;
     // Logits become softcap * tanh(logit / softcap), unless it is 0.
     float softcap;
@@ -28,8 +29,8 @@ struct LogSumExp {
     float max, sum;
 };
 
-// Takes in more numbers. One that is none, or infinite, leaves a sum that is none.
-__device__ inline void take(LogSumExp &partial, const float (&x)[AT_ONCE]) {
+// Adds numbers to the sum. A NaN or +inf among them makes the sum NaN.
+__device__ inline void accumulate(LogSumExp &partial, const float (&x)[AT_ONCE]) {
     float max = partial.max;
 #pragma unroll
     for (int n = 0; n < AT_ONCE; n++) {
@@ -41,17 +42,18 @@ __device__ inline void take(LogSumExp &partial, const float (&x)[AT_ONCE]) {
     }
 #pragma unroll
     for (int n = 0; n < AT_ONCE; n++) {
-        // Where nothing greater was seen yet, there is no distance to it.
+        // If all numbers so far are -inf, x - max is NaN.
         partial.sum += x[n] == NEGATIVE_INFINITY ? 0.0f : expf(x[n] - max);
     }
 }
 
+// The sum of `partial` relative to a greater maximum.
 __device__ inline float relative(const LogSumExp &partial, float max) {
     return partial.sum == 0.0f ? 0.0f : partial.sum * expf(partial.max - max);
 }
 
-// The same whichever of the two is the first.
-__device__ inline LogSumExp both(const LogSumExp &a, const LogSumExp &b) {
+// Merges two sums; the result has the same bits in either order.
+__device__ inline LogSumExp merged(const LogSumExp &a, const LogSumExp &b) {
     const float max = a.max > b.max ? a.max : b.max;
     return {max, relative(a, max) + relative(b, max)};
 }
@@ -73,11 +75,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) loss_sums(const Job job) {
         for (int n = 0; n < AT_ONCE; n++) {
             x[n] = capped(x[n], job.softcap);
         }
-        take(partial, x);
+        accumulate(partial, x);
     }
     for (int distance = 16; distance > 0; distance /= 2) {
         const float max = __shfl_xor_sync(0xFFFFFFFFu, partial.max, distance);
-        partial = both(partial, {max, __shfl_xor_sync(0xFFFFFFFFu, partial.sum, distance)});
+        partial = merged(partial, {max, __shfl_xor_sync(0xFFFFFFFFu, partial.sum, distance)});
     }
     if (threadIdx.x % 32 == 0) {
         shared[threadIdx.x / 32] = partial.max;
@@ -88,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) loss_sums(const Job job) {
         return;
     }
     for (int warp = 1; warp < WARPS; warp++) {
-        partial = both(partial, {shared[warp], shared[WARPS + warp]});
+        partial = merged(partial, {shared[warp], shared[WARPS + warp]});
     }
     const i64 place = (i64)job.targets[row] - job.first;
     float *sums = job.sums + row * 3;
@@ -97,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) loss_sums(const Job job) {
     sums[2] = 0 <= place && place < job.width ? capped(element<X_TYPE>(job.logits, from + place), job.softcap) : 0.0f;
 }
 
-// scale * (softmax - 1 at the target), by sums over the whole vocabulary; 0 where there is no target.
+// The gradient is scale * (softmax - 1 at the target), with sums over the whole vocabulary, and 0 in rows without a target.
 extern "C" __global__ void __launch_bounds__(THREADS) loss_gradient(const Job job) {
     const i64 row = blockIdx.x, from = row * job.width;
     const u32 target = job.targets[row];

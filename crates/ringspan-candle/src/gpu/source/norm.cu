@@ -1,20 +1,20 @@
-// Root-mean-square normalisation (Zhang and Sennrich, 2019). Behind `pack.cu`.
+// Root-mean-square normalisation (Zhang and Sennrich, 2019). This source follows `pack.cu`.
 //
-// `lanes` threads have a row: a power of two up to a warp, with several rows a block, or all threads of the block. They go
-// over it twice, once for its sums and once to write. Sums have one order, so the same inputs give the same bits.
+// `lanes` threads share a row: a power of two up to a warp, with several rows a block, or all threads of the block. They read
+// the row twice, once for its sums and once to write the result. Sums have a fixed order, so the same inputs give the same bits.
 //
-// What is normed may be a sum itself, of a layer's input and what the layer makes of it.
+// The input may be a residual sum: a layer's input plus the layer's output.
 
 struct Job {
-    // Rows of x, of y, which is added to it, of the gradient of the result, and of that of x from elsewhere, or null.
-    const void *x, *y, *d, *beside, *weight;
+    // Rows of x, of y, which is added to x, of the gradient of the result, and of a gradient of x to add, or null.
+    const void *x, *y, *d, *other_gradient, *weight;
     // Rows of the sum of x and y, and of the result.
     void *sum, *out;
     // 1 / root mean square of each row.
     float *inverse;
-    // Of each chunk of rows the sums of its columns [chunks, width].
+    // Column sums of each chunk of rows, [chunks, width].
     float *sums;
-    // Rows of x, y and d lie so many elements apart; a chunk has `chunk` of them.
+    // Elements from one row of x, y and d to the next; number of rows in a chunk.
     i64 rows, width, x_stride, y_stride, d_stride, chunk;
     int lanes;
     float eps;
@@ -24,7 +24,7 @@ static_assert(sizeof(Job) == JOB_BYTES, "the job as the host fills it");
 
 extern __shared__ float shared[];
 
-// Sums over the threads of a row, for each of them.
+// Sums over the threads of a row; each of them gets the sums.
 template <int COUNT> __device__ void add_up(float (&sums)[COUNT], int lanes) {
     for (int distance = min(lanes, 32) / 2; distance > 0; distance /= 2) {
 #pragma unroll
@@ -59,7 +59,7 @@ __device__ inline float inverse_root(const Job &job, float squares) {
     return 1.0f / sqrtf(squares / (float)job.width + job.eps);
 }
 
-// x * inverse * weight, of x or of its sum with y.
+// Writes x * inverse * weight, where x is the input or, if ADDS, its sum with y.
 template <bool ADDS> __device__ void normed(const Job &job) {
     const i64 row = row_of(job), first = threadIdx.x % job.lanes * AT_ONCE, step = job.lanes * AT_ONCE;
     const i64 width = row < job.rows ? job.width : 0;
@@ -72,7 +72,7 @@ template <bool ADDS> __device__ void normed(const Job &job) {
             for (int n = 0; n < AT_ONCE; n++) {
                 x[n] += w[n];
             }
-            // Its norm is that of the sum as others read it.
+            // The norm is computed of the sum as it is stored.
             round_to<X_TYPE>(x);
             write<X_TYPE>(job.sum, row * job.width + column, x);
         }
@@ -84,7 +84,7 @@ template <bool ADDS> __device__ void normed(const Job &job) {
     add_up(sums, job.lanes);
     const float inverse = inverse_root(job, sums[0]);
     for (i64 column = first; column < width; column += step) {
-        // The thread wrote what it reads of a sum.
+        // A thread reads only elements of the sum that it wrote itself.
         read<X_TYPE>(x, ADDS ? job.sum : job.x, row * (ADDS ? job.width : job.x_stride) + column);
         read<W_TYPE>(w, job.weight, column);
 #pragma unroll
@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const Job job) { 
 
 extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_of_sum(const Job job) { normed<true>(job); }
 
-// The gradient of x: inverse * weight * d - x * inverse^3 * mean(x * weight * d), and what it has from elsewhere.
+// The gradient of x is inverse * weight * d - x * inverse^3 * mean(x * weight * d), plus `other_gradient`.
 extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_backward(const Job job) {
     const i64 row = row_of(job), first = threadIdx.x % job.lanes * AT_ONCE, step = job.lanes * AT_ONCE;
     const i64 width = row < job.rows ? job.width : 0;
@@ -125,8 +125,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_backward(const Jo
         for (int n = 0; n < AT_ONCE; n++) {
             d[n] = inverse * w[n] * d[n] - x[n] * along;
         }
-        if (job.beside) {
-            read<X_TYPE>(x, job.beside, row * job.width + column);
+        if (job.other_gradient) {
+            read<X_TYPE>(x, job.other_gradient, row * job.width + column);
 #pragma unroll
             for (int n = 0; n < AT_ONCE; n++) {
                 d[n] += x[n];
@@ -139,8 +139,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_backward(const Jo
     }
 }
 
-// Sums of columns over rows first .. end, by all threads of the block: `lanes` of them side by side in a row, the others below.
-// True for who has the sums.
+// Sums columns over rows first .. end with all threads of the block: `lanes` threads share a row, the other threads take later
+// rows. Returns true for the threads that hold the sums.
 template <class Term> __device__ bool add_columns(float (&sums)[AT_ONCE], const Job &job, i64 first, i64 end, Term term) {
     const int below = threadIdx.x / job.lanes, rows = THREADS / job.lanes;
     const i64 column = ((i64)blockIdx.x * job.lanes + threadIdx.x % job.lanes) * AT_ONCE;
@@ -152,7 +152,7 @@ template <class Term> __device__ bool add_columns(float (&sums)[AT_ONCE], const 
     for (i64 row = held ? first + below : end; row < end; row += rows) {
         term(sums, row, column);
     }
-    // By number, then by thread: neighbours write to neighbours.
+    // The layout [AT_ONCE, THREADS] lets neighbouring threads write neighbouring elements.
     for (int half = rows / 2; half > 0; half /= 2) {
         if (half <= below && below < 2 * half) {
 #pragma unroll
@@ -171,7 +171,7 @@ template <class Term> __device__ bool add_columns(float (&sums)[AT_ONCE], const 
     return held && below == 0;
 }
 
-// Of a chunk of rows the gradient of the weight: the sum of d * x * inverse.
+// The gradient of the weight from one chunk of rows: the sum of d * x * inverse.
 extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_weight(const Job job) {
     const i64 first = blockIdx.y * job.chunk, end = min(first + job.chunk, job.rows);
     float sums[AT_ONCE];
@@ -190,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_weight(const Job 
     }
 }
 
-// The sum over chunks, of which there are `rows`.
+// Sums the gradient of the weight over chunks; `rows` is their number.
 extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_weight_sum(const Job job) {
     float sums[AT_ONCE];
     const auto term = [&](float(&sums)[AT_ONCE], i64 row, i64 column) {

@@ -1,9 +1,9 @@
-// Several numbers at once. Behind `element.cu`, compiled at run time for what is at hand:
-//   X_TYPE, W_TYPE   what tensors are stored in, and the weight of a norm, the gradient of logits or what is added: F32 or BF16
-//   AT_ONCE          numbers that a thread reads at once: as many of X_TYPE as 16 bytes hold, or 1 where rows do not lie so
+// Reads and writes of several numbers at once. This source follows `element.cu` and is compiled at run time with these macros:
+//   X_TYPE, W_TYPE   types of stored elements, F32 or BF16: of the main tensors, and of a second one that each kernel names
+//   AT_ONCE          numbers that a thread reads at once: as many of X_TYPE as 16 bytes hold, or 1 if rows are not aligned
 //   THREADS          threads of a block
-//   JOB_BYTES        size of Job where it was filled
-// All between reading and writing is f32.
+//   JOB_BYTES        size of Job on the host
+// Arithmetic between reads and writes is in f32.
 
 template <int TYPE> struct Bits {
     typedef unsigned short of;
@@ -15,7 +15,7 @@ template <> struct Bits<F32> {
 
 #define PACK_BYTES(TYPE) (AT_ONCE * sizeof(typename Bits<TYPE>::of))
 
-// So aligned, it is read in one go.
+// The alignment lets one instruction read all elements.
 template <int TYPE> struct alignas(PACK_BYTES(TYPE) < 16 ? PACK_BYTES(TYPE) : 16) Pack {
     typename Bits<TYPE>::of at[AT_ONCE];
 };
@@ -28,7 +28,7 @@ template <int TYPE> __device__ void read(float (&to)[AT_ONCE], const void *from,
     }
 }
 
-// What would be read where it was written.
+// Rounds numbers as a write and a read of this type would.
 template <int TYPE> __device__ void round_to(float (&x)[AT_ONCE]) {
 #pragma unroll
     for (int n = 0; n < AT_ONCE; n++) {

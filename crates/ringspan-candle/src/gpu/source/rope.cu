@@ -1,14 +1,14 @@
-// Rotary position embedding (Su et al., 2021): elements i and i + D/2 of every head, turned by the token's angle i. Behind
-// `pack.cu`.
+// Rotary position embedding (Su et al., 2021): rotates elements i and i + D/2 of every head by the token's angle i. This source
+// follows `pack.cu`.
 
 struct Job {
-    // x [tokens, heads, D] in its strides; what is written lies row after row.
+    // x is [tokens, heads, D] with strides; the result is contiguous.
     const void *x;
     void *out;
-    // [tokens, D/2]
+    // Cosines and sines of the angles, [tokens, D/2].
     const float *cos, *sin;
     i64 tokens, heads, half, token_stride, head_stride, stride;
-    // -1 to turn back.
+    // 1, or -1 to rotate back in the backward pass.
     float sign;
 };
 

@@ -1,7 +1,7 @@
-// A sum, element by element. Behind `pack.cu`; X_TYPE is that of x and of the sum, W_TYPE that of y.
+// Elementwise sum. This source follows `pack.cu`; X_TYPE is the type of x and of the sum, W_TYPE the type of y.
 
 struct Job {
-    // They follow each other.
+    // Contiguous elements.
     const void *x, *y;
     void *out;
     i64 count;

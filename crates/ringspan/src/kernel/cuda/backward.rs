@@ -9,13 +9,7 @@ use crate::error::Result;
 
 impl Cuda {
     /// Adds the gradients of `tiles` to `sums`.
-    pub(in crate::kernel) fn backward(
-        &self,
-        inputs: &Inputs,
-        tiles: &[Tile],
-        saved: &Saved,
-        sums: &mut Sums,
-    ) -> Result<()> {
+    pub(super) fn backward(&self, inputs: &Inputs, tiles: &[Tile], saved: &Saved, sums: &mut Sums) -> Result<()> {
         let Inputs { q, k, v, .. } = inputs;
         let d_out = &saved.d_out;
         let [q_view, k_view, v_view, d_out_view] = [self.view(q)?, self.view(k)?, self.view(v)?, self.view(d_out)?];
@@ -60,7 +54,7 @@ impl Cuda {
     fn sum(&self, sum: &mut FloatsMut) -> Result<u64> {
         match sum {
             _ if sum.is_empty() => Ok(0),
-            FloatsMut::Gpu(sum) => sum.write(&self.stream),
+            FloatsMut::Device(sum) => self.write(sum),
             FloatsMut::Host(sum) => Err(self.wrong(format!("{} sums are in the memory of the CPU", sum.len()))),
         }
     }

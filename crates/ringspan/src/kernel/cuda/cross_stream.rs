@@ -2,11 +2,11 @@
 //!
 //! An event marks the point that the writer's stream must have reached; the reader's stream waits for it, and no CPU waits.
 
-use super::super::view::Stored;
+use super::super::{DType, DeviceArray};
 use super::failed;
-use super::memory::GpuElement;
+use super::memory::{GpuElement, Memory};
 use crate::error::{Error, Result};
-use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DevicePtrMut, DriverError, result};
+use cudarc::driver::{CudaContext, CudaEvent, CudaSlice, CudaStream, DevicePtrMut, DriverError, result};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The stream that writes some memory, and the streams that read it.
@@ -90,22 +90,39 @@ pub(super) fn wait_for(context: &CudaContext, waiting: &CudaStream, stream: &Cud
     context.record_err(stream.record_event(None).and_then(|event| waiting.wait(&event)));
 }
 
-/// Elements on a GPU that others may read, of a [`GpuArray`](super::GpuArray) or [handed over](super::SharedSlice).
+/// Elements on a GPU that others may read, of a [`DeviceArray`] or [handed over](super::SharedSlice).
 #[derive(Clone, Copy)]
 pub struct GpuSource<'a> {
     pub(super) sharing: &'a CrossStreamAccess,
     pub(super) at: u64,
-    pub(super) stored: Stored,
+    pub(super) dtype: DType,
     pub(super) len: usize,
 }
 
 impl std::fmt::Debug for GpuSource<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} {:?} on GPU {}", self.len, self.stored, self.context().ordinal())
+        write!(f, "{} {:?} on GPU {}", self.len, self.dtype, self.context().ordinal())
     }
 }
 
-impl GpuSource<'_> {
+impl<'a> GpuSource<'a> {
+    /// The elements of an array; `None` if they are not on a GPU.
+    pub fn of_array(array: &'a DeviceArray) -> Option<Self> {
+        Memory::source(array.data())
+    }
+
+    /// Copies f32 elements for another library, on its stream, after the work that writes them.
+    ///
+    /// # Errors
+    /// Elements of another type, or failures of the driver.
+    pub fn copied_on(&self, stream: &Arc<CudaStream>) -> Result<CudaSlice<f32>> {
+        // SAFETY: the copy writes all elements, or fails, and then the memory is not returned.
+        let taken = unsafe { stream.alloc(self.len) };
+        let mut to = taken.map_err(failed(&format!("GPU {}", stream.context().ordinal()), "take memory"))?;
+        self.copy_to(&mut to)?;
+        Ok(to)
+    }
+
     /// Number of elements.
     pub fn len(&self) -> usize {
         self.len
@@ -118,7 +135,7 @@ impl GpuSource<'_> {
 
     /// Whether the elements have this type.
     pub fn is_of<T: GpuElement>(&self) -> bool {
-        self.stored == T::data(&[]).stored()
+        self.dtype == T::data(&[]).dtype()
     }
 
     /// Copies all elements into memory of another library, on its stream, after the work that writes them; also from
@@ -127,9 +144,9 @@ impl GpuSource<'_> {
     /// # Errors
     /// A target with another type or number of elements, or failures of the driver.
     pub fn copy_to<T: GpuElement>(&self, to: &mut impl DevicePtrMut<T>) -> Result<()> {
-        let (context, stored) = (to.stream().context().clone(), T::data(&[]).stored());
-        if self.stored != stored || to.len() != self.len {
-            let kind = format!("{stored:?}").to_lowercase();
+        let (context, dtype) = (to.stream().context().clone(), T::data(&[]).dtype());
+        if self.dtype != dtype || to.len() != self.len {
+            let kind = format!("{dtype:?}").to_lowercase();
             return Err(Error::Device {
                 device: format!("GPU {}", self.context().ordinal()),
                 operation: "copy",
@@ -144,7 +161,7 @@ impl GpuSource<'_> {
         context.bind_to_thread().map_err(failed("use from this thread"))?;
         let from = self.read(&stream)?;
         let (at, written) = to.device_ptr_mut(&stream);
-        let bytes = self.len * self.stored.width();
+        let bytes = self.len * self.dtype.width();
         // SAFETY: both have the same number of bytes, each in the context given for it, and the stream waits for the
         // writer.
         let copied = unsafe {

@@ -1,8 +1,7 @@
 //! Starts the forward pass of a call.
 
-use super::super::{Inputs, Tile};
+use super::super::{DeviceArray, Inputs, Tile};
 use super::job::Job;
-use super::memory::GpuArray;
 use super::options::Options;
 use super::tables::{Rows, ScoreTerms, Tables};
 use super::{Cuda, count};
@@ -10,7 +9,7 @@ use crate::error::Result;
 
 impl Cuda {
     /// Adds the keys of `tiles` to the softmax state `[out | max | sum]` of the queries.
-    pub(in crate::kernel) fn forward(&self, inputs: &Inputs, tiles: &[Tile], state: &mut GpuArray) -> Result<()> {
+    pub(super) fn forward(&self, inputs: &Inputs, tiles: &[Tile], state: &mut DeviceArray) -> Result<()> {
         let Inputs { q, k, v, .. } = inputs;
         let [q_view, k_view, v_view] = [self.view(q)?, self.view(k)?, self.view(v)?];
         let tensor = self.tensor_cores(&[(q, &q_view), (k, &k_view), (v, &v_view)]);
@@ -18,7 +17,7 @@ impl Cuda {
         let Some(tables) = Tables::new(self, inputs, tiles, Rows::Queries, options.rows)? else { return Ok(()) };
         let terms = ScoreTerms::new(self, inputs.score)?;
         let rows = q.tokens * q.heads;
-        let out = state.all_mut().write(&self.stream)?;
+        let out = self.write(&mut state.all_mut())?;
         let max = out + 4 * (rows * v.dim) as u64;
         let job = Job {
             q: q_view,

@@ -1,18 +1,16 @@
 //! Memory of a GPU: which rank owns it, and when others may read it.
 //!
 //! A rank writes on its own stream. When it sends an array, an event marks the point that its stream must have reached, and
-//! the streams of readers wait for it (`sharing.rs`). Memory that no other rank has read is freed on its own stream, other
+//! the streams of readers wait for it (`cross_stream.rs`). Memory that no other rank has read is freed on its own stream, other
 //! memory on a stream that waits for all readers, so that no rank's work waits for them. (cudarc can order streams too, but
 //! remembers only one reader of a buffer, and a block of keys has several.)
 
-use super::super::Data;
-use super::super::view::Stored;
+use super::super::{DType, Data, DeviceArray, DeviceMemory, DeviceSlice, DeviceSliceMut};
 use super::cross_stream::{CrossStreamAccess, GpuSource, wait_for};
 use super::{Cuda, Gpu};
-use crate::comm::OnDevice;
 use crate::error::{Error, Result};
-use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
-use std::ops::Range;
+use cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
+use std::any::Any;
 use std::sync::Arc;
 
 /// Memory that was allocated by the driver, or is borrowed.
@@ -42,184 +40,40 @@ impl Drop for Memory {
     }
 }
 
-/// Numbers in the memory of a GPU: f32, bf16 or f16. A clone shares the memory.
-#[derive(Clone)]
-pub struct GpuArray {
-    memory: Arc<Memory>,
-    stored: Stored,
-    start: usize,
-    len: usize,
-}
-
-/// A range of a [`GpuArray`], as part of [`Data`].
-#[derive(Clone, Copy)]
-pub struct GpuData<'a> {
-    memory: &'a Memory,
-    stored: Stored,
-    start: usize,
-    len: usize,
-}
-
-/// A range of a [`GpuArray`] for writing, which nothing else accesses.
-pub struct GpuMut<'a>(GpuData<'a>);
-
-impl std::fmt::Debug for GpuArray {
+impl std::fmt::Debug for Memory {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        self.data().fmt(f)
+        self.gpu.fmt(f)
     }
 }
 
-impl std::fmt::Debug for GpuData<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} {:?} on {:?}", self.len, self.stored, self.memory.gpu)
-    }
-}
-
-impl std::fmt::Debug for GpuMut<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        self.0.fmt(f)
-    }
-}
-
-impl OnDevice for GpuArray {
-    fn elements(&self) -> usize {
-        self.len
-    }
-
-    fn width(&self) -> u64 {
-        self.stored.width() as u64
-    }
-}
-
-impl GpuArray {
-    /// Number of elements.
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    /// Whether there is no element.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
-    /// Borrows the elements, for views.
-    pub fn data(&self) -> GpuData<'_> {
-        GpuData { memory: &self.memory, stored: self.stored, start: self.start, len: self.len }
-    }
-
-    /// Borrows the elements as the source of a copy.
-    pub fn source(&self) -> GpuSource<'_> {
-        let GpuData { memory, stored, len, .. } = self.data();
-        GpuSource { sharing: &memory.sharing, at: self.data().at(), stored, len }
-    }
-
-    /// Copies all elements into memory of another library, as by [`GpuSource::copy_to`].
-    ///
-    /// # Errors
-    /// A target with another type or number of elements, or failures of the driver.
-    pub fn copy_to<T: GpuElement>(&self, to: &mut impl DevicePtrMut<T>) -> Result<()> {
-        self.source().copy_to(to)
-    }
-
-    /// Copies f32 elements for another library, on its stream, after the work that this array's rank has started.
-    ///
-    /// # Errors
-    /// Elements of another type, or failures of the driver.
-    pub fn copied_on(&self, stream: &Arc<CudaStream>) -> Result<CudaSlice<f32>> {
-        // SAFETY: the copy writes all elements, or fails, and then the memory is not returned.
-        let taken = unsafe { stream.alloc(self.len) };
-        let mut to = taken.map_err(self.memory.gpu.failed("take memory"))?;
-        self.copy_to(&mut to)?;
-        Ok(to)
-    }
-
-    /// A range of the elements as another array that shares the memory.
-    pub(in crate::kernel) fn part(&self, range: Range<usize>) -> Self {
-        let GpuData { start, len, .. } = self.data().slice(range);
-        Self { start, len, ..self.clone() }
-    }
-
-    pub(in crate::kernel) fn all_mut(&mut self) -> GpuMut<'_> {
-        GpuMut(self.data())
-    }
-
-    pub(in crate::kernel) fn split_at_mut(&mut self, at: usize) -> (GpuMut<'_>, GpuMut<'_>) {
-        let all = self.data();
-        (GpuMut(all.slice(0..at)), GpuMut(all.slice(at..all.len)))
-    }
-
-    pub(in crate::kernel) fn is_on(&self, gpu: &Gpu) -> bool {
-        self.memory.gpu.is(gpu)
-    }
-
-    /// Lets other ranks read the elements written so far; after this they must not be written to any more.
-    pub(in crate::kernel) fn share(&self, cuda: &Cuda) -> Result<()> {
-        // If another rank sent the array, that rank has already called this.
-        if cuda.stream != *self.memory.sharing.stream() {
+impl DeviceMemory for Memory {
+    fn download(&self, start: usize, to: &mut [u8]) -> Result<()> {
+        if to.is_empty() {
             return Ok(());
         }
-        self.memory.sharing.share().map_err(cuda.gpu.failed("mark what is sent"))
+        let cuda = Cuda::new(&self.gpu)?;
+        let at = self.read(&cuda.stream)? + start as u64;
+        cuda.download_bytes(at, to)
     }
 }
 
-impl<'a> GpuData<'a> {
-    /// Number of elements.
-    pub fn len(self) -> usize {
-        self.len
+impl Memory {
+    /// The memory behind an array, if it is of a GPU.
+    pub(super) fn of<'a>(memory: &'a (dyn DeviceMemory + 'static)) -> Option<&'a Self> {
+        (memory as &dyn Any).downcast_ref()
     }
 
-    /// Whether there is no element.
-    pub fn is_empty(self) -> bool {
-        self.len == 0
+    /// The elements of an array as the source of a copy; `None` if they are not on a GPU.
+    pub(super) fn source(from: DeviceSlice<'_>) -> Option<GpuSource<'_>> {
+        let memory = Self::of(from.memory())?;
+        let (sharing, at) = (&memory.sharing, memory.at);
+        Some(GpuSource { sharing, at: at + from.start() as u64, dtype: from.dtype(), len: from.len() })
     }
 
-    /// The elements in a range.
-    ///
-    /// # Panics
-    /// If the range is out of bounds.
-    pub fn slice(self, range: Range<usize>) -> GpuData<'a> {
-        assert!(range.start <= range.end && range.end <= self.len, "elements {range:?} of {}", self.len);
-        GpuData { start: self.start + range.start, len: range.len(), ..self }
-    }
-
-    pub(in crate::kernel) fn stored(self) -> Stored {
-        self.stored
-    }
-
-    pub(in crate::kernel) fn gpu(self) -> &'a Gpu {
-        &self.memory.gpu
-    }
-
-    fn at(self) -> u64 {
-        self.memory.at + (self.start * self.stored.width()) as u64
-    }
-
-    /// The address of the elements, for reads on `stream`, which is made to wait until they are written.
-    pub(super) fn read(self, stream: &Arc<CudaStream>) -> Result<u64> {
-        self.memory.sharing.order(stream).map_err(self.memory.gpu.failed("wait for another rank's stream"))?;
-        Ok(self.at())
-    }
-}
-
-impl GpuMut<'_> {
-    pub(in crate::kernel) fn len(&self) -> usize {
-        self.0.len
-    }
-
-    pub(in crate::kernel) fn data(&self) -> GpuData<'_> {
-        self.0
-    }
-
-    /// The address of the elements, for writes, which only the owner's stream may do.
-    pub(super) fn write(&mut self, stream: &Arc<CudaStream>) -> Result<u64> {
-        if stream != self.0.memory.sharing.stream() {
-            return Err(Error::Device {
-                device: format!("{:?}", self.0.memory.gpu),
-                operation: "write",
-                message: format!("{} elements that belong to another rank", self.0.len),
-            });
-        }
-        Ok(self.0.at())
+    /// The address of the memory, for reads on `stream`, which is made to wait until it is written.
+    fn read(&self, stream: &Arc<CudaStream>) -> Result<u64> {
+        self.sharing.order(stream).map_err(self.gpu.failed("wait for another rank's stream"))?;
+        Ok(self.at)
     }
 }
 
@@ -257,38 +111,28 @@ element!(half::f16, F16);
 /// loan waits for this rank. These waits are on the GPU, not on the CPU.
 #[derive(Debug)]
 pub struct BorrowedSlice<'a> {
-    array: GpuArray,
+    array: DeviceArray,
     _lender: std::marker::PhantomData<&'a ()>,
 }
 
 impl BorrowedSlice<'_> {
     /// Borrows the elements, for views.
-    pub fn data(&self) -> GpuData<'_> {
+    pub fn data(&self) -> DeviceSlice<'_> {
         self.array.data()
     }
 }
 
-impl Cuda {
-    /// An array with uninitialised elements.
-    pub(in crate::kernel) fn array(&self, stored: Stored, len: usize) -> Result<GpuArray> {
-        let bytes = (len * stored.width()).max(1);
-        // SAFETY: every caller writes the array before it is read.
-        let taken = unsafe { self.stream.alloc::<u8>(bytes) }.map_err(self.gpu.failed("take memory"))?;
-        Ok(self.own(taken, stored, len))
-    }
-
-    /// Makes an array of memory that was allocated on this rank's stream.
-    pub(super) fn own(&self, taken: CudaSlice<u8>, stored: Stored, len: usize) -> GpuArray {
-        let (gpu, sharing, at) = (self.gpu.clone(), CrossStreamAccess::new(self.stream.clone()), self.at(&taken));
-        let memory = Memory { gpu, at, taken: Some(taken), sharing };
-        GpuArray { memory: Arc::new(memory), stored, start: 0, len }
-    }
-
-    /// Borrows `slice`, which must be on this GPU.
-    pub(in crate::kernel) fn borrow<'a, T: GpuElement>(&self, slice: &'a CudaSlice<T>) -> Result<BorrowedSlice<'a>> {
-        if slice.context().cu_ctx() != self.gpu.0.context.cu_ctx() {
+impl Gpu {
+    /// Borrows a slice that another library (cudarc, candle) holds on this GPU. Nothing is copied, and the CPU does not
+    /// wait: work that was started before on the slice's stream precedes the reads of kernels, and work that is started
+    /// there after the loan follows them.
+    ///
+    /// # Errors
+    /// A slice on another GPU; failures of the driver.
+    pub fn borrow<'a, T: GpuElement>(&self, slice: &'a CudaSlice<T>) -> Result<BorrowedSlice<'a>> {
+        if slice.context().cu_ctx() != self.0.context.cu_ctx() {
             return Err(Error::Device {
-                device: format!("{:?}", self.gpu),
+                device: format!("{self:?}"),
                 operation: "borrow",
                 message: format!("{} elements that lie on GPU {}", slice.len(), slice.ordinal()),
             });
@@ -297,9 +141,67 @@ impl Cuda {
         let (at, read) = slice.device_ptr(&stream);
         drop(read);
         let sharing = CrossStreamAccess::new(stream.clone());
-        let memory = Memory { gpu: self.gpu.clone(), at, taken: None, sharing };
-        let array = GpuArray { memory: Arc::new(memory), stored: T::data(&[]).stored(), start: 0, len: slice.len() };
-        array.memory.sharing.share().map_err(self.gpu.failed("mark what is lent"))?;
+        sharing.share().map_err(self.failed("mark what is lent"))?;
+        let memory = Arc::new(Memory { gpu: self.clone(), at, taken: None, sharing });
+        let array = DeviceArray::new(memory, T::data(&[]).dtype(), slice.len());
         Ok(BorrowedSlice { array, _lender: std::marker::PhantomData })
+    }
+}
+
+impl Cuda {
+    /// An array with uninitialised elements.
+    pub(super) fn array(&self, dtype: DType, len: usize) -> Result<DeviceArray> {
+        let bytes = (len * dtype.width()).max(1);
+        // SAFETY: every caller writes the array before it is read.
+        let taken = unsafe { self.stream.alloc::<u8>(bytes) }.map_err(self.gpu.failed("take memory"))?;
+        Ok(self.own(taken, dtype, len))
+    }
+
+    /// Makes an array of memory that was allocated on this rank's stream.
+    pub(super) fn own(&self, taken: CudaSlice<u8>, dtype: DType, len: usize) -> DeviceArray {
+        let (gpu, sharing, at) = (self.gpu.clone(), CrossStreamAccess::new(self.stream.clone()), self.at(&taken));
+        DeviceArray::new(Arc::new(Memory { gpu, at, taken: Some(taken), sharing }), dtype, len)
+    }
+
+    /// The memory of elements; an error unless it is of a GPU.
+    pub(super) fn memory<'a>(&self, data: DeviceSlice<'a>) -> Result<&'a Memory> {
+        Memory::of(data.memory()).ok_or_else(|| self.wrong(format!("{data:?} are not on a GPU")))
+    }
+
+    /// The address of elements that this rank's stream is going to read, which is made to wait until they are written. They
+    /// may be on another GPU.
+    pub(super) fn read_anywhere(&self, data: DeviceSlice) -> Result<u64> {
+        Ok(self.memory(data)?.read(&self.stream)? + data.start() as u64)
+    }
+
+    /// The address of elements on this GPU that this rank is going to read.
+    pub(super) fn read(&self, data: DeviceSlice) -> Result<u64> {
+        if !self.memory(data)?.gpu.is(&self.gpu) {
+            return Err(self.wrong(format!("it cannot read {data:?}")));
+        }
+        self.read_anywhere(data)
+    }
+
+    /// The address of elements, for writes, which only the owner's stream may do.
+    pub(super) fn write(&self, to: &mut DeviceSliceMut) -> Result<u64> {
+        let memory = self.memory(to.data())?;
+        if self.stream != *memory.sharing.stream() {
+            return Err(Error::Device {
+                device: format!("{:?}", memory.gpu),
+                operation: "write",
+                message: format!("{} elements that belong to another rank", to.len()),
+            });
+        }
+        Ok(memory.at + to.data().start() as u64)
+    }
+
+    /// Lets other ranks read the elements written so far; after this they must not be written to any more.
+    pub(super) fn share(&self, array: &DeviceArray) -> Result<()> {
+        let memory = self.memory(array.data())?;
+        // If another rank sent the array, that rank has already called this.
+        if self.stream != *memory.sharing.stream() {
+            return Ok(());
+        }
+        memory.sharing.share().map_err(self.gpu.failed("mark what is sent"))
     }
 }

@@ -4,6 +4,7 @@
 //! Calls start work and return, unless they copy numbers to the CPU; a wait drives communication. The driver and the
 //! compiler are loaded when the first [`Gpu`] is opened, so a program with this feature also runs on machines without them.
 
+mod backend;
 mod backward;
 mod connect;
 mod cross_stream;
@@ -21,16 +22,17 @@ mod shared_slice;
 mod tables;
 
 pub use cross_stream::GpuSource;
-pub use memory::{BorrowedSlice, GpuArray, GpuData, GpuElement, GpuMut};
+pub use memory::{BorrowedSlice, GpuElement};
 pub use room::GpuMemory;
 pub use shared_slice::SharedSlice;
 
-use super::{Progress, View};
+use super::{DeviceArray, Kernel, Progress, View};
 use crate::error::{Error, Result};
 use cudarc::driver::{CudaContext, CudaEvent, CudaSlice, CudaStream, DeviceRepr, LaunchConfig, PushKernelArg, sys};
 use job::Job;
 use nvrtc::Modules;
 use options::{Options, TensorCores};
+use std::any::Any;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -121,13 +123,27 @@ impl Gpu {
         })))
     }
 
+    /// Makes a kernel on this GPU with its own stream, so that kernels of several ranks may share the GPU.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub fn kernel(&self) -> Result<Kernel> {
+        Ok(Kernel::on(Cuda::new(self)?))
+    }
+
+    /// The GPU of a kernel; `None` if it computes elsewhere.
+    pub fn of(kernel: &Kernel) -> Option<&Self> {
+        let backend: &dyn Any = kernel.backend()?;
+        backend.downcast_ref().map(Cuda::gpu)
+    }
+
     /// Bytes copied from the CPU to the GPU, and from the GPU to the CPU, by all ranks since the GPU was opened.
     pub fn copied(&self) -> (u64, u64) {
         (self.0.uploaded.load(Ordering::Relaxed), self.0.downloaded.load(Ordering::Relaxed))
     }
 
     /// Whether both are the same GPU of this process.
-    pub(super) fn is(&self, other: &Self) -> bool {
+    fn is(&self, other: &Self) -> bool {
         self.0.context.cu_ctx() == other.0.context.cu_ctx()
     }
 
@@ -153,7 +169,7 @@ fn failed(device: &str, operation: &'static str) -> impl Fn(cudarc::driver::Driv
 pub(super) struct Cuda {
     gpu: Gpu,
     stream: Arc<CudaStream>,
-    pub(super) progress: Option<Progress>,
+    progress: Option<Progress>,
     /// Events that mark the ends of the last steps of a plan.
     steps: Mutex<VecDeque<CudaEvent>>,
 }
@@ -169,27 +185,23 @@ impl std::fmt::Debug for Cuda {
 }
 
 impl Cuda {
-    pub(super) fn new(gpu: &Gpu) -> Result<Self> {
+    fn new(gpu: &Gpu) -> Result<Self> {
         let stream = gpu.0.context.new_stream().map_err(gpu.failed("make a stream"))?;
         Ok(Self { gpu: gpu.clone(), stream, progress: None, steps: Mutex::default() })
     }
 
-    pub(super) fn gpu(&self) -> &Gpu {
+    fn gpu(&self) -> &Gpu {
         &self.gpu
-    }
-
-    pub(super) fn multiplies_bf16(&self) -> bool {
-        self.gpu.0.tensor_cores != TensorCores::None
     }
 
     /// The GPU's tensor cores, or none if they cannot read these tensors.
     fn tensor_cores(&self, views: &[(&View, &job::View)]) -> TensorCores {
-        let in_eights = |(view, at): &(&View, &job::View)| at.is_in_eights(view.dim, view.data.stored().width() as u64);
+        let in_eights = |(view, at): &(&View, &job::View)| at.is_in_eights(view.dim, view.data.dtype().width() as u64);
         if views.iter().all(in_eights) { self.gpu.0.tensor_cores } else { TensorCores::None }
     }
 
     /// Computes the row sums of `out * d_out`, `[H, Tq]`.
-    pub(super) fn delta(&self, out: &View, d_out: &View) -> Result<GpuArray> {
+    fn delta(&self, out: &View, d_out: &View) -> Result<DeviceArray> {
         let rows = d_out.tokens * d_out.heads;
         let mut sums = self.filled(rows, 0.0)?;
         if rows == 0 {
@@ -199,7 +211,7 @@ impl Cuda {
         let job = Job {
             q: self.view(out)?,
             d_out: self.view(d_out)?,
-            out: sums.all_mut().write(&self.stream)?,
+            out: self.write(&mut sums.all_mut())?,
             queries: count(d_out.tokens, "queries")?,
             heads: count(d_out.heads, "heads")?,
             ..Job::default()
@@ -210,7 +222,7 @@ impl Cuda {
     }
 
     /// Marks the end of a step of a plan, and waits if the GPU is more than [`STEPS`] steps behind.
-    pub(super) fn step(&self) -> Result<()> {
+    fn step(&self) -> Result<()> {
         let end = self.stream.record_event(None).map_err(self.gpu.failed("mark the end of a step"))?;
         let before = {
             let mut steps = self.steps.lock().unwrap_or_else(PoisonError::into_inner);
@@ -221,7 +233,7 @@ impl Cuda {
     }
 
     /// Waits for all started work, while communication goes on.
-    pub(super) fn wait(&self) -> Result<()> {
+    fn wait(&self) -> Result<()> {
         self.wait_for(&self.stream.record_event(None).map_err(self.gpu.failed("mark what was started"))?)
     }
 

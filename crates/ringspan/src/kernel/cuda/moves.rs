@@ -1,11 +1,8 @@
 //! A rank's operations on GPU tensors besides attention: copies, messages, sums, softmax states.
 
-use super::super::message::TensorSlice;
-use super::super::sums::RowTarget;
-use super::super::view::Stored;
-use super::super::{Data, Statistics, View};
+use super::super::{DType, Data, DeviceArray, DeviceSlice, DeviceSliceMut, RowTarget, StateShape, Statistics};
+use super::super::{TensorSlice, View};
 use super::job::Move;
-use super::memory::{GpuArray, GpuData, GpuMut};
 use super::options::Options;
 use super::{Cuda, count};
 use crate::error::{Error, Result};
@@ -18,42 +15,42 @@ const LANES: usize = 32;
 
 impl Cuda {
     /// Copies elements from the memory of the CPU to the GPU, in their storage type.
-    pub(in crate::kernel) fn upload(&self, data: Data) -> Result<GpuArray> {
+    pub(super) fn upload(&self, data: Data) -> Result<DeviceArray> {
         let bytes: &[u8] = match data {
             Data::F32(data) => bytemuck::cast_slice(data),
             Data::Bf16(data) => bytemuck::cast_slice(data),
             Data::F16(data) => bytemuck::cast_slice(data),
-            Data::Gpu(data) => return Err(self.wrong(format!("{data:?} are no elements of the CPU"))),
+            Data::Device(data) => return Err(self.wrong(format!("{data:?} are no elements of the CPU"))),
         };
-        Ok(self.own(self.upload_all(bytes)?, data.stored(), data.len()))
+        Ok(self.own(self.upload_all(bytes)?, data.dtype(), data.len()))
     }
 
-    /// Copies f32 or 16-bit elements to the CPU; communication goes on until the GPU has done the work that was started
-    /// before.
-    pub(in crate::kernel) fn download<T: bytemuck::Pod>(&self, from: GpuData, to: &mut [T]) -> Result<()> {
-        if (from.len(), from.stored().width()) != (to.len(), size_of::<T>()) {
-            return Err(self.wrong(format!("{from:?} for {} elements of {} bytes", to.len(), size_of::<T>())));
+    /// Copies elements to the CPU; communication goes on until the GPU has done the work that was started before.
+    pub(super) fn download(&self, from: DeviceSlice, to: &mut [u8]) -> Result<()> {
+        if from.len() * from.dtype().width() != to.len() {
+            return Err(self.wrong(format!("{from:?} for {} bytes", to.len())));
         }
-        if to.is_empty() {
-            return Ok(());
-        }
-        let at = self.read(from)?;
+        if to.is_empty() { Ok(()) } else { self.download_bytes(self.read(from)?, to) }
+    }
+
+    /// Copies as many bytes as `to` has from this address to the CPU.
+    pub(super) fn download_bytes(&self, at: u64, to: &mut [u8]) -> Result<()> {
         self.wait()?;
-        self.gpu.0.downloaded.fetch_add(size_of_val(to) as u64, Ordering::Relaxed);
+        self.gpu.0.downloaded.fetch_add(to.len() as u64, Ordering::Relaxed);
         self.bind()?;
-        // SAFETY: both have the same number of bytes, and stay valid until the copy is over.
+        // SAFETY: both callers give the address of as many bytes, which stay valid until the copy is over.
         unsafe { result::memcpy_dtoh_async(to, at, self.stream.cu_stream()) }
             .and_then(|()| self.stream.synchronize())
             .map_err(self.gpu.failed("copy from the GPU"))
     }
 
     /// Copies elements of another GPU or rank to an array of this rank.
-    pub(in crate::kernel) fn copied(&self, from: GpuData) -> Result<GpuArray> {
-        let mut to = self.array(from.stored(), from.len())?;
-        let bytes = from.len() * from.stored().width();
+    pub(super) fn copied(&self, from: DeviceSlice) -> Result<DeviceArray> {
+        let mut to = self.array(from.dtype(), from.len())?;
+        let bytes = from.len() * from.dtype().width();
         if bytes > 0 {
-            let (source, target) = (from.read(&self.stream)?, to.all_mut().write(&self.stream)?);
-            let (source_gpu, context) = (&from.gpu().0.context, &self.gpu.0.context);
+            let (source, target) = (self.read_anywhere(from)?, self.write(&mut to.all_mut())?);
+            let (source_gpu, context) = (&self.memory(from)?.gpu.0.context, &self.gpu.0.context);
             self.bind()?;
             // SAFETY: both have the same number of bytes, each in the context given for it.
             unsafe {
@@ -76,18 +73,10 @@ impl Cuda {
         self.gpu.0.context.bind_to_thread().map_err(self.gpu.failed("use from this thread"))
     }
 
-    /// The address of elements on this GPU that this rank is going to read.
-    pub(super) fn read(&self, data: GpuData) -> Result<u64> {
-        if !data.gpu().is(&self.gpu) {
-            return Err(self.wrong(format!("it cannot read {data:?}")));
-        }
-        data.read(&self.stream)
-    }
-
     /// Like [`read`](Self::read), for the elements of any tensor; an error if they are in the memory of the CPU.
     pub(super) fn read_any(&self, data: Data) -> Result<u64> {
         match data {
-            Data::Gpu(data) => self.read(data),
+            Data::Device(data) => self.read(data),
             _ => Err(self.wrong(format!("{} elements are in the memory of the CPU", data.len()))),
         }
     }
@@ -97,25 +86,25 @@ impl Cuda {
     }
 
     /// An array of `len` f32 elements with the same `value`.
-    pub(in crate::kernel) fn filled(&self, len: usize, value: f32) -> Result<GpuArray> {
-        let mut array = self.array(Stored::F32, len)?;
+    pub(super) fn filled(&self, len: usize, value: f32) -> Result<DeviceArray> {
+        let mut array = self.array(DType::F32, len)?;
         self.fill(array.all_mut(), value)?;
         Ok(array)
     }
 
-    fn fill(&self, mut to: GpuMut, value: f32) -> Result<()> {
-        let job = Move { to: to.write(&self.stream)?, count: to.len() as i64, value, ..Move::default() };
-        self.launch_move((Stored::F32, Stored::F32), "fill", &job, to.len())
+    fn fill(&self, mut to: DeviceSliceMut, value: f32) -> Result<()> {
+        let job = Move { to: self.write(&mut to)?, count: to.len() as i64, value, ..Move::default() };
+        self.launch_move((DType::F32, DType::F32), "fill", &job, to.len())
     }
 
     /// Packs slices of tensors one after the other, converted to one type.
-    pub(in crate::kernel) fn pack(&self, to: Stored, slices: &[TensorSlice]) -> Result<GpuArray> {
+    pub(super) fn pack(&self, to: DType, slices: &[TensorSlice]) -> Result<DeviceArray> {
         let mut packed = self.array(to, slices.iter().map(TensorSlice::len).sum())?;
         let mut all = packed.all_mut();
-        let mut at = all.write(&self.stream)?;
+        let mut at = self.write(&mut all)?;
         for slice in slices {
             let TensorSlice { view, heads, rows } = slice;
-            let from = self.tensor(view)? + (heads.start * view.head_stride * view.data.stored().width()) as u64;
+            let from = self.tensor(view)? + (heads.start * view.head_stride * view.data.dtype().width()) as u64;
             let list = self.rows(rows)?;
             let job = Move {
                 from,
@@ -126,19 +115,19 @@ impl Cuda {
                 head_stride: view.head_stride as i64,
                 ..list.job(self)
             };
-            self.launch_move((view.data.stored(), to), "pack", &job, slice.len())?;
+            self.launch_move((view.data.dtype(), to), "pack", &job, slice.len())?;
             at += (slice.len() * to.width()) as u64;
         }
         Ok(packed)
     }
 
     /// Copies a message into `all`, after its first `filled` elements.
-    pub(in crate::kernel) fn append(&self, all: &mut GpuArray, filled: usize, message: GpuData) -> Result<()> {
-        let width = message.stored().width();
-        if all.data().stored() != message.stored() || filled + message.len() > all.len() {
+    pub(super) fn append(&self, all: &mut DeviceArray, filled: usize, message: DeviceSlice) -> Result<()> {
+        let width = message.dtype().width();
+        if all.data().dtype() != message.dtype() || filled + message.len() > all.len() {
             return Err(self.wrong(format!("{message:?} behind {filled} of {all:?}")));
         }
-        let (from, to) = (self.read(message)?, all.all_mut().write(&self.stream)? + (filled * width) as u64);
+        let (from, to) = (self.read(message)?, self.write(&mut all.all_mut())? + (filled * width) as u64);
         if message.is_empty() {
             return Ok(());
         }
@@ -149,77 +138,77 @@ impl Cuda {
     }
 
     /// Adds consecutive rows to the rows of `place`.
-    pub(in crate::kernel) fn add(&self, mut sum: GpuMut, place: &RowTarget, values: GpuData) -> Result<()> {
+    pub(super) fn add(&self, mut sum: DeviceSliceMut, place: &RowTarget, values: DeviceSlice) -> Result<()> {
         let list = self.rows(place.rows)?;
         let job = Move {
             from: self.read(values)?,
-            to: sum.write(&self.stream)? + 4 * place.offset as u64,
+            to: self.write(&mut sum)? + 4 * place.offset as u64,
             width: place.width as i64,
             row_stride: place.stride as i64,
             ..list.job(self)
         };
-        self.launch_move((Stored::F32, Stored::F32), "add", &job, place.len())
+        self.launch_move((DType::F32, DType::F32), "add", &job, place.len())
     }
 
     /// Transposes a matrix from `[rows, columns]` to `[columns, rows]`.
-    pub(in crate::kernel) fn transpose(&self, values: GpuData, rows: usize, columns: usize) -> Result<GpuArray> {
-        let mut array = self.array(Stored::F32, rows * columns)?;
+    pub(super) fn transpose(&self, values: DeviceSlice, rows: usize, columns: usize) -> Result<DeviceArray> {
+        let mut array = self.array(DType::F32, rows * columns)?;
         let job = Move {
             from: self.read(values)?,
-            to: array.all_mut().write(&self.stream)?,
+            to: self.write(&mut array.all_mut())?,
             count: rows as i64,
             width: columns as i64,
             ..Move::default()
         };
-        self.launch_move((Stored::F32, Stored::F32), "transpose", &job, rows * columns)?;
+        self.launch_move((DType::F32, DType::F32), "transpose", &job, rows * columns)?;
         Ok(array)
     }
 
     /// A softmax state `[out | max | sum]` that has seen no keys yet.
-    pub(in crate::kernel) fn state(&self, rows: usize, v_dim: usize) -> Result<GpuArray> {
-        let mut state = self.filled(rows * (v_dim + 2), 0.0)?;
-        let (_, mut statistics) = state.split_at_mut(rows * v_dim);
-        let at = statistics.write(&self.stream)?;
+    pub(super) fn state(&self, shape: StateShape) -> Result<DeviceArray> {
+        let (rows, mut state) = (shape.rows(), self.filled(shape.len(), 0.0)?);
+        let (_, mut statistics) = state.split_at_mut(rows * shape.v_dim);
+        let at = self.write(&mut statistics)?;
         let job = Move { to: at, count: rows as i64, value: f32::NEG_INFINITY, ..Move::default() };
-        self.launch_move((Stored::F32, Stored::F32), "fill", &job, rows)?;
+        self.launch_move((DType::F32, DType::F32), "fill", &job, rows)?;
         Ok(state)
     }
 
     /// Merges the state of the same queries over other keys into `state`.
-    pub(in crate::kernel) fn merge(
+    pub(super) fn merge(
         &self,
-        state: &mut GpuArray,
-        (tokens, heads, v_dim): (usize, usize, usize),
-        message: GpuData,
+        state: &mut DeviceArray,
+        StateShape { tokens, heads, v_dim }: StateShape,
+        message: DeviceSlice,
     ) -> Result<()> {
         let job = Move {
             from: self.read(message)?,
-            to: state.all_mut().write(&self.stream)?,
+            to: self.write(&mut state.all_mut())?,
             width: v_dim as i64,
             tokens: tokens as i64,
             heads: heads as i64,
             ..Move::default()
         };
-        self.launch_move((Stored::F32, Stored::F32), "merge", &job, tokens * heads * LANES)
+        self.launch_move((DType::F32, DType::F32), "merge", &job, tokens * heads * LANES)
     }
 
     /// Finishes a state: divides the output by the sums, and returns output and statistics.
-    pub(in crate::kernel) fn finish(
+    pub(super) fn finish(
         &self,
-        mut state: GpuArray,
-        (tokens, heads, v_dim): (usize, usize, usize),
+        mut state: DeviceArray,
+        StateShape { tokens, heads, v_dim }: StateShape,
         sinks: Option<&[f32]>,
-    ) -> Result<(GpuArray, Statistics<GpuArray>)> {
+    ) -> Result<(DeviceArray, Statistics<DeviceArray>)> {
         let (rows, sinks) = (tokens * heads, sinks.map(|sinks| self.upload_all(sinks)).transpose()?);
         let job = Move {
-            to: state.all_mut().write(&self.stream)?,
+            to: self.write(&mut state.all_mut())?,
             sinks: sinks.as_ref().map_or(0, |sinks| self.at(sinks)),
             width: v_dim as i64,
             tokens: tokens as i64,
             heads: heads as i64,
             ..Move::default()
         };
-        self.launch_move((Stored::F32, Stored::F32), "finish", &job, rows * LANES)?;
+        self.launch_move((DType::F32, DType::F32), "finish", &job, rows * LANES)?;
         let statistic = |number: usize| state.part(rows * (v_dim + number)..rows * (v_dim + number + 1));
         Ok((state.part(0..rows * v_dim), Statistics { max: statistic(0), sum: statistic(1) }))
     }
@@ -261,7 +250,7 @@ impl Cuda {
     }
 
     /// Starts a kernel of `source/memory.cu` with `threads` threads, if there are any.
-    fn launch_move(&self, (from, to): (Stored, Stored), name: &'static str, job: &Move, threads: usize) -> Result<()> {
+    fn launch_move(&self, (from, to): (DType, DType), name: &'static str, job: &Move, threads: usize) -> Result<()> {
         if threads == 0 {
             return Ok(());
         }

@@ -1,6 +1,6 @@
 //! Options: which kernel computes a call, and the constants it is compiled with.
 
-use super::super::view::Stored;
+use super::super::DType;
 use super::super::{Inputs, Relative, View};
 use super::job::{Job, Move};
 use super::nvrtc::{ELEMENT, Source};
@@ -83,7 +83,7 @@ pub(super) struct Options {
     /// Number of rows of the other side that a block on tensor cores processes at once.
     chunk: usize,
     /// Types of q, k, v, the bias, the gradient of the output and the output.
-    types: [Stored; 6],
+    types: [DType; 6],
     softcap: bool,
     alibi: bool,
     buckets: bool,
@@ -142,18 +142,18 @@ impl Options {
     }
 
     pub(super) fn delta(out: &View, d_out: &View) -> Self {
-        let f = Stored::F32;
-        Self::plain(Pass::Delta, out.dim, [f, f, f, f, d_out.data.stored(), out.data.stored()])
+        let f = DType::F32;
+        Self::plain(Pass::Delta, out.dim, [f, f, f, f, d_out.data.dtype(), out.data.dtype()])
     }
 
     /// The options for operations besides attention, which convert elements from one type to another.
-    pub(super) fn memory(from: Stored, to: Stored) -> Self {
-        let f = Stored::F32;
+    pub(super) fn memory(from: DType, to: DType) -> Self {
+        let f = DType::F32;
         Self::plain(Pass::Memory, 1, [from, f, f, f, f, to])
     }
 
     /// Options without blocks of rows and without score terms.
-    fn plain(pass: Pass, dim: usize, types: [Stored; 6]) -> Self {
+    fn plain(pass: Pass, dim: usize, types: [DType; 6]) -> Self {
         Self {
             pass,
             dim,
@@ -179,7 +179,7 @@ impl Options {
 
     fn of_block(inputs: &Inputs, pass: Pass, d_out: Option<&View>, block: (usize, usize), chunk: usize) -> Self {
         let Inputs { q, k, v, score, bias, .. } = inputs;
-        let of = |view: Option<&View>| view.map_or(Stored::F32, |view| view.data.stored());
+        let of = |view: Option<&View>| view.map_or(DType::F32, |view| view.data.dtype());
         let (rows, threads) = block;
         Self {
             pass,
@@ -188,7 +188,7 @@ impl Options {
             rows,
             threads,
             chunk,
-            types: [of(Some(q)), of(Some(k)), of(Some(v)), of(bias.as_ref()), of(d_out), Stored::F32],
+            types: [of(Some(q)), of(Some(k)), of(Some(v)), of(bias.as_ref()), of(d_out), DType::F32],
             softcap: score.softcap.is_some(),
             alibi: matches!(score.relative, Some(Relative::Alibi { .. })),
             buckets: matches!(score.relative, Some(Relative::Buckets(_))),
@@ -234,10 +234,10 @@ impl Options {
     }
 
     fn definitions(&self) -> Vec<(&'static str, usize)> {
-        let stored = |stored: Stored| match stored {
-            Stored::F32 => 0,
-            Stored::Bf16 => 1,
-            Stored::F16 => 2,
+        let stored = |stored: DType| match stored {
+            DType::F32 => 0,
+            DType::Bf16 => 1,
+            DType::F16 => 2,
         };
         let sizes = [
             ("DIM", self.dim),
@@ -262,7 +262,7 @@ impl Options {
 
 /// Whether products are in bf16, under the same conditions as on the CPU.
 fn multiplies_bf16(inputs: &Inputs) -> bool {
-    let halves = [inputs.q, inputs.k, inputs.v].iter().all(|view| view.data.stored() == Stored::Bf16);
+    let halves = [inputs.q, inputs.k, inputs.v].iter().all(|view| view.data.dtype() == DType::Bf16);
     halves && inputs.score.scale > 0.0
 }
 

@@ -1,8 +1,8 @@
 //! Elements that another library holds on a GPU, as messages.
 
-use super::super::view::Stored;
+use super::super::DType;
 use super::cross_stream::{CrossStreamAccess, GpuSource};
-use super::memory::{GpuArray, GpuElement};
+use super::memory::GpuElement;
 use crate::comm::OnDevice;
 use crate::error::{Error, Result};
 use cudarc::driver::{CudaSlice, DevicePtr};
@@ -11,11 +11,11 @@ use std::ops::Range;
 
 /// Elements of another library on a GPU that are sent to other ranks without a copy: they stay in place as long as any rank
 /// has this. A communicator that [hands over](crate::comm::Communicator::passes_device_memory) passes it to ranks of this process,
-/// with its owner; ranks of other processes receive a [`GpuArray`] with the same elements.
+/// with its owner; ranks of other processes receive a [`DeviceArray`](crate::kernel::DeviceArray) with the same elements.
 pub struct SharedSlice {
     sharing: CrossStreamAccess,
     at: u64,
-    stored: Stored,
+    dtype: DType,
     len: usize,
     /// The owner of the elements, dropped after the slice's stream was made to wait for all readers.
     owner: Box<dyn Any + Send + Sync>,
@@ -36,7 +36,7 @@ impl SharedSlice {
         owner: impl Any + Send + Sync,
     ) -> Result<Self> {
         let stream = slice.stream().clone();
-        let (len, stored) = (range.len(), T::data(&[]).stored());
+        let (len, dtype) = (range.len(), T::data(&[]).dtype());
         let Some(part) = slice.try_slice(range.clone()) else {
             return Err(Error::Device {
                 device: format!("GPU {}", slice.ordinal()),
@@ -45,7 +45,7 @@ impl SharedSlice {
             });
         };
         let at = part.device_ptr(&stream).0;
-        Ok(Self { sharing: CrossStreamAccess::new(stream), at, stored, len, owner: Box::new(owner) })
+        Ok(Self { sharing: CrossStreamAccess::new(stream), at, dtype, len, owner: Box::new(owner) })
     }
 
     /// The owner of the elements.
@@ -55,7 +55,7 @@ impl SharedSlice {
 
     /// The elements as the source of a copy.
     pub fn source(&self) -> GpuSource<'_> {
-        GpuSource { sharing: &self.sharing, at: self.at, stored: self.stored, len: self.len }
+        GpuSource { sharing: &self.sharing, at: self.at, dtype: self.dtype, len: self.len }
     }
 }
 
@@ -71,7 +71,7 @@ impl OnDevice for SharedSlice {
     }
 
     fn width(&self) -> u64 {
-        self.stored.width() as u64
+        self.dtype.width() as u64
     }
 }
 
@@ -85,7 +85,7 @@ impl<'a> GpuSource<'a> {
     /// The elements of a message, if they are on a GPU.
     pub fn of(elements: &'a dyn OnDevice) -> Option<Self> {
         let elements: &dyn Any = elements;
-        let array = elements.downcast_ref().map(GpuArray::source);
+        let array = elements.downcast_ref().and_then(Self::of_array);
         array.or_else(|| elements.downcast_ref().map(SharedSlice::source))
     }
 }

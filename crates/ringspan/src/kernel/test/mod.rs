@@ -345,7 +345,7 @@ fn gpus(first: usize) -> Vec<Kernel> {
             let count = Gpu::count().expect("a driver that works");
             (0..count).map(|number| Gpu::open(number).expect("a GPU that works")).collect()
         };
-        GPUS.get_or_init(open).iter().skip(first).map(|gpu| Kernel::cuda(gpu).expect("a stream")).collect()
+        GPUS.get_or_init(open).iter().skip(first).map(|gpu| gpu.kernel().expect("a stream")).collect()
     }
     #[cfg(not(feature = "cuda"))]
     {

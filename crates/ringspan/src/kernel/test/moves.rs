@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::comm::Buffer;
-use crate::kernel::{Floats, RowTarget, Stored as Type, TensorSlice, read};
+use crate::kernel::{DType as Type, Floats, RowTarget, TensorSlice, read};
 use std::sync::Arc;
 
 const TYPES: [Type; 3] = [Type::F32, Type::Bf16, Type::F16];
@@ -168,8 +168,7 @@ fn what_lies_elsewhere_is_refused() {
 #[cfg(feature = "cuda")]
 mod streams {
     use super::*;
-    use crate::kernel::device::Device;
-    use crate::kernel::{GpuArray, GpuSource, SharedSlice};
+    use crate::kernel::{DeviceArray, GpuSource, SharedSlice};
     use cudarc::driver::CudaContext;
 
     fn ranks() -> Option<[Kernel; 2]> {
@@ -177,22 +176,24 @@ mod streams {
             Ok(0) => return None,
             _ => Gpu::open(0).expect("a GPU that works"),
         };
-        Some([Kernel::cuda(&gpu).expect("a stream"), Kernel::cuda(&gpu).expect("a stream")])
+        Some([gpu.kernel().expect("a stream"), gpu.kernel().expect("a stream")])
     }
 
-    fn ones(kernel: &Kernel) -> GpuArray {
-        let Device::Cuda(cuda) = &kernel.0 else { panic!("a GPU's kernel") };
-        cuda.filled(1000, 1.0).expect("ones")
-    }
-
-    fn share(kernel: &Kernel, array: &GpuArray) {
-        let Device::Cuda(cuda) = &kernel.0 else { panic!("a GPU's kernel") };
-        array.share(cuda).expect("shared");
-    }
-
-    fn sum_of(kernel: &Kernel, array: &GpuArray) -> Floats {
+    fn ones(kernel: &Kernel) -> DeviceArray {
+        let ones = View::new(&[1.0; 1000], 1, 1, 1000).expect("its size");
         let mut sum = kernel.zeros(1000).expect("zeros");
-        kernel.add_all(sum.all_mut(), Data::Gpu(array.data())).expect("added");
+        kernel.add_all(sum.all_mut(), kernel.hold(ones).expect("held").view().data).expect("added");
+        let Floats::Device(array) = sum else { panic!("on a GPU") };
+        array
+    }
+
+    fn share(kernel: &Kernel, array: &DeviceArray) {
+        kernel.backend().expect("a GPU's kernel").share(array).expect("shared");
+    }
+
+    fn sum_of(kernel: &Kernel, array: &DeviceArray) -> Floats {
+        let mut sum = kernel.zeros(1000).expect("zeros");
+        kernel.add_all(sum.all_mut(), Data::Device(array.data())).expect("added");
         sum
     }
 
@@ -214,10 +215,7 @@ mod streams {
     #[test]
     fn memory_goes_back_when_all_readers_are_done() {
         let Some([a, b]) = ranks() else { return };
-        let third = match &a.0 {
-            Device::Cuda(cuda) => Kernel::cuda(cuda.gpu()).expect("a stream"),
-            Device::Cpu(_) => panic!("a GPU's kernel"),
-        };
+        let third = Gpu::of(&a).expect("a GPU's kernel").kernel().expect("a stream");
         let sent = ones(&a);
         share(&a, &sent);
         let sums = [sum_of(&b, &sent), sum_of(&third, &sent)];
@@ -233,7 +231,7 @@ mod streams {
     fn nobody_writes_to_what_belongs_to_another_rank() {
         let Some([a, b]) = ranks() else { return };
         let mut sum = a.zeros(1000).expect("zeros");
-        let error = b.add_all(sum.all_mut(), Data::Gpu(ones(&b).data())).expect_err("another's").to_string();
+        let error = b.add_all(sum.all_mut(), Data::Device(ones(&b).data())).expect_err("another's").to_string();
         assert!(error.contains("1000 elements that belong to another rank"), "{error}");
     }
 
@@ -243,19 +241,20 @@ mod streams {
         let context = CudaContext::new(0).expect("the same GPU");
         let stream = context.new_stream().expect("a stream");
         let mut slice = stream.clone_htod(&vec![1.0f32; 1000]).expect("a copy");
-        let lent = a.borrow(&slice).expect("lent");
+        let lent = Gpu::of(&a).expect("a GPU's kernel").borrow(&slice).expect("lent");
         let mut sum = a.zeros(1000).expect("zeros");
-        a.add_all(sum.all_mut(), Data::Gpu(lent.data())).expect("added");
+        a.add_all(sum.all_mut(), Data::Device(lent.data())).expect("added");
         drop(lent);
         // This is ordered after the loan, although this rank has not begun to read.
         stream.memset_zeros(&mut slice).expect("zeros");
         stream.synchronize().expect("over");
-        let Floats::Gpu(array) = &sum else { panic!("on a GPU") };
+        let Floats::Device(array) = &sum else { panic!("on a GPU") };
         let mut back = stream.alloc_zeros::<f32>(1000).expect("memory");
-        array.copy_to(&mut back).expect("copied");
+        let source = GpuSource::of_array(array).expect("on a GPU");
+        source.copy_to(&mut back).expect("copied");
         assert_eq!(stream.clone_dtoh(&back).expect("a copy"), vec![1.0; 1000]);
         let mut short = stream.alloc_zeros::<f32>(10).expect("memory");
-        let error = array.copy_to(&mut short).expect_err("too short").to_string();
+        let error = source.copy_to(&mut short).expect_err("too short").to_string();
         assert!(error.contains("1000 F32") && error.contains("to 10 f32 elements"), "{error}");
     }
 
@@ -295,12 +294,12 @@ mod streams {
             println!("skipped: one GPU on this machine");
             return;
         }
-        let other = Kernel::cuda(&Gpu::open(1).expect("a GPU that works")).expect("a stream");
+        let other = Gpu::open(1).and_then(|gpu| gpu.kernel()).expect("a GPU that works");
         let sent = ones(&a);
         share(&a, &sent);
-        let error = other.add_all(other.zeros(1000).expect("zeros").all_mut(), Data::Gpu(sent.data()));
+        let error = other.add_all(other.zeros(1000).expect("zeros").all_mut(), Data::Device(sent.data()));
         assert!(error.expect_err("another GPU's").to_string().contains("it cannot read 1000 F32 on GPU 0"));
-        let message = Arc::new(Floats::Gpu(sent).into_message());
+        let message = Arc::new(Floats::Device(sent).into_message());
         let copy = other.incoming(message, Type::F32).expect("copied");
         let data = read(&copy, Type::F32).expect("f32");
         let mut sum = other.zeros(1000).expect("zeros");

@@ -3,9 +3,9 @@
 
 mod library;
 
-use super::super::view::Stored;
+use super::super::{DType, DeviceArray};
 use super::cross_stream::GpuSource;
-use super::memory::GpuArray;
+use super::memory::Memory;
 use super::{Cuda, Gpu};
 use crate::comm::direct::{self, Lane, Transfer};
 use crate::comm::{Buffer, Communicator, OnDevice, Pending};
@@ -208,7 +208,7 @@ impl Link {
             let (elements, sends, at) = match transfer {
                 Transfer::Send { elements, .. } => (elements, true, self.source(&**elements)?.read_in_flight(stream)?),
                 Transfer::Receive { elements, .. } => {
-                    (elements, false, self.array(&**elements)?.clone().all_mut().write(stream)?)
+                    (elements, false, self.cuda.write(&mut self.array(&**elements)?.clone().all_mut())?)
                 }
             };
             let bytes = elements.elements() * usize::try_from(elements.width()).unwrap_or(0);
@@ -229,8 +229,10 @@ impl Link {
     }
 
     /// The array of a receive; an error unless it is on this GPU.
-    fn array<'a>(&self, elements: &'a dyn OnDevice) -> Result<&'a GpuArray> {
-        let array = (elements as &dyn Any).downcast_ref::<GpuArray>().filter(|array| array.is_on(self.cuda.gpu()));
+    fn array<'a>(&self, elements: &'a dyn OnDevice) -> Result<&'a DeviceArray> {
+        let array = (elements as &dyn Any).downcast_ref::<DeviceArray>();
+        let array =
+            array.filter(|array| Memory::of(array.memory()).is_some_and(|memory| memory.gpu.is(self.cuda.gpu())));
         array.ok_or_else(|| self.elsewhere(elements))
     }
 
@@ -245,7 +247,7 @@ impl Link {
                 // The flight is on the stream only now, so an event recorded here marks its end.
                 for transfer in &transfers {
                     if let Transfer::Receive { elements, .. } = transfer {
-                        self.array(&**elements)?.share(&self.cuda)?;
+                        self.cuda.share(self.array(&**elements)?)?;
                     }
                 }
                 let end = self.cuda.stream.record_event(None).map_err(self.cuda.gpu().failed("mark a flight's end"))?;
@@ -261,18 +263,18 @@ impl Link {
 
 impl Lane for Link {
     fn form(&self, elements: &dyn OnDevice) -> Result<u64> {
-        Ok(match self.source(elements)?.stored {
-            Stored::F32 => 0,
-            Stored::Bf16 => 1,
-            Stored::F16 => 2,
+        Ok(match self.source(elements)?.dtype {
+            DType::F32 => 0,
+            DType::Bf16 => 1,
+            DType::F16 => 2,
         })
     }
 
     fn room(&mut self, form: u64, len: usize) -> Result<Arc<dyn OnDevice>> {
         let stored = match form {
-            0 => Stored::F32,
-            1 => Stored::Bf16,
-            2 => Stored::F16,
+            0 => DType::F32,
+            1 => DType::Bf16,
+            2 => DType::F16,
             _ => return Err(self.failed(format!("another rank sent elements of form {form}, which is none"))),
         };
         self.cuda.bind()?;

@@ -26,7 +26,7 @@ fn kernels_compile_and_fit_for_every_architecture_since_ampere() {
         ..plain.clone()
     };
     let alibi = Score { relative: Some(Relative::Alibi { slopes: vec![0.1] }), ..plain.clone() };
-    let types = [Stored::F32, Stored::Bf16, Stored::F16];
+    let types = [DType::F32, DType::Bf16, DType::F16];
     let compile_all = |architecture: &str| {
         for (from, to) in types.into_iter().flat_map(|from| types.map(|to| (from, to))) {
             let binary =

@@ -1,15 +1,15 @@
-// The backward pass (Dao et al., 2022, appendix B.2), in two kernels that both compute weights anew: one sums over keys, one
+// The backward pass (Dao et al., 2022, appendix B.2), in two kernels that both recompute the weights: one sums over keys, one
 // over queries. No sum has two writers, so the same inputs give the same bits.
 
 #define COLUMNS ((DIM + SPLIT - 1) / SPLIT)
 #define V_COLUMNS ((V_DIM + SPLIT - 1) / SPLIT)
 
-// Buffers of a block of threads.
+// Shared memory of a block of threads.
 struct Buffers {
     float (*q)[DIM + 1], (*k)[DIM + 1], (*v)[V_DIM + 1], (*d_out)[V_DIM + 1];
-    // Weights, and gradients of products.
+    // Weights, and gradients of the unscaled products.
     float (*weights)[ROWS + 1], (*ds)[ROWS + 1];
-    // Gradients of scores and their buckets, -1 for pairs that are not visible.
+    // Gradients of scores, and their buckets; -1 for invisible pairs.
     float (*terms)[ROWS + 1];
     int (*buckets)[ROWS + 1];
 };
@@ -27,7 +27,8 @@ __device__ inline Buffers buffers(float *shared) {
     return all;
 }
 
-// Gradients of ROWS queries of a head, or of all heads in turn where they share a bias; of the bias, and of buckets.
+// Computes dq of ROWS queries of one head, or of all heads one after the other if they share a bias; also d_bias and the gradients
+// of bucket terms.
 extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job job) {
     extern __shared__ float shared[];
     const Buffers all = buffers(shared);
@@ -40,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job
     }
     for (int head = blockIdx.y; head < job.heads; head += gridDim.y) {
         const int kv_head = job.kv_of[head], rows = min(ROWS, job.queries - first);
-        __syncthreads(); // The head before this is done.
+        __syncthreads(); // All threads are done with the previous head.
         load<Q_TYPE, DIM>(all.q, job.q, first, rows, head);
         load<D_OUT_TYPE, V_DIM>(all.d_out, job.d_out, first, rows, head);
         float sums[COLUMNS];
@@ -138,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job
     }
 }
 
-// Gradients of ROWS keys of a key-value head and of their values. Parts are those of blocks of keys.
+// Computes dk and dv of ROWS keys of one key-value head. The parts are those of blocks of keys.
 extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job job) {
     extern __shared__ float shared[];
     const Buffers all = buffers(shared);
@@ -246,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job jo
     }
 }
 
-// Adds the buckets of all blocks, in the order of the blocks.
+// Adds the bucket gradients of all blocks, in the order of the blocks.
 extern "C" __global__ void __launch_bounds__(THREADS) sum_buckets(const Job job) {
     const i64 count = (i64)job.heads * job.buckets, at = (i64)blockIdx.x * THREADS + threadIdx.x;
     if (at >= count) {

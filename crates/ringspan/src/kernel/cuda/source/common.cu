@@ -1,13 +1,13 @@
-// What the kernels share: the job of a launch, reading tensors, scores, dropout.
+// Shared by the attention kernels: the job of a launch, reads of tensors, scores, dropout.
 //
-// Behind `element.cu`; compiled at run time for one set of shapes, which the options define:
+// This source follows `element.cu` and is compiled at run time for one set of shapes, by these macros:
 //   DIM, V_DIM           head widths D and Dv
 //   ROWS, THREADS        rows of a block, of queries and of keys; threads of a block, SPLIT of them for each row
-//   Q_TYPE .. OUT_TYPE   what tensors are stored in: F32, BF16 or F16
+//   Q_TYPE .. OUT_TYPE   types of stored elements: F32, BF16 or F16
 //   SOFTCAP, ALIBI, BUCKETS, BIAS, DROPOUT   whether scores have these terms
-//   JOB_BYTES            size of Job where it was filled
-// Sums are f32 throughout. A query sees one run of keys of a tile, and a key is seen by one run of queries, so loops over
-// these runs touch nothing that is not visible: what is no number there stays there.
+//   JOB_BYTES            size of Job on the host
+// All sums are f32. A query sees one run of keys of a tile, and a key is seen by one run of queries, so loops over these runs
+// read no invisible key: a NaN there does not spread.
 
 #define SPLIT (THREADS / ROWS)
 #define PAIRS (ROWS / SPLIT)
@@ -18,14 +18,14 @@ struct View {
     i64 token_stride, head_stride;
 };
 
-// Query i sees key j iff lo <= i - j <= hi, in rows of the tile. Its query and key 0 are these tokens of the batch and of
-// its row, `distance` apart; from row to row it is `step` tokens.
+// Query i sees key j iff lo <= i - j <= hi, in rows of the tile. Query row 0 is token `query` of the batch, key row 0 token
+// `key` of its batch row, and their positions differ by `distance`; neighbouring rows are `step` tokens apart.
 struct Tile {
     int q, queries, k, keys, lo, hi;
     i64 query, key, distance, step;
 };
 
-// The part of a tile that concerns a block of rows: rows from..to of the other side.
+// The part of a tile that a block of rows computes with: rows from .. to of the other side.
 struct TilePart {
     int tile, from, to;
 };
@@ -36,18 +36,18 @@ struct Job {
     const TilePart *parts;
     // Parts parts_of[b] .. parts_of[b + 1] belong to block b.
     const int *parts_of;
-    // Of each query head its key-value head; and the first query head of each key-value head, and behind the last.
+    // The key-value head of each query head [H]; the first query head of each key-value head, and H at the end [G + 1].
     const int *kv_of, *heads_of;
-    // Slopes [H], or terms of buckets [H, buckets].
+    // Slopes of ALiBi [H], or terms of relative buckets [H, buckets].
     const float *terms;
-    // Least distance of each bucket of one direction.
+    // The smallest distance of each bucket of one direction.
     const i64 *first;
-    // The softmax state, as it goes on; backward its last maxima and sums.
+    // The softmax state; in the backward pass, max and sum are the final ones.
     float *out, *max, *sum;
     const float *delta;
-    // Gradients are added to; d_bias [queries, bias_heads, bias_keys].
+    // Sums to which gradients are added; d_bias is [queries, bias_heads, bias_keys].
     float *dq, *dk, *dv, *d_bias;
-    // Sums of the buckets of each block of queries [blocks, H, buckets]; to that of all blocks is added [H, buckets].
+    // Gradients of bucket terms from each block of queries [blocks, H, buckets], and their sum over blocks [H, buckets].
     double *d_table;
     float *d_table_sum;
     u64 seed, first_query;
@@ -58,7 +58,7 @@ struct Job {
 
 static_assert(sizeof(Job) == JOB_BYTES, "the job as the host fills it");
 
-// Rows first .. first + count of a head, by all threads of the block.
+// Copies rows first .. first + count of a head to shared memory, with all threads of the block.
 template <int TYPE, int WIDTH>
 __device__ void load(float (*to)[WIDTH + 1], const View &from, int first, int count, int head) {
     for (int n = threadIdx.x; n < count * WIDTH; n += THREADS) {
@@ -72,7 +72,7 @@ __device__ inline i64 distance(const Tile &tile, int i, int j) { return tile.dis
 
 #if BUCKETS
 __device__ inline int bucket(const Job &job, i64 distance) {
-    // Directions have buckets of their own, or keys ahead count as distance 0.
+    // Each direction has its own buckets, or keys ahead of the query count as distance 0.
     const int one = job.buckets_of_one;
     const int before = one < job.buckets && distance < 0 ? one : 0;
     const i64 size = distance < 0 ? (one < job.buckets ? -distance : 0) : distance;
@@ -89,8 +89,8 @@ __device__ inline int bucket(const Job &job, i64 distance) {
 }
 #endif
 
-// The score of query i and key j of a tile, and its slope over the scaled product. All passes must get the same bits: what a
-// compiler might fuse in one of them and not in another is written as it is to be rounded.
+// The score of query i and key j of a tile, and its derivative with respect to the scaled product. All passes must compute the
+// same bits, so operations that a compiler might fuse in one pass only are written with explicit rounding.
 __device__ inline float score(const Job &job, const Tile &tile, int head, int i, int j, float product, float &slope) {
     float s = __fmul_rn(job.scale, product);
     slope = 1.0f;
@@ -122,7 +122,7 @@ __device__ inline u64 mix(u64 x) {
 }
 #endif
 
-// What dropout makes of the weight of query i and key j: 0, or more than 1. The same as on the CPU.
+// The factor of dropout for query i and key j, as on the CPU: 0, or 1 / (1 - rate).
 __device__ inline float kept(const Job &job, const Tile &tile, int head, int i, int j) {
 #if DROPOUT
     const u64 query = job.first_query + (u64)(tile.query + i * tile.step), key = (u64)(tile.key + j * tile.step);
@@ -136,21 +136,22 @@ __device__ inline float kept(const Job &job, const Tile &tile, int head, int i, 
 #endif
 }
 
-// What a pair adds to gradients.
+// The contribution of a query-key pair to gradients.
 struct Pair {
-    // Weight behind dropout; gradient of the score; gradient of the unscaled product.
+    // The weight after dropout, the gradient of the score, and the gradient of the unscaled product.
     float weight, term, ds;
 };
 
-// What the backward pass knows of a query.
+// Numbers of a query that the forward pass saved.
 struct Saved {
-    // Greatest score, -inf of a query that saw no other; 1 over the sum of exponentials below it.
+    // The greatest score, or -inf if the query sees no key; 1 / the sum of exponentials relative to it; the row sum of
+    // out * d_out.
     float max, inverse_sum, delta;
 };
 
-// Of element `at` of [H, Tq].
+// The saved numbers at index `at` of [H, Tq].
 __device__ inline Saved saved(const Job &job, i64 at) {
-    // A maximum can have passed over a NaN; the sum has it.
+    // fmaxf ignores NaN, so only the sum shows it.
     const float sum = job.sum[at];
     return {sum == sum ? job.max[at] : sum, 1.0f / sum, job.delta[at]};
 }
@@ -161,7 +162,7 @@ __device__ inline Pair pair(const Job &job, const Tile &tile, int head, int i, i
     if (query.max != NEGATIVE_INFINITY) {
         float slope;
         const float below = score(job, tile, head, i, j, product, slope) - query.max;
-        // Above 0 only if another unit of the GPU multiplied than in the forward pass; a NaN stays.
+        // It exceeds 0 only if the forward pass used other units (tensor cores) for the product; a NaN stays NaN.
         const float weight = expf(below > 0.0f ? 0.0f : below) * query.inverse_sum;
         const float kept_part = kept(job, tile, head, i, j);
         result.weight = weight * kept_part;

@@ -1,5 +1,5 @@
-// Row sums of output times its gradient [H, Tq]: in the order in which the backward pass multiplies values by that gradient,
-// so that where one key has all the weight the difference is 0. `q` stands for the output.
+// Row sums of out * d_out, [H, Tq]. They are summed in the order in which the backward pass multiplies v by d_out, so that
+// dp - delta is exactly 0 where one key has all the weight. The job passes the output as `q`.
 
 extern "C" __global__ void __launch_bounds__(THREADS) delta(const Job job) {
     const i64 at = (i64)blockIdx.x * THREADS + threadIdx.x;

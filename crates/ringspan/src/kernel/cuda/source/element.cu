@@ -1,4 +1,4 @@
-// Numbers in the types they are stored in; sums and everything between are f32.
+// Reads and writes of single elements in each type; arithmetic is in f32.
 
 #define F32 0
 #define BF16 1
@@ -29,7 +29,7 @@ template <int TYPE> __device__ float element(const void *data, i64 at) {
     return __int_as_float((int)(sign | wide << 23 | fraction << 13));
 }
 
-// Rounds to the nearest, ties to even; what is no number stays none.
+// Writes x, rounded to the nearest, ties to even; a NaN stays NaN.
 template <int TYPE> __device__ void store(void *data, i64 at, float x) {
     if (TYPE == F32) {
         ((float *)data)[at] = x;
@@ -43,9 +43,9 @@ template <int TYPE> __device__ void store(void *data, i64 at, float x) {
     } else if (magnitude > 0x7F800000u) {
         to = sign | 0x7E00u | (magnitude >> 13 & 0x3FFu);
     } else if (magnitude >= 0x47800000u) {
-        to = sign | 0x7C00u; // From 2^16 on all is infinite.
+        to = sign | 0x7C00u; // Numbers from 2^16 on become infinite.
     } else if (magnitude >= 0x38800000u) {
-        // A carry goes on into the exponent, and from the greatest number to infinity.
+        // A carry of the rounding goes into the exponent, and turns the greatest number into infinity.
         to = sign | (magnitude - 0x38000000u + 0xFFFu + (magnitude >> 13 & 1u)) >> 13;
     } else if (magnitude >= 0x33000000u) {
         // Below 2^-14: a multiple of 2^-24.

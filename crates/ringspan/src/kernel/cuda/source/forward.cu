@@ -1,7 +1,7 @@
 // The forward pass: adds the keys of the tiles to the softmax state of the queries (Milakov and Gimelshein, 2018).
 //
-// A block of threads has ROWS queries of one head; SPLIT threads share a query, each with every SPLIT-th key of its scores
-// and every SPLIT-th column of its output. Keys and values take turns in one buffer.
+// A block of threads computes ROWS queries of one head; SPLIT threads share a query, and each computes every SPLIT-th key of its
+// scores and every SPLIT-th column of its output. Keys and values use the same buffer in turn.
 
 #define WIDE (DIM > V_DIM ? DIM : V_DIM)
 #define COLUMNS ((V_DIM + SPLIT - 1) / SPLIT)
@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
         const int high = inside ? tile.k + min(i - tile.lo + 1, tile.keys) : 0;
         for (int base = job.parts[part].from; base < to; base += ROWS) {
             const int count = min(ROWS, to - base);
-            __syncthreads(); // The values before these are used.
+            __syncthreads(); // All threads have used the values before these.
             load<K_TYPE, DIM>(k, job.k, base, count, kv_head);
             __syncthreads();
             float products[PAIRS];
@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
             for (int key = seen_from; key < seen_to; key++) {
                 greatest = fmaxf(greatest, scores[row][key]);
             }
-            // A number to measure -inf against, so that no NaN arises.
+            // The shift is finite, so that subtracting it from -inf gives no NaN.
             const float shift = greatest == NEGATIVE_INFINITY ? 0.0f : greatest;
             const float shrink = exp2f((before - shift) * LOG2_E);
             sum *= shrink;

@@ -1,17 +1,17 @@
-// What is done with tensors besides attention: messages, sums, softmax states. Behind `element.cu`.
+// Operations on tensors besides attention: messages, sums, softmax states. This source follows `element.cu`.
 //
-// Compiled for two types: Q_TYPE is read, OUT_TYPE written; what is added, merged and finished is f32.
+// `pack` reads Q_TYPE and writes OUT_TYPE; the other kernels compute with f32.
 
 struct Job {
     const void *from;
     void *to;
-    // Rows of the side that is not contiguous; without a list they follow `first`.
+    // Rows on the side that is not contiguous; if null, they are the `count` rows from `first` on.
     const int *rows;
     const float *sinks;
     i64 first, count, width;
-    // Elements of a head, from one row to the next, and from one head to the next, on that side.
+    // On that side: elements of a head, from one row to the next, and from one head to the next.
     i64 dim, row_stride, head_stride;
-    // Of a softmax state.
+    // The sizes of a softmax state.
     i64 tokens, heads;
     float value;
 };
@@ -22,7 +22,7 @@ __device__ inline i64 thread() { return (i64)blockIdx.x * THREADS + threadIdx.x;
 
 __device__ inline i64 row_at(const Job &job, i64 row) { return job.rows ? job.rows[row] : job.first + row; }
 
-// Some rows of a tensor, one behind the other: to[row, width].
+// Packs rows of a tensor: to[row, width].
 extern "C" __global__ void __launch_bounds__(THREADS) pack(const Job job) {
     const i64 at = thread();
     if (at >= job.count * job.width) {
@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) pack(const Job job) {
     }
 }
 
-// Adds from[row, width] to some rows.
+// Adds from[row, width] to rows of a sum.
 extern "C" __global__ void __launch_bounds__(THREADS) add(const Job job) {
     const i64 at = thread();
     if (at < job.count * job.width) {
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) add(const Job job) {
     }
 }
 
-// from[count, width] to to[width, count].
+// Transposes from[count, width] to to[width, count].
 extern "C" __global__ void __launch_bounds__(THREADS) transpose(const Job job) {
     const i64 at = thread();
     if (at < job.count * job.width) {
@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fill(const Job job) {
     }
 }
 
-// A softmax state: out [tokens, heads, width], then max and sum [heads, tokens]. LANES threads have a row of it.
+// A softmax state is out [tokens, heads, width], then max and sum [heads, tokens]. LANES threads share a row.
 #define LANES 32
 
 struct SoftmaxState {
@@ -75,7 +75,7 @@ __device__ inline SoftmaxState state(const void *data, const Job &job, i64 row) 
     return {all + (token * job.heads + head) * job.width, all + rows * job.width + row, all + rows * (job.width + 1) + row};
 }
 
-// A number to measure -inf against, so that no NaN arises.
+// The lowest number is finite, so that subtracting it from -inf gives no NaN.
 __device__ inline float finite(float x) { return fmaxf(x, -3.402823466e38f); }
 
 // Adds the state `from` of the same queries over other keys to the state `to`.
@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge(const Job job) {
         more = expf(*from.max - finite(greatest));
         sum = *to.sum * before + *from.sum * more;
     }
-    __syncthreads(); // All have read what one writes.
+    __syncthreads(); // One thread overwrites what all threads have read.
     if (in_range) {
         for (i64 column = lane; column < job.width; column += LANES) {
             to.out[column] = to.out[column] * before + from.out[column] * more;
@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge(const Job job) {
     }
 }
 
-// The state `to` becomes output, maximum and sum, sinks included.
+// Turns the state `to` into output, maximum and sum, including sinks.
 extern "C" __global__ void __launch_bounds__(THREADS) finish(const Job job) {
     const i64 row = thread() / LANES, lane = threadIdx.x % LANES;
     const bool in_range = row < job.heads * job.tokens;
@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) finish(const Job job) {
             sum = sum * before + expf(sink - finite(greatest));
         }
     }
-    __syncthreads(); // All have read what one writes.
+    __syncthreads(); // One thread overwrites what all threads have read.
     if (in_range) {
         const float factor = sum > 0.0f ? 1.0f / sum : 1.0f;
         for (i64 column = lane; column < job.width; column += LANES) {

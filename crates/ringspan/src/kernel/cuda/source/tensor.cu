@@ -1,24 +1,24 @@
-// Products of bf16 on tensor cores, with sums in f32 (PTX ISA, "Warp-level matrix instructions", since sm_80). Behind
+// Products of bf16 on tensor cores, with sums in f32 (PTX ISA, "Warp-level matrix instructions", since sm_80). This source follows
 // `common.cu`.
 //
-// A block of threads has ROWS rows, 16 for each warp, and goes over the rows of the other side in chunks of CHUNK. Of 16 x 8 sums
-// a thread has four: [0] and [1] in row lane / 4 and columns 2 (lane % 4) and the next, [2] and [3] eight rows below. Rows in
-// shared memory are 16 bytes longer than what they hold, so that eight of them are read in one go.
+// A block of threads computes ROWS rows, 16 for each warp, and reads the rows of the other side in chunks of CHUNK. Of a tile of
+// 16 x 8 sums a thread holds four: [0] and [1] in row lane / 4 and columns 2 (lane % 4) and the next, [2] and [3] eight rows below.
+// Rows in shared memory are padded by 16 bytes, so that one instruction reads eight of them without bank conflicts.
 
 typedef unsigned short u16;
 
 #define TILES (CHUNK / 8)
-// Width of rows, in whole steps of 16; and from one row to the next.
+// The width of rows, rounded up to a multiple of 16, and the distance of rows in shared memory.
 #define WIDTH ((DIM + 15) / 16 * 16)
 #define V_WIDTH ((V_DIM + 15) / 16 * 16)
 #define STRIDE (WIDTH + 8)
 #define V_STRIDE (V_WIDTH + 8)
 
 #define LANE (threadIdx.x % 32)
-// First row of the warp, and of the thread.
+// The first row of the warp, and of the thread.
 #define WARP_ROW (threadIdx.x / 32 * 16)
 #define THREAD_ROW (WARP_ROW + LANE / 4)
-// First column of the thread in a tile.
+// The first column of the thread in a tile of 8 columns.
 #define THREAD_COLUMN (LANE % 4 * 2)
 
 #ifdef __CUDACC__
@@ -33,7 +33,7 @@ __device__ inline void multiply(float (&sums)[4], const u32 (&a)[4], const u32 (
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Four matrices of 8 x 8; a thread says where row lane % 8 of matrix lane / 8 lies.
+// Reads four matrices of 8 x 8; each thread passes the address of row lane % 8 of matrix lane / 8.
 __device__ inline void read_matrices(u32 (&to)[4], const u16 *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -41,7 +41,7 @@ __device__ inline void read_matrices(u32 (&to)[4], const u16 *row) {
                  : "memory");
 }
 
-// The same, each of them transposed.
+// Like `read_matrices`, with each matrix transposed.
 __device__ inline void read_transposed(u32 (&to)[4], const u16 *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -49,7 +49,7 @@ __device__ inline void read_transposed(u32 (&to)[4], const u16 *row) {
                  : "memory");
 }
 
-// Starts to copy 16 bytes to shared memory, or zeros.
+// Starts a copy of 16 bytes to shared memory; writes zeros instead if there is nothing to copy.
 __device__ inline void start_copy(u16 *to, const void *from, bool there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                  :
@@ -57,13 +57,13 @@ __device__ inline void start_copy(u16 *to, const void *from, bool there) {
                  : "memory");
 }
 
-// What this thread started since the last call is one group.
+// Makes one group of the copies that this thread has started since the last call.
 __device__ inline void group_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits for this thread's copies, except the last LEFT groups.
+// Waits for this thread's copies, except for the last LEFT groups.
 template <int LEFT> __device__ inline void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
 
-// Two numbers rounded to bf16, the first in the lower half.
+// Two numbers rounded to bf16, with the first in the lower half.
 __device__ inline u32 pair_of(float low, float high) {
     u32 both;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
@@ -72,7 +72,7 @@ __device__ inline u32 pair_of(float low, float high) {
 
 #endif
 
-// Starts to copy eight numbers of a tensor, or zeros; those that are not bf16 are rounded.
+// Starts a copy of eight numbers of a tensor, or writes zeros; numbers of other types are rounded to bf16.
 template <int TYPE> __device__ inline void start_piece(u16 *to, const View &from, i64 at, bool there) {
     if constexpr (TYPE == BF16) {
         start_copy(to, (const u16 *)from.data + at, there);
@@ -86,7 +86,7 @@ template <int TYPE> __device__ inline void start_piece(u16 *to, const View &from
     }
 }
 
-// Starts to copy HELD rows of a head from row `first` on, zeros from row `count` on.
+// Starts a copy of HELD rows of a head from row `first` on; rows from `count` on become zeros.
 template <int TYPE, int WIDTH_OF, int STRIDE_OF, int HELD>
 __device__ void start_rows(u16 *to, const View &from, int first, int count, int head) {
     constexpr int PIECES = WIDTH_OF / 8;
@@ -98,7 +98,7 @@ __device__ void start_rows(u16 *to, const View &from, int first, int count, int 
     }
 }
 
-// Zeros in the columns behind those that rows have.
+// Writes zeros to the columns beyond the width of the rows.
 template <int WIDTH_OF, int STRIDE_OF> __device__ void clear_rest(u16 *rows, int count) {
     constexpr int REST = (WIDTH_OF + 15) / 16 * 16 - WIDTH_OF;
     if constexpr (REST > 0) {
@@ -108,7 +108,7 @@ template <int WIDTH_OF, int STRIDE_OF> __device__ void clear_rest(u16 *rows, int
     }
 }
 
-// Whether one of eight numbers is none, or is infinite.
+// Whether one of eight numbers is NaN or infinite.
 __device__ inline bool is_non_finite(const u16 *piece) {
     bool any = false;
 #pragma unroll
@@ -118,7 +118,7 @@ __device__ inline bool is_non_finite(const u16 *piece) {
     return any;
 }
 
-// Whether there is one of those among what this thread started to copy.
+// Whether a number that this thread copied is NaN or infinite.
 template <int WIDTH_OF, int STRIDE_OF> __device__ bool has_non_finite(const u16 *rows) {
     constexpr int PIECES = WIDTH_OF / 8;
     bool any = false;
@@ -135,7 +135,7 @@ template <int TILES_OF> __device__ inline void clear(float (&sums)[TILES_OF][4])
     }
 }
 
-// The sum, or the greatest, of the four threads that share a row.
+// The sum, and the maximum, over the four threads that share a row.
 __device__ inline float of_four(float x, bool greatest) {
 #pragma unroll
     for (int lanes = 1; lanes < 4; lanes *= 2) {
@@ -164,7 +164,7 @@ __device__ inline void products(float (&sums)[TILES][4], const u16 *own, const u
     }
 }
 
-// sums[16 of the warp, WIDTH_OF] += weights[16, CHUNK] others[CHUNK, ..]; weights are rounded to bf16.
+// sums[16 of the warp, WIDTH_OF] += weights[16, CHUNK] others[CHUNK, ..], with weights rounded to bf16.
 template <int WIDTH_OF, int STRIDE_OF>
 __device__ inline void add_products(float (&sums)[WIDTH_OF / 8][4], const float (&weights)[TILES][4], const u16 *others) {
 #pragma unroll
@@ -181,14 +181,15 @@ __device__ inline void add_products(float (&sums)[WIDTH_OF / 8][4], const float 
     }
 }
 
-// Whether `queries` rows from query `first` on all see `keys` rows from key `base` on.
+// Whether all `queries` rows from query `first` on see all `keys` rows from key `base` on.
 __device__ inline bool sees_all(const Tile &tile, int first, int queries, int base, int keys) {
     const int i = first - tile.q, last_i = i + queries - 1, j = base - tile.k, last_j = j + keys - 1;
     const bool inside = i >= 0 && last_i < tile.queries && j >= 0 && last_j < tile.keys;
     return inside && last_i - j <= tile.hi && i - last_j >= tile.lo;
 }
 
-// The rows of a chunk, `count` from row `base` on, that each of the thread's two rows sees; the block's begin at row `first`.
+// For each of the thread's two rows, the rows of a chunk that it sees. The chunk has `count` rows from `base` on; the block's rows
+// begin at `first`.
 struct VisibleRows {
     int from[2], to[2];
 
@@ -202,7 +203,7 @@ struct VisibleRows {
         return VisibleRows(first - tile.k, keys, tile.lo, tile.hi, tile.queries, base - tile.q, count);
     }
 
-    // Row x of `rows` sees rows x + low ..= x + high of `others`, all counted in the tile.
+    // Row x of `rows` sees rows x + low ..= x + high of `others`; all are counted from the start of the tile.
     __device__ VisibleRows(int first, int rows, int low, int high, int others, int base, int count) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -216,12 +217,12 @@ struct VisibleRows {
     __device__ bool operator()(int pair, int at) const { return from[pair] <= at && at < to[pair]; }
 };
 
-// The same one pair at a time, over pairs that are visible: for chunks in which something is no number, which weights of 0
-// would spread to rows that do not see it.
+// Like `add_products`, but one visible pair at a time: in a chunk with NaN or infinite numbers, products with weights of 0 would
+// spread these to rows that do not see them.
 template <int WIDTH_OF, int STRIDE_OF>
 __device__ void add_visible(float (&sums)[WIDTH_OF / 8][4], const float (&weights)[TILES][4], const u16 *others, const VisibleRows &visible) {
     for (int at = 0; at < CHUNK; at++) {
-        // Lane of the four that share a row, and place there.
+        // The lane of the four that share a row which holds this column, and the column's index there.
         const int lane = LANE / 4 * 4 + at % 8 / 2;
         for (int half = 0; half < 2; half++) {
             float weight = 0.0f;
@@ -245,7 +246,7 @@ __device__ void add_visible(float (&sums)[WIDTH_OF / 8][4], const float (&weight
     }
 }
 
-// One of both, for all threads of the block alike.
+// Calls one of the two; all threads of the block take the same branch.
 template <int WIDTH_OF, int STRIDE_OF>
 __device__ inline void add_chunk(float (&sums)[WIDTH_OF / 8][4], const float (&weights)[TILES][4], const u16 *others,
                                  const VisibleRows &visible, bool has_special) {
@@ -256,7 +257,7 @@ __device__ inline void add_chunk(float (&sums)[WIDTH_OF / 8][4], const float (&w
     }
 }
 
-// Adds to gradients [tokens, heads, WIDTH_OF] those of the thread's rows.
+// Adds the thread's rows to gradients [tokens, heads, WIDTH_OF].
 template <int WIDTH_OF, int TILES_OF>
 __device__ inline void add_rows(float *to, const float (&sums)[TILES_OF][4], int first, int tokens, int heads, int head) {
 #pragma unroll
@@ -274,7 +275,7 @@ __device__ inline void add_rows(float *to, const float (&sums)[TILES_OF][4], int
     }
 }
 
-// Where a block stands in its parts.
+// The position of a block in its list of parts.
 struct Chunk {
     int part, base;
 
@@ -295,7 +296,7 @@ struct Chunk {
     }
 };
 
-// The softmax state of the thread's two rows of a head, as it was before. Each thread sums its own columns.
+// Reads the softmax state of the thread's two rows of a head. Each thread sums its own columns.
 template <int TILES_OF>
 __device__ inline void load_state(const Job &job, int head, int first, float (&greatest)[2], float (&sum)[2],
                                   float (&values)[TILES_OF][4]) {
@@ -316,7 +317,7 @@ __device__ inline void load_state(const Job &job, int head, int first, float (&g
     }
 }
 
-// And as it is afterwards.
+// Writes the softmax state back.
 template <int TILES_OF>
 __device__ inline void store_state(const Job &job, int head, int first, const float (&greatest)[2], const float (&sum)[2],
                                    const float (&values)[TILES_OF][4]) {
@@ -341,7 +342,7 @@ __device__ inline void store_state(const Job &job, int head, int first, const fl
     }
 }
 
-// What the backward pass knows of the thread's two queries of a head.
+// Numbers that the forward pass saved of the thread's two queries of a head.
 __device__ inline void load_saved(const Job &job, int head, int first, Saved (&queries)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -351,7 +352,8 @@ __device__ inline void load_saved(const Job &job, int head, int first, Saved (&q
     }
 }
 
-// Of the thread's queries and keys from row `base` on: unscaled products become their gradients; dp are those of weights.
+// For the thread's queries and the keys from row `base` on: replaces unscaled products by their gradients. dp are the gradients
+// of the weights.
 __device__ inline void differentiate_queries(const Job &job, const Tile &tile, const VisibleRows &visible, int head, int first, int base,
                                              const Saved (&queries)[2], float (&products)[TILES][4],
                                              const float (&dp)[TILES][4]) {
@@ -374,8 +376,8 @@ __device__ inline void differentiate_queries(const Job &job, const Tile &tile, c
     }
 }
 
-// What the backward pass knows of a chunk of queries, in shared memory: all maxima, all inverse sums, all deltas, since one
-// address then leads to all three numbers of a query. Structures took a register more, and there was none.
+// Numbers that the forward pass saved of a chunk of queries, in shared memory: all maxima, then all inverse sums, then all deltas,
+// so that one address leads to all three numbers of a query. An array of structures needed one more register than there is.
 struct SavedChunk {
     float *values;
 
@@ -390,7 +392,8 @@ struct SavedChunk {
     }
 };
 
-// Of the thread's keys and queries from row `base` on: unscaled products become weights, and gradients of weights become theirs.
+// For the thread's keys and the queries from row `base` on: replaces unscaled products by weights, and gradients of weights by
+// gradients of products.
 __device__ inline void differentiate_keys(const Job &job, const Tile &tile, const VisibleRows &visible, int head, int first, int base,
                                           const SavedChunk &queries, float (&products)[TILES][4],
                                           float (&dp)[TILES][4]) {
@@ -398,7 +401,7 @@ __device__ inline void differentiate_keys(const Job &job, const Tile &tile, cons
     for (int n = 0; n < TILES; n++) {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-            // Both halves of the keys at once: what is known of a query would wait in registers for the second.
+            // Both halves of the keys are computed at once: otherwise the numbers of a query would stay in registers for the second.
             const int query = n * 8 + THREAD_COLUMN + e, i = base + query - tile.q;
             const Saved known = queries[query];
 #pragma unroll

@@ -1,6 +1,6 @@
 // The backward pass on tensor cores: the two kernels of `backward.cu` with products of bf16, without bias and buckets.
 
-// Gradients of ROWS queries of a head.
+// Computes dq of ROWS queries of one head.
 extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job job) {
     extern __shared__ float shared[];
     u16 *const q = (u16 *)shared, *const d_out = q + ROWS * STRIDE;
@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job
     for (Chunk chunk(job, block); chunk.is_there(job, block); chunk.advance(job, block)) {
         const Tile tile = job.tiles[job.parts[chunk.part].tile];
         const int base = chunk.base, count = chunk.count(job);
-        __syncthreads(); // The chunk before this is used.
+        __syncthreads(); // All threads have used the previous chunk.
         start_rows<K_TYPE, DIM, STRIDE, CHUNK>(k, job.k, base, count, kv_head);
         start_rows<V_TYPE, V_DIM, V_STRIDE, CHUNK>(v, job.v, base, count, kv_head);
         group_copies();
@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job
     add_rows<DIM>(job.dq, sums, first, job.queries, job.heads, head);
 }
 
-// Gradients of ROWS keys of a key-value head and of their values. Parts are those of blocks of keys.
+// Computes dk and dv of ROWS keys of one key-value head. The parts are those of blocks of keys.
 extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job job) {
     extern __shared__ float shared[];
     u16 *const k = (u16 *)shared, *const v = k + ROWS * STRIDE;
@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job jo
         for (Chunk chunk(job, block); chunk.is_there(job, block); chunk.advance(job, block)) {
             const Tile tile = job.tiles[job.parts[chunk.part].tile];
             const int base = chunk.base, count = chunk.count(job);
-            __syncthreads(); // The chunk before this is used.
+            __syncthreads(); // All threads have used the previous chunk.
             start_rows<Q_TYPE, DIM, STRIDE, CHUNK>(q, job.q, base, count, head);
             start_rows<D_OUT_TYPE, V_DIM, V_STRIDE, CHUNK>(d_out, job.d_out, base, count, head);
             group_copies();

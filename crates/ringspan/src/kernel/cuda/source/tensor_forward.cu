@@ -1,11 +1,11 @@
-// The forward pass on tensor cores: that of `forward.cu` with products of bf16 (Dao, 2023). Keys of the next chunk and values of
-// this one arrive while products are computed.
+// The forward pass on tensor cores: like `forward.cu`, with products of bf16 (Dao, 2023). Keys of the next chunk and values of
+// this one are copied while products are computed.
 
 extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
     extern __shared__ float shared[];
     u16 *const q = (u16 *)shared, *const k = q + ROWS * STRIDE, *const v = k + CHUNK * STRIDE;
 
-    // Under causal masks the last queries have most to do: they begin.
+    // Under causal masks the last queries have the most work, so they start first.
     const int block = gridDim.x - 1 - blockIdx.x, head = blockIdx.y, kv_head = job.kv_of[head];
     if (job.parts_of[block] == job.parts_of[block + 1]) {
         return;
@@ -26,14 +26,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
         const Tile tile = job.tiles[job.parts[chunk.part].tile];
         const int base = chunk.base, count = chunk.count(job);
         const bool whole = sees_all(tile, first, rows, base, count);
-        __syncthreads(); // The values before these are used.
+        __syncthreads(); // All threads have used the values before these.
         start_rows<V_TYPE, V_DIM, V_STRIDE, CHUNK>(v, job.v, base, count, kv_head);
         group_copies();
         wait_copies<1>();
-        __syncthreads(); // Keys are here.
+        __syncthreads(); // The keys have been copied.
         float scores[TILES][4];
         products<WIDTH, STRIDE>(scores, q, k);
-        __syncthreads(); // And used.
+        __syncthreads(); // All threads have used the keys.
         chunk.advance(job, block);
         if (chunk.is_there(job, block)) {
             start_rows<K_TYPE, DIM, STRIDE, CHUNK>(k, job.k, chunk.base, chunk.count(job), kv_head);
@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
                 }
             }
             most = of_four(most, true);
-            // A number to measure -inf against, so that no NaN arises.
+            // The shift is finite, so that subtracting it from -inf gives no NaN.
             const float shift = most == NEGATIVE_INFINITY ? 0.0f : most;
             const float shrink = exp2f((greatest[half] - shift) * LOG2_E);
             greatest[half] = most;
@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
             }
         }
         wait_copies<1>();
-        const bool has_special = __syncthreads_or(!whole && has_non_finite<V_DIM, V_STRIDE>(v)); // Values are here.
+        const bool has_special = __syncthreads_or(!whole && has_non_finite<V_DIM, V_STRIDE>(v)); // The values have been copied.
         add_chunk<V_WIDTH, V_STRIDE>(values, scores, v, visible, has_special);
     }
     store_state(job, head, first, greatest, sum, values);

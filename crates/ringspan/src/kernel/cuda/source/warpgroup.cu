@@ -1,13 +1,13 @@
 // Products of bf16 by warpgroups, four warps each, with sums in f32 (PTX ISA, "Asynchronous warpgroup level matrix
-// instructions", sm_90a only). Behind `tensor.cu`, whose fragments these are: a warp has 16 rows.
+// instructions", sm_90a only). This source follows `tensor.cu` and uses its fragments: a warp has 16 rows.
 //
-// Rows lie in shared memory as cores of 8 rows x 8 columns, 128 bytes each: first those of the first 8 columns, by their rows,
-// then those of the next. So products can read them along columns and along rows, without conflicts and without a swizzle. They
-// read while they are computed, by a proxy of its own: `share_copies` shows it what was copied.
+// Rows are stored in shared memory as core matrices of 8 rows x 8 columns, 128 bytes each: first those of the first 8 columns, row
+// by row, then those of the next columns. So products can read them along columns and along rows without bank conflicts and without
+// a swizzle. Products read shared memory through the async proxy while they run: `share_copies` makes earlier copies visible to it.
 
 #define CORE 64
 #define CORE_BYTES 128
-// Width of rows that are a right side by rows: whole products of 64 or 128 columns. What lies in those that are too many goes
+// The width of rows that are the right side of a product: a multiple of 64 or 128 columns. The columns beyond the rows' width go
 // to sums that nobody reads.
 #define WHOLE_WIDTH ((DIM + 63) / 64 * 64)
 #define WHOLE_V_WIDTH ((V_DIM + 63) / 64 * 64)
@@ -19,8 +19,8 @@
 #define FOUR_SUMS(n) SUMS(n), SUMS(n + 1), SUMS(n + 2), SUMS(n + 3)
 #define EIGHT_SUMS(n) FOUR_SUMS(n), FOUR_SUMS(n + 4)
 
-// Starts sums[64, 8 TILES_OF] = a[64, 16] b[8 TILES_OF, 16]^T, to which the sums are added if `adds`; both sides lie where
-// descriptors say. Until it is waited for, nothing of it may be used.
+// Starts sums[64, 8 TILES_OF] = a[64, 16] b[8 TILES_OF, 16]^T, added to the sums if `adds`; descriptors say where both sides are.
+// The sums must not be used before a wait.
 template <int TILES_OF> __device__ inline void start_product(float (&sums)[TILES_OF][4], u64 a, u64 b, bool adds) {
     static_assert(TILES_OF == 8 || TILES_OF == 16, "64 or 128 columns");
     if constexpr (TILES_OF == 8) {
@@ -44,7 +44,7 @@ template <int TILES_OF> __device__ inline void start_product(float (&sums)[TILES
     }
 }
 
-// The same, sums[64, 8 TILES_OF] += a[64, 16] b[16, 8 TILES_OF], with the left side in registers.
+// Starts sums[64, 8 TILES_OF] += a[64, 16] b[16, 8 TILES_OF], with the left side in registers.
 template <int TILES_OF> __device__ inline void start_product(float (&sums)[TILES_OF][4], const u32 (&a)[4], u64 b) {
     if constexpr (TILES_OF == 8) {
         asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
@@ -65,18 +65,18 @@ template <int TILES_OF> __device__ inline void start_product(float (&sums)[TILES
     }
 }
 
-// Between what was done with registers of products, and products that are started.
+// Orders earlier accesses to registers of products before the products that are started next.
 __device__ inline void order_registers() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// The products that were started since the last call are one group.
+// Makes one group of the products that were started since the last call.
 __device__ inline void group_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Waits for products, except the last LEFT groups.
+// Waits for products, except for the last LEFT groups.
 template <int LEFT> __device__ inline void wait_products() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
-// Sums that products wrote, behind the wait for these: the compiler is not to move their use before it.
+// Keeps the compiler from moving uses of sums before the wait for the products that write them.
 template <int TILES_OF> __device__ inline void take_sums(float (&sums)[TILES_OF][4]) {
 #pragma unroll
     for (int n = 0; n < TILES_OF; n++) {
@@ -84,7 +84,7 @@ template <int TILES_OF> __device__ inline void take_sums(float (&sums)[TILES_OF]
     }
 }
 
-// What this thread copied, and waited for, becomes visible to products behind the next barrier.
+// Makes the copies that this thread has waited for visible to products after the next barrier.
 __device__ inline void share_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ inline float power_of_2(float x) {
@@ -95,25 +95,26 @@ __device__ inline float power_of_2(float x) {
 
 #endif
 
-// Where an element lies of TILE_ROWS rows.
+// The position of an element among TILE_ROWS rows.
 template <int TILE_ROWS> __device__ inline int core_offset(int row, int column) {
     return (column / 8 * (TILE_ROWS / 8) + row / 8) * CORE + row % 8 * 8 + column % 8;
 }
 
-// A side of a product that begins there (PTX ISA, "Matrix descriptor", no swizzle): bytes from core to core along what is summed
-// over, and along the other.
+// The descriptor of a side of a product that begins at this address (PTX ISA, "Matrix descriptor", no swizzle): bytes from core to
+// core along the summed dim, and along the other.
 __device__ inline u64 descriptor(const u16 *at, int summed_bytes, int other_bytes) {
     return (u64)(shared_address(at) >> 4) | (u64)(summed_bytes >> 4) << 16 | (u64)(other_bytes >> 4) << 32;
 }
 
-// The n-th piece of 8 columns, of those of TILE_ROWS rows: 8 threads have a core, so that their copies do not meet in a bank.
+// Position of the n-th group of 8 columns of TILE_ROWS rows: 8 threads copy one core, so that their copies use different banks.
 template <int GROUPS> struct ColumnGroup {
     int row, column;
 
     __device__ ColumnGroup(int n) : row(n / (8 * GROUPS) * 8 + n % 8), column(n / 8 % GROUPS * 8) {}
 };
 
-// Starts to copy TILE_ROWS rows of a head from row `first` on, zeros from row `count` on; numbers that are not bf16 are rounded.
+// Starts a copy of TILE_ROWS rows of a head from row `first` on; rows from `count` on become zeros. Numbers of other types are
+// rounded to bf16.
 template <int TYPE, int WIDTH_OF, int TILE_ROWS>
 __device__ void start_cores(u16 *to, const View &from, int first, int count, int head) {
     constexpr int GROUPS = WIDTH_OF / 8;
@@ -125,14 +126,14 @@ __device__ void start_cores(u16 *to, const View &from, int first, int count, int
     }
 }
 
-// Zeros in the columns FROM to TO of TILE_ROWS rows, over which is summed.
+// Writes zeros to columns FROM to TO of TILE_ROWS rows, which products sum over.
 template <int FROM, int TO, int TILE_ROWS> __device__ void clear_cores(u16 *rows) {
     for (int n = threadIdx.x; n < TILE_ROWS * (TO - FROM); n += THREADS) {
         rows[FROM / 8 * TILE_ROWS / 8 * CORE + n] = 0;
     }
 }
 
-// Whether this thread started to copy a number of the chunk that is none, or is infinite.
+// Whether a number of the chunk that this thread copied is NaN or infinite.
 template <int WIDTH_OF> __device__ bool has_non_finite_core(const u16 *rows) {
     constexpr int GROUPS = WIDTH_OF / 8;
     bool any = false;
@@ -143,7 +144,7 @@ template <int WIDTH_OF> __device__ bool has_non_finite_core(const u16 *rows) {
     return any;
 }
 
-// sums[64 of the warpgroup, CHUNK] = own[.., WIDTH_OF] others[CHUNK, ..]^T, started.
+// Starts sums[64 of the warpgroup, CHUNK] = own[.., WIDTH_OF] others[CHUNK, ..]^T.
 template <int WIDTH_OF> __device__ inline void start_scores(float (&sums)[TILES][4], const u16 *own, const u16 *others) {
     const int row = threadIdx.x / 128 * 64;
 #pragma unroll
@@ -164,7 +165,7 @@ __device__ inline void pack(u32 (&packed)[STEPS][4], const float (&weights)[TILE
     }
 }
 
-// sums[64, 8 TILES_OF] += weights[64, CHUNK] others[CHUNK, ..], started.
+// Starts sums[64, 8 TILES_OF] += weights[64, CHUNK] others[CHUNK, ..].
 template <int TILES_OF>
 __device__ inline void start_sums(float (&sums)[TILES_OF][4], const u32 (&weights)[STEPS][4], const u16 *others) {
 #pragma unroll
@@ -173,13 +174,13 @@ __device__ inline void start_sums(float (&sums)[TILES_OF][4], const u32 (&weight
     }
 }
 
-// The same at once, one pair at a time, over pairs that are visible: where something of the chunk is no number, which weights of
-// 0 would spread to rows that do not see it.
+// Computes the same without starting a product, one visible pair at a time: in a chunk with NaN or infinite numbers, products with
+// weights of 0 would spread these to rows that do not see them.
 template <int TILES_OF>
 __device__ void add_visible_cores(float (&sums)[TILES_OF][4], const u32 (&weights)[STEPS][4], const u16 *others,
                                   const VisibleRows &visible) {
     for (int at = 0; at < CHUNK; at++) {
-        // Lane of the four that share a row.
+        // The lane of the four that share a row which holds this column.
         const int lane = LANE / 4 * 4 + at % 8 / 2;
         for (int half = 0; half < 2; half++) {
             u32 both = 0;
@@ -204,7 +205,7 @@ __device__ void add_visible_cores(float (&sums)[TILES_OF][4], const u32 (&weight
     }
 }
 
-// Puts zeros in the place of a chunk, which all have read, for products that are still to come.
+// Overwrites a chunk that all threads have read with zeros, for products that are still to come.
 template <int TO> __device__ inline void forget(u16 *rows) {
     __syncthreads();
     clear_cores<0, TO, CHUNK>(rows);

@@ -1,12 +1,12 @@
-// The backward pass by warpgroups: the two kernels of `tensor_backward.cu`. What the next chunk needs arrives while this one is
-// computed; the two warpgroups of a block multiply while the other computes gradients of scores.
+// The backward pass by warpgroups: the two kernels of `tensor_backward.cu`. The next chunk is copied while this one is computed,
+// and while one of the two warpgroups of a block multiplies, the other computes gradients of scores.
 
 #define OWN (ROWS * WIDTH)
 #define V_OWN (ROWS * V_WIDTH)
 #define OTHERS (CHUNK * WHOLE_WIDTH)
 #define V_OTHERS (CHUNK * WHOLE_V_WIDTH)
 
-// What a block holds, and twice what it goes over: one is read, one arrives.
+// The rows that a block computes, and two buffers for the rows it reads: one is read while the other is filled.
 struct SharedMemory {
     u16 *own, *v_own, *others, *v_others;
     SavedChunk queries[2];
@@ -27,7 +27,7 @@ struct SharedMemory {
     }
 };
 
-// Products of the own rows and of the others, those of the scores and those of the weights' gradients.
+// Starts the products of own and other rows: the scores, and the gradients of the weights.
 __device__ inline void multiply_both(float (&scores)[TILES][4], float (&dp)[TILES][4], const SharedMemory &shared_memory, int stage) {
     order_registers();
     start_scores<WIDTH>(scores, shared_memory.own, shared_memory.others + stage * OTHERS);
@@ -38,7 +38,7 @@ __device__ inline void multiply_both(float (&scores)[TILES][4], float (&dp)[TILE
     take_sums(dp);
 }
 
-// Gradients of ROWS queries of a head.
+// Computes dq of ROWS queries of one head.
 extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job job) {
     extern __shared__ float shared[];
     const int block = gridDim.x - 1 - blockIdx.x, head = blockIdx.y, kv_head = job.kv_of[head];
@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job
     add_rows<DIM>(job.dq, sums, first, job.queries, job.heads, head);
 }
 
-// Gradients of ROWS keys of a key-value head and of their values. Parts are those of blocks of keys.
+// Computes dk and dv of ROWS keys of one key-value head. The parts are those of blocks of keys.
 extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job job) {
     extern __shared__ float shared[];
     const int block = blockIdx.x, kv_head = blockIdx.y;

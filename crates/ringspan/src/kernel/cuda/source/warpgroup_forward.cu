@@ -1,22 +1,22 @@
-// The forward pass by warpgroups: that of `tensor_forward.cu`, with scores of the next chunk under way while values of this one
-// are added up, and both while weights are computed (Shah et al., 2024). Keys and values of later chunks arrive meanwhile, so a
-// chunk has one barrier.
+// The forward pass by warpgroups: like `tensor_forward.cu`, but products of the next chunk's scores run while the values of this
+// one are added up, and both run while weights are computed (Shah et al., 2024). Keys and values of later chunks are copied
+// meanwhile, so a chunk has one barrier.
 
 #define QUERIES (ROWS * WIDTH)
 #define KEYS (CHUNK * WIDTH)
 #define VALUES (CHUNK * WHOLE_V_WIDTH)
 
-// Whether scores are products times a positive number, so that the greatest is that of the greatest product.
+// Whether scores are products times a positive number, so that the greatest score is that of the greatest product.
 constexpr bool PLAIN = !(SOFTCAP || ALIBI || BUCKETS || BIAS);
 
 // The softmax of the thread's two rows.
 struct Rows {
     float greatest[2], sum[2];
-    // What sums before the last chunk are multiplied with.
+    // Factor of the sums before the last chunk.
     float shrink[2];
 };
 
-// Scores of pairs that are not visible become -inf, the others get their terms.
+// Sets scores of invisible pairs to -inf, and adds the terms of the others.
 __device__ inline void show(const Job &job, const Chunk &chunk, const Tile &tile, int head, int first, int rows_there,
                             float (&scores)[TILES][4]) {
     const int count = chunk.count(job);
@@ -39,7 +39,7 @@ __device__ inline void show(const Job &job, const Chunk &chunk, const Tile &tile
     }
 }
 
-// Scores become weights.
+// Turns scores into weights.
 __device__ inline void soften(const Job &job, const Chunk &chunk, int head, int first, int rows_there,
                               float (&scores)[TILES][4], Rows &rows) {
     const Tile tile = job.tiles[job.parts[chunk.part].tile];
@@ -53,7 +53,7 @@ __device__ inline void soften(const Job &job, const Chunk &chunk, int head, int 
             most = fmaxf(most, fmaxf(scores[n][2 * half], scores[n][2 * half + 1]));
         }
         most = fmaxf(rows.greatest[half], of_four(most, true) * factor);
-        // A number to measure -inf against, so that no NaN arises.
+        // The shift is finite, so that subtracting it from -inf gives no NaN.
         const float shift = most == NEGATIVE_INFINITY ? 0.0f : most;
         rows.shrink[half] = power_of_2((rows.greatest[half] - shift) * LOG2_E);
         rows.greatest[half] = most;
@@ -63,7 +63,7 @@ __device__ inline void soften(const Job &job, const Chunk &chunk, int head, int 
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 float &s = scores[n][2 * half + e];
-                // Rounded before the maximum, one of these, is taken away: no weight exceeds 1.
+                // The score is rounded before the maximum is subtracted, as the maximum was: so no weight exceeds 1.
                 s = power_of_2((__fmul_rn(s, factor) - shift) * LOG2_E);
                 rows.sum[half] += s;
                 if (DROPOUT) {
@@ -75,8 +75,8 @@ __device__ inline void soften(const Job &job, const Chunk &chunk, int head, int 
     }
 }
 
-// Waits for the values of a chunk, and for the other threads. If something of them is no number, they are added here, and zeros
-// stay in their place.
+// Waits for the values of a chunk, and for the other threads. If some values are NaN or infinite, they are added here pair by pair,
+// and replaced by zeros.
 __device__ inline void settle_values(const Job &job, const Chunk &chunk, int first, int rows_there,
                                      float (&values)[WHOLE_V_WIDTH / 8][4], const u32 (&weights)[STEPS][4], u16 *v) {
     const Tile tile = job.tiles[job.parts[chunk.part].tile];
@@ -102,10 +102,10 @@ __device__ inline void scale(float (&values)[WHOLE_V_WIDTH / 8][4], const float 
 
 extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
     extern __shared__ float shared[];
-    // Two of each: one is read, one arrives.
+    // Two buffers each: one is read while the other is filled.
     u16 *const q = (u16 *)shared, *const k = q + QUERIES, *const v = k + 2 * KEYS;
 
-    // Under causal masks the last queries have most to do: they begin.
+    // Under causal masks the last queries have the most work, so they start first.
     const int block = gridDim.x - 1 - blockIdx.x, head = blockIdx.y, kv_head = job.kv_of[head];
     if (job.parts_of[block] == job.parts_of[block + 1]) {
         return;
@@ -134,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
     clear(scores);
     wait_copies<1>();
     share_copies();
-    __syncthreads(); // Queries and the first keys are here.
+    __syncthreads(); // The queries and the first keys have been copied.
     order_registers();
     start_scores<WIDTH>(scores, q, k);
     group_products();
@@ -146,9 +146,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
 
     int stage = 0;
     for (; next.is_there(job, block); stage ^= 1) {
-        // Weights of this chunk are here; its values and the next keys arrive.
+        // The weights of this chunk are computed; its values and the next keys are being copied.
         settle_values(job, chunk, first, rows_there, values, weights, v + stage * VALUES);
-        // Where keys of this chunk were, and values of the one before.
+        // They go where the keys of this chunk and the values of the one before were.
         Chunk after = next;
         after.advance(job, block);
         start_cores<V_TYPE, V_DIM, CHUNK>(v + (stage ^ 1) * VALUES, job.v, next.base, next.count(job), kv_head);
