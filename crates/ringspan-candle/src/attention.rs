@@ -303,7 +303,7 @@ impl CustomOp3 for Attention {
         let inputs = Inputs::new(q_loan.view()?, k_loan.view()?, v_loan.view()?, &self.score);
         let inputs = Inputs { bias: bias.as_ref().map(Loan::view).transpose()?, ..inputs };
         let statistics = Statistics { max: max.data()?, sum: sum.data()? };
-        let saved = Forward { out: out.data()?, statistics, peak_bytes: 0 };
+        let saved = Forward { out: out.data()?, statistics };
         let gradients = on_device::backward(&self.group, &self.schedule, &inputs, &saved, d_out.view()?)
             .map_err(candle_core::Error::wrap)?;
         let leave = |link: &LinkedGradient, gradient| {

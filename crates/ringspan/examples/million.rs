@@ -111,7 +111,7 @@ fn main() -> Result<(), Error> {
             let line = format!(
                 "rank {rank}: {:>9} tokens, {seconds:>8.1} s, {:>7.1} MiB at most, {:>8.1} MiB sent",
                 positions.len(),
-                forward.peak_bytes as f64 / f64::from(1 << 20),
+                attention::forward_bytes(&group, &schedule, &inputs)? as f64 / f64::from(1 << 20),
                 comm.bytes_sent() as f64 / f64::from(1 << 20),
             );
             Ok::<_, Error>((seconds, Told { line, error, size }))

@@ -1,9 +1,9 @@
 //! A rank holds its tensors, two blocks of keys and values, and the kernel's buffers, independently of the number of ranks.
 //!
-//! Two counts are compared. The library's meter (`peak_bytes`) counts only what it is told. The allocator of this test
-//! counts everything that all ranks and their kernel threads allocate, with a transport that copies messages as between
-//! machines: without copies, a block that several ranks hold would count once. The peaks of ranks need not coincide, so all
-//! allocations must be at most the sum of the meters, and each meter must be at most the formula of the design.
+//! Two numbers are compared. The library computes a rank's memory from its plan (`forward_bytes`, `backward_bytes`). The
+//! allocator of this test counts everything that all ranks and their kernel threads allocate, with a transport that copies
+//! messages as between machines: without copies, a block that several ranks hold would count once. The peaks of ranks need not
+//! coincide, so all allocations must be at most the sum of the plans, and each plan must be at most the formula of the design.
 
 #[path = "support/hands_on.rs"]
 mod hands_on;
@@ -105,8 +105,8 @@ const SMALL: f64 = 64e3;
 /// The memory of one pass on P ranks, in bytes.
 #[derive(Debug)]
 struct Held {
-    /// Peak of each rank by its meter.
-    metered: Vec<f64>,
+    /// Peak of each rank by its plan.
+    planned: Vec<f64>,
     /// Peak of the process, minus what was allocated before the ranks had tensors.
     allocated: f64,
     /// The largest workspace that the kernel declares for one step of a rank.
@@ -162,13 +162,13 @@ fn measure_schedule(shape: Shape, schedule: &Schedule, biased: bool) -> [Held; 2
         let gradients = attention::backward(&group, schedule, &inputs, &forward, view(&d_out, heads))?;
         alone(&mut || allocated[1] = PEAK.load(Ordering::Relaxed) - base)?;
 
-        let heads = HeadMap::grouped(heads, kv_heads)?;
+        let map = HeadMap::grouped(heads, kv_heads)?;
         let workspace = |pass, of: &dyn Fn(&kernel::Inputs, &[kernel::Tile]) -> u64| {
             if schedule.grid().ulysses > 1 {
                 return 0;
             }
             let Inputs { q, k, v, bias, .. } = inputs;
-            let inputs = kernel::Inputs { q, k, v, heads: &heads, score: &score, bias };
+            let inputs = kernel::Inputs { q, k, v, heads: &map, score: &score, bias };
             let steps = schedule.plan(pass, rank);
             steps.iter().filter_map(|step| step.compute.as_ref()).map(|c| of(&inputs, &c.tiles)).max().unwrap_or(0)
         };
@@ -176,12 +176,17 @@ fn measure_schedule(shape: Shape, schedule: &Schedule, biased: bool) -> [Held; 2
         let space = workspace(Pass::Backward, &|inputs, tiles| group.kernel().backward_workspace(inputs, tiles));
         // The kernel keeps its buffers for the next call, so backward has those of both passes.
         let spaces = [forward_space, forward_space + space];
-        Ok::<_, Error>(([forward.peak_bytes, gradients.peak_bytes], allocated, spaces))
+        drop(gradients);
+        let planned = [
+            attention::forward_bytes(&group, schedule, &inputs)?,
+            attention::backward_bytes(&group, schedule, &inputs, view(&d_out, heads))?,
+        ];
+        Ok::<_, Error>((planned, allocated, spaces))
     })
     .expect("nothing fails");
     let most = (0..ranks).map(|rank| layout.tokens(rank)).max().unwrap_or(0);
     [0, 1].map(|pass| Held {
-        metered: parts.iter().map(|part| part.0[pass] as f64).collect(),
+        planned: parts.iter().map(|part| part.0[pass] as f64).collect(),
         allocated: parts[0].1[pass] as f64,
         workspace: parts.iter().map(|part| part.2[pass]).max().unwrap_or(0) as f64,
         tokens: most as f64,
@@ -200,28 +205,28 @@ fn allowed(shape: Shape, tokens: f64) -> [f64; 2] {
     [forward, backward].map(|elements| elements * 4.0 * tokens)
 }
 
-/// Checks both passes; returns the largest bytes of a rank by its meter, for comparison.
+/// Checks both passes; returns the largest bytes of a rank by its plan, for comparison.
 fn check(what: &str, shape: Shape, got: &[Held; 2]) -> [f64; 2] {
     [0, 1].map(|pass| {
-        let Held { metered, allocated, workspace, tokens } = &got[pass];
-        let most = metered.iter().fold(0.0f64, |most, bytes| most.max(*bytes));
-        let ranks = metered.len() as f64;
+        let Held { planned, allocated, workspace, tokens } = &got[pass];
+        let most = planned.iter().fold(0.0f64, |most, bytes| most.max(*bytes));
+        let ranks = planned.len() as f64;
         let limit = 1.15 * allowed(shape, *tokens)[pass] + workspace;
         let name = format!("{what} on {ranks} ranks, {}", ["forward", "backward"][pass]);
         println!(
-            "{name}: meter {:.2} MB, process / P {:.2} MB, limit {:.2} MB ({:.2} of it the kernel's)",
+            "{name}: plan {:.2} MB, process / P {:.2} MB, limit {:.2} MB ({:.2} of it the kernel's)",
             most / 1e6,
             allocated / ranks / 1e6,
             limit / 1e6,
             workspace / 1e6
         );
-        assert!(most <= limit, "{name}: a rank holds {most} bytes by its meter, more than {limit}");
-        // Not metered are messages that were sent and not received yet (a block of keys; backward also one of gradients),
-        // and the buffers that the kernel keeps from the forward pass.
+        assert!(most <= limit, "{name}: a rank holds {most} bytes by its plan, more than {limit}");
+        // Plans do not count messages that were sent and not received yet (a block of keys; backward also one of gradients),
+        // nor the buffers that the kernel keeps from the forward pass.
         let waiting = (1.0 + pass as f64) * 4.0 * tokens * (2 * shape.kv_heads * shape.dim) as f64;
         let unknown = ranks * (waiting + SMALL + if pass == 1 { *workspace } else { 0.0 });
-        let sum = metered.iter().sum::<f64>();
-        assert!(*allocated <= sum + unknown, "{name}: {allocated} bytes allocated, {sum} metered, {unknown} besides");
+        let sum = planned.iter().sum::<f64>();
+        assert!(*allocated <= sum + unknown, "{name}: {allocated} bytes allocated, {sum} planned, {unknown} besides");
         most
     })
 }
@@ -242,7 +247,7 @@ fn with_as_many_tokens_a_rank_more_ranks_take_no_more_memory() {
                 continue;
             }
             let two = *two.get_or_insert(now);
-            // Only the meter is compared, because the number of messages that wait to be received depends on timing.
+            // Only plans are compared, because the number of messages that wait to be received depends on timing.
             for (pass, (now, two)) in now.iter().zip(two).enumerate() {
                 assert!(*now <= 1.01 * two, "{name} pass {pass}: {now} bytes on {ranks} ranks, {two} on 2");
             }
@@ -300,10 +305,10 @@ fn a_rank_holds_little_more(numbers_of_ranks: &[usize]) {
     }
 }
 
-/// The meter knows the memory of every strategy, with Ulysses, parts of the heads and a bias. Lengths and heads are not
+/// The plan knows the memory of every strategy, with Ulysses, parts of the heads and a bias. Lengths and heads are not
 /// powers of two, so that a growing vector would have spare capacity; the transport above checks this for each message.
 #[test]
-fn every_way_to_compute_is_metered() {
+fn plans_count_every_way_to_compute() {
     let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     let shape = Shape { heads: 12, kv_heads: 6, dim: 40, threads: 1 };
     let grids = [Grid::new(4, 1), Grid::new(1, 4), Grid::new(2, 2), Grid::new(2, 2).with_ulysses_outer()];
@@ -315,24 +320,24 @@ fn every_way_to_compute_is_metered() {
             let sizes = Sizes { heads: 12, kv_heads: 6, dim: 40, v_dim: 40, wire: 4, bias_heads: usize::from(biased) };
             let got = measure_schedule(shape, &schedule, biased);
             for (pass, held) in [Pass::Forward, Pass::Backward].into_iter().zip(got) {
-                let metered = held.metered.iter().sum::<f64>();
-                // Not metered are messages of a ring that wait to be received: at most all that is sent. Exchanges are
+                let planned = held.planned.iter().sum::<f64>();
+                // The plan does not count messages of a ring that wait to be received: at most all that is sent. Exchanges are
                 // waited for.
                 let sent = |rank| schedule.bytes_sent(pass, rank, &sizes).expect("fits") as f64;
                 let sent = (0..4).map(sent).sum::<f64>();
                 let what = format!("{strategy} on {grid}, {chunks} parts, bias {biased}, {pass:?}");
-                println!("{what}: metered {metered:.0}, allocated {:.0}, sent {sent:.0}", held.allocated);
-                let unknown = if grid.ring == 1 { 0.1 * metered } else { sent };
-                assert!(held.allocated <= metered + unknown + 4.0 * SMALL, "{what}");
+                println!("{what}: planned {planned:.0}, allocated {:.0}, sent {sent:.0}", held.allocated);
+                let unknown = if grid.ring == 1 { 0.1 * planned } else { sent };
+                assert!(held.allocated <= planned + unknown + 4.0 * SMALL, "{what}");
                 // The peaks of ranks need not coincide.
-                assert!(metered <= 1.4 * held.allocated, "{what}");
+                assert!(planned <= 1.4 * held.allocated, "{what}");
             }
         }
     }
 }
 
 /// Two documents whose tokens alternate at random take as much memory as two consecutive documents. If scores depend on
-/// positions, the lists of tiles are metered, and do not grow with the square of the tokens.
+/// positions, the lists of tiles are counted, and do not grow with the square of the tokens.
 #[test]
 fn documents_in_pieces_take_no_more_memory() {
     let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -354,7 +359,7 @@ fn documents_in_pieces_take_no_more_memory() {
         assert!(runs > 300, "{runs} runs are no pieces");
         let (biased, _) = held(random, ranks, true);
         for pass in [0, 1] {
-            let sum = |held: &Held| held.metered.iter().sum::<f64>();
+            let sum = |held: &Held| held.planned.iter().sum::<f64>();
             let (in_pieces, whole) = (sum(&pieces[pass]), sum(&halves[pass]));
             println!(
                 "{ranks} ranks, pass {pass}: {in_pieces} in pieces, {whole} in halves, {} with a bias",

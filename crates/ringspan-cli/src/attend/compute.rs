@@ -6,7 +6,7 @@ use crate::device::Devices;
 use crate::files::FileTensor;
 use crate::mesh::DEADLINE;
 use anyhow::{Context, Result, bail};
-use ringspan::attention::{Forward, Gradients, Inputs, Wire, on_device};
+use ringspan::attention::{self, Forward, Gradients, Inputs, Wire, on_device};
 use ringspan::comm::ranks::Ranks;
 use ringspan::comm::{Buffer, Communicator, threads};
 use ringspan::kernel::{Data, DeviceTensor, Kernel, Statistics, View};
@@ -46,7 +46,7 @@ pub(crate) struct RankReport {
     pub(super) flops_forward: u64,
     pub(super) bytes_sent_forward: u64,
     pub(super) bytes_sent_backward: u64,
-    /// Peak of the bytes of tensors, blocks and buffers.
+    /// Peak of the bytes of tensors, blocks and buffers, computed from the plan.
     pub(super) peak_bytes: u64,
 }
 
@@ -106,12 +106,16 @@ impl Work<'_> {
         let gradients = gradients.map(|gradients| gradients.to_host(kernel)).transpose()?;
         let shares = HeadShare::all(sizes.heads, sizes.kv_heads, schedule.grid())?;
         let heads = shares[schedule.grid().place(rank).1].query.len();
+        let backward_bytes = d_out
+            .as_ref()
+            .map(|d_out| attention::backward_bytes(&group, schedule, &inputs, d_out.view()))
+            .transpose()?;
         let report = RankReport {
             tokens: queries.len(),
             flops_forward: schedule.pairs(rank) * (heads * 2 * (sizes.dim + sizes.v_dim)) as u64,
             bytes_sent_forward,
             bytes_sent_backward,
-            peak_bytes: forward.peak_bytes.max(gradients.as_ref().map_or(0, |gradients| gradients.peak_bytes)),
+            peak_bytes: attention::forward_bytes(&group, schedule, &inputs)?.max(backward_bytes.unwrap_or(0)),
         };
         Ok(RankResult { forward, gradients, seconds_forward, seconds_backward, report })
     }
@@ -151,7 +155,7 @@ fn gather(place: &Ranks, mut own: Vec<RankResult>) -> Result<Option<Vec<RankResu
         };
         // All ranks leave the same barriers, so the times of rank 0 stand for all.
         let (seconds_forward, seconds_backward) = (first.seconds_forward.clone(), first.seconds_backward.clone());
-        let forward = Forward { out: Vec::new(), statistics: Statistics::default(), peak_bytes: 0 };
+        let forward = Forward { out: Vec::new(), statistics: Statistics::default() };
         let gradients = first.gradients.as_ref().map(|_| Gradients::default());
         let mut part = RankResult { forward, gradients, seconds_forward, seconds_backward, report };
         for (of, all) in TENSORS.iter().zip(&tensors) {

@@ -1,13 +1,12 @@
 //! The backward pass: gradients of this rank's inputs, by recomputation of the scores.
 
-use super::block::{Blocks, key_elements, payload, receive, send, stored, wire_of, zeros};
-use super::meter::Meter;
+use super::block::{Blocks, key_elements, payload, receive, send, stored, wire_of};
 use super::ulysses::HeadPart;
 use super::wire::floats;
-use super::{Forward, Group, Inputs, MAX_TILES_PER_CALL, check_shape, f32_bytes, stored_bytes, tiling};
+use super::{Forward, Group, Inputs, MAX_TILES_PER_CALL, check_shape, tiling};
 use crate::error::{Error, Result};
 use crate::kernel::{self, Data, Floats, HeadMap, Kernel, RowTarget, Saved, Statistics, View};
-use crate::schedule::{self, Block, Pass, Rows, Schedule};
+use crate::schedule::{Block, Pass, Rows, Schedule};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::Arc;
@@ -27,8 +26,6 @@ pub struct Gradients<F = Vec<f32>> {
     pub d_table: Vec<f32>,
     /// Gradient of the bias, `[T, H, Sk]` or `[T, 1, Sk]`.
     pub d_bias: F,
-    /// Peak number of bytes that this rank held, as in the [forward pass](super::Forward::peak_bytes).
-    pub peak_bytes: u64,
 }
 
 impl Gradients<Floats> {
@@ -37,16 +34,10 @@ impl Gradients<Floats> {
     /// # Errors
     /// Failures of the kernel's device.
     pub fn to_host(self, kernel: &Kernel) -> Result<Gradients> {
-        let Self { dq, dk, dv, d_sinks, d_table, d_bias, peak_bytes } = self;
+        let Self { dq, dk, dv, d_sinks, d_table, d_bias } = self;
         let host = |values| kernel.to_host(values);
         let (dq, dk, dv, d_bias) = (host(dq)?, host(dk)?, host(dv)?, host(d_bias)?);
-        Ok(Gradients { dq, dk, dv, d_sinks, d_table, d_bias, peak_bytes })
-    }
-
-    /// Bytes that the meter counts for the gradients of a ring: dv counts twice, because it was split off the message of dk
-    /// and dv.
-    fn held(&self) -> u64 {
-        f32_bytes(self.dq.len() + self.dk.len() + 2 * self.dv.len() + self.d_bias.len())
+        Ok(Gradients { dq, dk, dv, d_sinks, d_table, d_bias })
     }
 }
 
@@ -111,55 +102,51 @@ pub fn on_device(
         None => Vec::new(),
     };
     let saved = Saved { statistics, delta: delta.data(), d_out };
-    let mut meter = Meter::default();
-    meter.hold([q, k, v, d_out].iter().chain(&bias).map(stored_bytes).sum::<u64>() + f32_bytes(rows * (v.dim + 3)));
     if group.ulysses().size() == 1 {
         let heads = &HeadMap::grouped(q.heads, k.heads)?;
         let inputs = kernel::Inputs { q, k, v, heads, score, bias };
-        let gradients = over_ring(group, schedule, &inputs, &saved, &mut meter)?;
-        return Ok(Gradients { d_sinks, peak_bytes: meter.peak(), ..gradients });
+        let gradients = over_ring(group, schedule, &inputs, &saved)?;
+        return Ok(Gradients { d_sinks, ..gradients });
     }
 
     let mut sums = Gradients {
-        dq: zeros(kernel, rows * q.dim, &mut meter)?,
-        dk: zeros(kernel, k.tokens * k.heads * k.dim, &mut meter)?,
-        dv: zeros(kernel, k.tokens * k.heads * v.dim, &mut meter)?,
+        dq: kernel.zeros(rows * q.dim)?,
+        dk: kernel.zeros(k.tokens * k.heads * k.dim)?,
+        dv: kernel.zeros(k.tokens * k.heads * v.dim)?,
         d_sinks,
         d_table: vec![0.0; score.table_len()],
-        d_bias: bias_zeros(kernel, bias, &mut meter)?,
-        peak_bytes: 0,
+        d_bias: bias_zeros(kernel, bias)?,
     };
     let parts = HeadPart::all(group, schedule, inputs)?;
     let mut results = Vec::new();
-    let mut under_way = parts.first().map(|part| part.send(inputs, Some(&saved), &mut meter)).transpose()?;
+    let mut under_way = parts.first().map(|part| part.send(inputs, Some(&saved))).transpose()?;
     for (number, part) in parts.iter().enumerate() {
         let Some(sent) = under_way.take() else { break };
-        let arrived = part.receive(sent, score, &mut meter)?;
-        under_way = parts.get(number + 1).map(|next| next.send(inputs, Some(&saved), &mut meter)).transpose()?;
+        let arrived = part.receive(sent, score)?;
+        under_way = parts.get(number + 1).map(|next| next.send(inputs, Some(&saved))).transpose()?;
         let Some(saved) = arrived.saved(v.dim)? else { break };
-        let part_sums = over_ring(group, schedule, &arrived.inputs(inputs)?, &saved, &mut meter)?;
-        arrived.release(&mut meter);
-        let (own, held) = (part.own_heads(), part_sums.held());
+        let part_sums = over_ring(group, schedule, &arrived.inputs(inputs)?, &saved)?;
+        drop(arrived);
+        let own = part.own_heads();
         let count = score.table_len() / q.heads;
         let table = &mut sums.d_table[own.start * count..own.end * count];
         table.iter_mut().zip(&part_sums.d_table).for_each(|(sum, x)| *sum += x);
         results.push([
-            part.return_queries(part_sums.dq, q.dim, 0, &mut meter)?,
-            part.return_keys(part_sums.dk, k.dim, 1, &mut meter)?,
-            part.return_keys(part_sums.dv, v.dim, 2, &mut meter)?,
+            part.return_queries(part_sums.dq, q.dim, 0)?,
+            part.return_keys(part_sums.dk, k.dim, 1)?,
+            part.return_keys(part_sums.dv, v.dim, 2)?,
         ]);
         if let Some(bias) = bias {
-            let moving = part.return_bias(part_sums.d_bias, &bias, 3, &mut meter)?;
-            part.queries.tokens(moving, bias.heads, &mut sums.d_bias, &mut meter)?;
+            let moving = part.return_bias(part_sums.d_bias, &bias, 3)?;
+            part.queries.tokens(moving, bias.heads, &mut sums.d_bias)?;
         }
-        meter.release(held);
     }
     for (part, [dq, dk, dv]) in parts.iter().zip(results) {
-        part.queries.tokens(dq, q.heads, &mut sums.dq, &mut meter)?;
-        part.keys.tokens(dk, k.heads, &mut sums.dk, &mut meter)?;
-        part.keys.tokens(dv, v.heads, &mut sums.dv, &mut meter)?;
+        part.queries.tokens(dq, q.heads, &mut sums.dq)?;
+        part.keys.tokens(dk, k.heads, &mut sums.dk)?;
+        part.keys.tokens(dv, v.heads, &mut sums.dv)?;
     }
-    Ok(Gradients { peak_bytes: meter.peak(), ..sums })
+    Ok(sums)
 }
 
 /// The contribution of this rank's queries to the gradient of the sinks: a sink is a key whose value is 0, so dS = -P
@@ -177,31 +164,23 @@ fn of_sinks(sinks: &[f32], [max, sum, delta]: [&[f32]; 3]) -> Vec<f32> {
 }
 
 /// Runs the backward plan of this ring rank and returns the gradients of its tokens and heads.
-fn over_ring(
-    group: &Group,
-    schedule: &Schedule,
-    inputs: &kernel::Inputs,
-    saved: &Saved,
-    meter: &mut Meter,
-) -> Result<Gradients<Floats>> {
+fn over_ring(group: &Group, schedule: &Schedule, inputs: &kernel::Inputs, saved: &Saved) -> Result<Gradients<Floats>> {
     let (kernel, rank) = (group.kernel(), group.ring().rank());
     let q = inputs.q;
-    let mut dq = zeros(kernel, q.tokens * q.heads * q.dim, meter)?;
+    let mut dq = kernel.zeros(q.tokens * q.heads * q.dim)?;
     let mut d_table = kernel.zeros(inputs.score.table_len())?;
-    let mut d_bias = bias_zeros(kernel, inputs.bias, meter)?;
+    let mut d_bias = bias_zeros(kernel, inputs.bias)?;
     let (both, keys) = key_elements(inputs, inputs.k.tokens);
     // Gradients of keys and values of one ring rank are one message: dk, then dv.
-    let mut own = zeros(kernel, both, meter)?;
+    let mut own = kernel.zeros(both)?;
     let mut foreign: HashMap<usize, Floats> = HashMap::new();
     let plan = schedule.steps(Pass::Backward, rank);
-    let lists = schedule::list_bytes(&plan);
-    meter.hold(lists);
     let wire = group.wire(&inputs.q, &inputs.k, &inputs.v);
     let mut blocks = Blocks::new(group, *inputs, Some(*saved), wire, &plan);
     let mut sent = Vec::new();
     for (number, step) in plan.iter().enumerate() {
         for transfer in &step.send {
-            sent.push(send(group, transfer, wire, blocks.message(transfer, meter)?)?);
+            sent.push(send(group, transfer, wire, blocks.message(transfer)?)?);
         }
         let received =
             step.receive.iter().map(|transfer| receive(group, transfer, wire)).collect::<Result<Vec<_>>>()?;
@@ -214,7 +193,7 @@ fn over_ring(
                 true => &mut own,
                 false => match foreign.entry(compute.keys) {
                     Entry::Occupied(sum) => sum.into_mut(),
-                    Entry::Vacant(place) => place.insert(zeros(kernel, both, meter)?),
+                    Entry::Vacant(place) => place.insert(kernel.zeros(both)?),
                 },
             };
             let (dk, dv) = sum.split_at_mut(keys);
@@ -223,20 +202,18 @@ fn over_ring(
                 false => {
                     let queries = inputs.q.tokens * q.heads * q.dim;
                     let terms = inputs.bias.map_or(0, |bias| bias.tokens * bias.heads * bias.dim);
-                    q_foreign = zeros(kernel, queries + terms, meter)?;
+                    q_foreign = kernel.zeros(queries + terms)?;
                     q_foreign.split_at_mut(queries)
                 }
             };
             let mut sums = kernel::Sums { dq, dk, dv, d_table: d_table.all_mut(), d_bias };
             schedule.in_batches(compute, tiling(&inputs), MAX_TILES_PER_CALL, |tiles| {
-                meter.touch(size_of_val(tiles) as u64 + kernel.backward_workspace(&inputs, tiles));
                 kernel.backward(&inputs, tiles, &saved, &mut sums)
             })?;
         }
-        blocks.drop_after(number, meter);
+        blocks.drop_after(number);
         for (transfer, pending) in step.receive.iter().zip(received) {
             let message = payload(group, pending, wire_of(wire, transfer.block, inputs))?;
-            meter.touch(message.bytes());
             match transfer.block {
                 Block::KeyGradients(owner) => {
                     let (both, _) = key_elements(inputs, transfer.rows.len());
@@ -254,7 +231,7 @@ fn over_ring(
                         kernel.add_all(d_bias.all_mut(), values.slice(queries..all))?;
                     }
                 }
-                _ => blocks.insert(transfer, message, meter),
+                _ => blocks.insert(transfer, message),
             }
         }
         for transfer in &step.after {
@@ -262,7 +239,6 @@ fn over_ring(
                 Block::KeyGradients(owner) => foreign.remove(&owner).unwrap_or_default(),
                 _ => std::mem::take(&mut q_foreign),
             };
-            meter.release(f32_bytes(sum.len()));
             sent.push(send(group, transfer, wire, Arc::new(sum.into_message()))?);
         }
         kernel.step()?;
@@ -270,14 +246,12 @@ fn over_ring(
     for pending in sent {
         pending.wait()?;
     }
-    meter.release(lists);
-    meter.hold(f32_bytes(both - keys));
     let (dk, dv) = own.split(keys);
     Ok(Gradients { dq, dk, dv, d_table: kernel.to_host(d_table)?, d_bias, ..Gradients::default() })
 }
 
-fn bias_zeros(kernel: &Kernel, bias: Option<View>, meter: &mut Meter) -> Result<Floats> {
-    bias.map_or(Ok(Floats::default()), |bias| zeros(kernel, bias.tokens * bias.heads * bias.dim, meter))
+fn bias_zeros(kernel: &Kernel, bias: Option<View>) -> Result<Floats> {
+    bias.map_or(Ok(Floats::default()), |bias| kernel.zeros(bias.tokens * bias.heads * bias.dim))
 }
 
 /// Adds received gradients of the given key rows (dk, then dv) to `sum`.

@@ -1,11 +1,10 @@
 //! The blocks that a rank holds while a plan runs, and the messages that carry them.
 
-use super::meter::Meter;
+use super::Group;
 use super::wire::{Wire, floats};
-use super::{Group, f32_bytes};
 use crate::comm::{Buffer, Communicator, Pending};
 use crate::error::{Error, Result};
-use crate::kernel::{DType, Data, Floats, Inputs, Kernel, Saved, Statistics, TensorSlice, View};
+use crate::kernel::{DType, Data, Inputs, Kernel, Saved, Statistics, TensorSlice, View};
 use crate::schedule::{Block, Compute, Plan, Rows, Step, Transfer};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -26,20 +25,12 @@ pub(super) struct Blocks<'a> {
 impl<'a> Blocks<'a> {
     /// Starts with this rank's own blocks only. `own` are the inputs of its ring rank, and `saved` is needed backward only.
     pub(super) fn new(group: &'a Group, own: Inputs<'a>, saved: Option<Saved<'a>>, wire: Wire, plan: &Plan) -> Self {
-        let mut last_use = HashMap::new();
-        for (at, Step { send, compute, .. }) in plan.iter().enumerate() {
-            last_use.extend(send.iter().map(|transfer| (transfer.block, at)));
-            if let Some(Compute { queries, keys, .. }) = compute {
-                let used = [Block::Keys(*keys), Block::Queries(*queries), Block::Saved(*queries)];
-                last_use.extend(used.map(|block| (block, at)));
-            }
-        }
         let rank = group.ring().rank();
-        Self { kernel: group.kernel(), own, saved, rank, wire, held: HashMap::new(), last_use }
+        Self { kernel: group.kernel(), own, saved, rank, wire, held: HashMap::new(), last_use: last_uses(plan) }
     }
 
     /// A block as a message. This rank's own block is packed here, unless the same rows were already packed.
-    pub(super) fn message(&mut self, transfer: &Transfer, meter: &mut Meter) -> Result<Arc<Buffer>> {
+    pub(super) fn message(&mut self, transfer: &Transfer) -> Result<Arc<Buffer>> {
         let Transfer { block, rows, .. } = transfer;
         if let Some((held, message)) = self.held.get(block)
             && (held == rows || block.owner() != self.rank)
@@ -66,27 +57,18 @@ impl<'a> Blocks<'a> {
             _ => return Err(missing(*block)),
         };
         let message = Arc::new(message);
-        self.insert(transfer, message.clone(), meter);
+        self.insert(transfer, message.clone());
         Ok(message)
     }
 
-    pub(super) fn insert(&mut self, transfer: &Transfer, message: Arc<Buffer>, meter: &mut Meter) {
-        meter.hold(message.bytes());
-        if let Some((_, old)) = self.held.insert(transfer.block, (transfer.rows.clone(), message)) {
-            meter.release(old.bytes());
-        }
+    pub(super) fn insert(&mut self, transfer: &Transfer, message: Arc<Buffer>) {
+        self.held.insert(transfer.block, (transfer.rows.clone(), message));
     }
 
     /// Drops the blocks that no step after `step` needs.
-    pub(super) fn drop_after(&mut self, step: usize, meter: &mut Meter) {
+    pub(super) fn drop_after(&mut self, step: usize) {
         let last_use = &self.last_use;
-        self.held.retain(|block, (_, message)| {
-            let needed = last_use.get(block).is_some_and(|&last| last > step);
-            if !needed {
-                meter.release(message.bytes());
-            }
-            needed
-        });
+        self.held.retain(|block, _| last_use.get(block).is_some_and(|&last| last > step));
     }
 
     /// The tensors that the kernel reads in a computation, forward and backward.
@@ -140,6 +122,19 @@ impl<'a> Blocks<'a> {
     }
 }
 
+/// For each block, the last step of a plan that needs it.
+pub(super) fn last_uses(plan: &Plan) -> HashMap<Block, usize> {
+    let mut last_use = HashMap::new();
+    for (at, Step { send, compute, .. }) in plan.iter().enumerate() {
+        last_use.extend(send.iter().map(|transfer| (transfer.block, at)));
+        if let Some(Compute { queries, keys, .. }) = compute {
+            let used = [Block::Keys(*keys), Block::Queries(*queries), Block::Saved(*queries)];
+            last_use.extend(used.map(|block| (block, at)));
+        }
+    }
+    last_use
+}
+
 /// The row range of a tensor of one row, for packing a plain list of numbers.
 #[allow(clippy::single_range_in_vec_init)] // Rows are given as ranges.
 const ONE: &[std::ops::Range<usize>] = &[0..1];
@@ -158,6 +153,16 @@ pub(super) fn stored(data: Data<'_>, tokens: usize, heads: usize, dim: usize) ->
         actual: data.len(),
         shape: format!("[{tokens}, {heads}, {dim}]"),
     })
+}
+
+/// A tensor of this shape and type without elements: sizes of buffers depend on nothing else.
+pub(super) fn shape_of<'a>([tokens, heads, dim]: [usize; 3], dtype: DType) -> View<'a> {
+    let data = match dtype {
+        DType::F32 => Data::F32(&[]),
+        DType::Bf16 => Data::Bf16(&[]),
+        DType::F16 => Data::F16(&[]),
+    };
+    View { data, tokens, heads, dim, token_stride: heads * dim, head_stride: dim }
 }
 
 /// Starts sending a block to another ring rank.
@@ -211,10 +216,4 @@ fn tag(block: Block, wire: Wire) -> u64 {
 pub(super) fn key_elements(inputs: &Inputs, rows: usize) -> (usize, usize) {
     let Inputs { k, v, .. } = inputs;
     (rows * k.heads * (k.dim + v.dim), rows * k.heads * k.dim)
-}
-
-/// A buffer of zeros, counted by the meter.
-pub(super) fn zeros(kernel: &Kernel, len: usize, meter: &mut Meter) -> Result<Floats> {
-    meter.hold(f32_bytes(len));
-    kernel.zeros(len)
 }

@@ -4,7 +4,6 @@
 //! while another is computed.
 
 use super::Group;
-use super::meter::Meter;
 use super::wire::{Wire, floats};
 use crate::comm::{Buffer, Communicator, PendingAllToAll};
 use crate::error::{Error, Result};
@@ -26,8 +25,37 @@ pub(super) struct PendingExchange {
     heads: Vec<Range<usize>>,
     dim: usize,
     wire: Wire,
-    /// Bytes of the messages that were packed for sending.
-    bytes: u64,
+}
+
+/// A tensor `[tokens, heads, dim]` in an exchange of the Ulysses group, which turns tokens into heads or back.
+pub(super) struct ExchangeShape {
+    /// Number of tokens of each member.
+    pub(super) tokens: Vec<usize>,
+    /// The heads that each member computes.
+    pub(super) heads: Vec<Range<usize>>,
+    /// This rank's number in the Ulysses group.
+    pub(super) member: usize,
+    /// Bytes of a head of a token.
+    pub(super) width: u64,
+}
+
+impl ExchangeShape {
+    /// Bytes of this member's tokens with the heads of all members: heads that several members need count once for each.
+    pub(super) fn local(&self) -> u64 {
+        let heads: usize = self.heads.iter().map(ExactSizeIterator::len).sum();
+        (self.tokens[self.member] * heads) as u64 * self.width
+    }
+
+    /// Bytes of all members' tokens with this member's heads.
+    pub(super) fn gathered(&self) -> u64 {
+        (self.tokens.iter().sum::<usize>() * self.heads[self.member].len()) as u64 * self.width
+    }
+
+    /// Bytes of the largest message that another member sends.
+    pub(super) fn largest_message(&self, of_member: impl Fn(usize) -> usize) -> u64 {
+        let others = (0..self.tokens.len()).filter(|&member| member != self.member);
+        others.map(of_member).max().unwrap_or(0) as u64 * self.width
+    }
 }
 
 impl<'a> Exchange<'a> {
@@ -44,13 +72,12 @@ impl<'a> Exchange<'a> {
         heads: &[Range<usize>],
         wire: Wire,
         tag: u64,
-        meter: &mut Meter,
     ) -> Result<PendingExchange> {
         let rows = Rows::all(local.tokens);
         let slice = |heads: &Range<usize>| TensorSlice { view: *local, heads: heads.clone(), rows: rows.ranges() };
         let part = |heads| self.group.kernel().pack(wire.dtype(), &[slice(heads)]);
         let parts = heads.iter().map(part).collect::<Result<_>>()?;
-        self.start(parts, heads.to_vec(), (local.dim, wire), tag, meter)
+        self.start(parts, heads.to_vec(), (local.dim, wire), tag)
     }
 
     /// Starts the reverse exchange: from this member's heads of all tokens to all heads of its own tokens.
@@ -60,12 +87,11 @@ impl<'a> Exchange<'a> {
         heads: &[Range<usize>],
         dim: usize,
         tag: u64,
-        meter: &mut Meter,
     ) -> Result<PendingExchange> {
         let row = heads[self.comm().rank()].len() * dim;
         let parts = all.parts(self.tokens.iter().map(|tokens| tokens * row));
         let parts = parts.into_iter().map(Floats::into_message).collect();
-        self.start(parts, heads.to_vec(), (dim, Wire::F32), tag, meter)
+        self.start(parts, heads.to_vec(), (dim, Wire::F32), tag)
     }
 
     fn comm(&self) -> &'a dyn Communicator {
@@ -78,21 +104,18 @@ impl<'a> Exchange<'a> {
         heads: Vec<Range<usize>>,
         (dim, wire): (usize, Wire),
         tag: u64,
-        meter: &mut Meter,
     ) -> Result<PendingExchange> {
-        let bytes = parts.iter().map(Buffer::bytes).sum();
-        meter.hold(bytes);
         let (comm, kernel) = (self.comm(), self.group.kernel());
         let outgoing = |(member, part)| match member == comm.rank() {
             true => Ok(Arc::new(part)),
             false => kernel.outgoing(Arc::new(part), comm),
         };
         let parts = parts.into_iter().enumerate().map(outgoing).collect::<Result<_>>()?;
-        Ok(PendingExchange { parts: comm.start_all_to_all(tag, parts)?, heads, dim, wire, bytes })
+        Ok(PendingExchange { parts: comm.start_all_to_all(tag, parts)?, heads, dim, wire })
     }
 
     /// Waits for the part of a member, on this rank's device. The caller drops it before it takes the next one.
-    fn part(&self, exchange: &mut PendingExchange, member: usize, meter: &mut Meter) -> Result<Arc<Buffer>> {
+    fn part(&self, exchange: &mut PendingExchange, member: usize) -> Result<Arc<Buffer>> {
         let Some(message) = exchange.parts.next_part()? else {
             return Err(Error::Layout(format!("the exchange of heads ended before the part of member {member}")));
         };
@@ -100,38 +123,29 @@ impl<'a> Exchange<'a> {
             return Ok(message);
         }
         let message = self.group.kernel().incoming(message, exchange.wire.dtype())?;
-        meter.touch(message.bytes());
         Ok(message)
     }
 
     /// Finishes [`to_heads`](Self::to_heads) and returns `[Tg, own heads, dim]`.
-    pub(super) fn heads(&self, mut exchange: PendingExchange, meter: &mut Meter) -> Result<Buffer> {
+    pub(super) fn heads(&self, mut exchange: PendingExchange) -> Result<Buffer> {
         let (row, kernel) = (exchange.heads[self.comm().rank()].len() * exchange.dim, self.group.kernel());
         let (mut all, mut filled) = (kernel.room(exchange.wire.dtype(), self.all_tokens() * row)?, 0);
-        meter.hold(self.all_tokens() as u64 * row as u64 * exchange.wire.width());
         for (member, &tokens) in self.tokens.iter().enumerate() {
-            let message = self.part(&mut exchange, member, meter)?;
+            let message = self.part(&mut exchange, member)?;
             let elements = exchange.wire.read(&message, tokens * row, "the exchange of heads")?;
             kernel.append(&mut all, filled, elements)?;
             filled += elements.len();
         }
         exchange.parts.finish()?;
-        meter.release(exchange.bytes);
         Ok(all)
     }
 
     /// Finishes [`to_tokens`](Self::to_tokens) and adds the result to `local` `[T, heads, dim]`: heads that several members
     /// hold (replicated key-value heads) are summed, in member order.
-    pub(super) fn tokens(
-        &self,
-        mut exchange: PendingExchange,
-        heads: usize,
-        local: &mut Floats,
-        meter: &mut Meter,
-    ) -> Result<()> {
+    pub(super) fn tokens(&self, mut exchange: PendingExchange, heads: usize, local: &mut Floats) -> Result<()> {
         let (tokens, dim) = (self.tokens[self.comm().rank()], exchange.dim);
         for member in 0..self.tokens.len() {
-            let message = self.part(&mut exchange, member, meter)?;
+            let message = self.part(&mut exchange, member)?;
             let range = &exchange.heads[member];
             let width = range.len() * dim;
             let part = floats(&message, tokens * width, "the exchange of tokens")?;
@@ -140,7 +154,6 @@ impl<'a> Exchange<'a> {
             self.group.kernel().add(local.all_mut(), &place, part)?;
         }
         exchange.parts.finish()?;
-        meter.release(exchange.bytes);
         Ok(())
     }
 }

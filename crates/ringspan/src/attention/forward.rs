@@ -1,13 +1,12 @@
 //! The forward pass: output and softmax statistics of this rank's queries.
 
-use super::block::{Blocks, payload, receive, send, wire_of, zeros};
-use super::meter::Meter;
+use super::block::{Blocks, payload, receive, send, wire_of};
 use super::ulysses::HeadPart;
 use super::wire::floats;
-use super::{Group, Inputs, MAX_TILES_PER_CALL, f32_bytes, stored_bytes, tiling};
+use super::{Group, Inputs, MAX_TILES_PER_CALL, tiling};
 use crate::error::Result;
 use crate::kernel::{self, Data, Floats, HeadMap, Kernel, Statistics};
-use crate::schedule::{self, Block, Pass, Schedule};
+use crate::schedule::{Block, Pass, Schedule};
 use std::sync::Arc;
 
 /// The result of the forward pass, for the caller and for the backward pass.
@@ -17,10 +16,6 @@ pub struct Forward<F = Vec<f32>> {
     pub out: F,
     /// Softmax statistics (maximum and sum) from which the backward pass recomputes the weights, `[H, T]` each.
     pub statistics: Statistics<F>,
-    /// Peak number of bytes that this rank held: its tensors, blocks of others, messages until they are sent, the kernel's
-    /// buffers, the lists of its plan and of the current tiles. Not counted are the schedule, which ranks of a process
-    /// share, and messages that the transport keeps until they are received.
-    pub peak_bytes: u64,
 }
 
 impl Forward {
@@ -31,14 +26,14 @@ impl Forward {
 
     /// Borrows the results without copying, as the backward pass reads them.
     pub fn data(&self) -> Forward<Data<'_>> {
-        Forward { out: Data::F32(&self.out), statistics: self.statistics.data(), peak_bytes: self.peak_bytes }
+        Forward { out: Data::F32(&self.out), statistics: self.statistics.data() }
     }
 }
 
 impl Forward<Floats> {
     /// Borrows the results without copying, as the backward pass reads them.
     pub fn data(&self) -> Forward<Data<'_>> {
-        Forward { out: self.out.data(), statistics: self.statistics.data(), peak_bytes: self.peak_bytes }
+        Forward { out: self.out.data(), statistics: self.statistics.data() }
     }
 
     /// Copies the results to the memory of the CPU.
@@ -46,8 +41,8 @@ impl Forward<Floats> {
     /// # Errors
     /// Failures of the kernel's device.
     pub fn to_host(self, kernel: &Kernel) -> Result<Forward> {
-        let Self { out, statistics, peak_bytes } = self;
-        Ok(Forward { out: kernel.to_host(out)?, statistics: statistics.to_host(kernel)?, peak_bytes })
+        let Self { out, statistics } = self;
+        Ok(Forward { out: kernel.to_host(out)?, statistics: statistics.to_host(kernel)? })
     }
 }
 
@@ -72,67 +67,52 @@ pub fn on_device(group: &Group, schedule: &Schedule, inputs: &Inputs) -> Result<
     let held = inputs.hold(group.kernel())?;
     let inputs = &held.inputs();
     let (kernel, Inputs { q, k, v, score, bias }) = (group.kernel(), *inputs);
-    let mut meter = Meter::default();
-    meter.hold([q, k, v].iter().chain(&bias).map(stored_bytes).sum());
     if group.ulysses().size() == 1 {
         let heads = &HeadMap::grouped(q.heads, k.heads)?;
         let inputs = kernel::Inputs { q, k, v, heads, score, bias };
-        let (out, statistics) = over_ring(group, schedule, &inputs, &mut meter)?;
-        return Ok(Forward { out, statistics, peak_bytes: meter.peak() });
+        let (out, statistics) = over_ring(group, schedule, &inputs)?;
+        return Ok(Forward { out, statistics });
     }
 
     let parts = HeadPart::all(group, schedule, inputs)?;
-    let mut out = zeros(kernel, q.tokens * q.heads * v.dim, &mut meter)?;
-    let [mut max, mut sum] =
-        [zeros(kernel, q.tokens * q.heads, &mut meter)?, zeros(kernel, q.tokens * q.heads, &mut meter)?];
+    let mut out = kernel.zeros(q.tokens * q.heads * v.dim)?;
+    let [mut max, mut sum] = [kernel.zeros(q.tokens * q.heads)?, kernel.zeros(q.tokens * q.heads)?];
     let mut results = Vec::new();
-    let mut under_way = parts.first().map(|part| part.send(inputs, None, &mut meter)).transpose()?;
+    let mut under_way = parts.first().map(|part| part.send(inputs, None)).transpose()?;
     for (number, part) in parts.iter().enumerate() {
         let Some(sent) = under_way.take() else { break };
-        let arrived = part.receive(sent, score, &mut meter)?;
-        under_way = parts.get(number + 1).map(|next| next.send(inputs, None, &mut meter)).transpose()?;
-        let (out, Statistics { max, sum }) = over_ring(group, schedule, &arrived.inputs(inputs)?, &mut meter)?;
-        arrived.release(&mut meter);
-        let held = f32_bytes(out.len() + max.len() + sum.len());
+        let arrived = part.receive(sent, score)?;
+        under_way = parts.get(number + 1).map(|next| next.send(inputs, None)).transpose()?;
+        let (out, Statistics { max, sum }) = over_ring(group, schedule, &arrived.inputs(inputs)?)?;
+        drop(arrived);
         let by_token = |x: Floats| kernel.transpose(x.data(), part.own_heads().len(), part.queries.all_tokens());
         let returned = [(out, v.dim), (by_token(max)?, 1), (by_token(sum)?, 1)].into_iter().zip(0..);
-        let returned = returned.map(|((all, dim), number)| part.return_queries(all, dim, number, &mut meter));
+        let returned = returned.map(|((all, dim), number)| part.return_queries(all, dim, number));
         results.push(returned.collect::<Result<Vec<_>>>()?);
-        meter.release(held);
     }
     for (part, results) in parts.iter().zip(results) {
         // Heads are placed by adding to zeros; 0 + (-inf) is -inf, so the maxima of rows that see nothing stay -inf.
         for (all, local) in results.into_iter().zip([&mut out, &mut max, &mut sum]) {
-            part.queries.tokens(all, q.heads, local, &mut meter)?;
+            part.queries.tokens(all, q.heads, local)?;
         }
     }
-    meter.touch(f32_bytes(max.len()));
     let by_head = |x: Floats| kernel.transpose(x.data(), q.tokens, q.heads);
     let statistics = Statistics { max: by_head(max)?, sum: by_head(sum)? };
-    Ok(Forward { out, statistics, peak_bytes: meter.peak() })
+    Ok(Forward { out, statistics })
 }
 
 /// Runs the forward plan of this ring rank and returns output `[Tg, heads, Dv]` and statistics `[heads, Tg]`.
-fn over_ring(
-    group: &Group,
-    schedule: &Schedule,
-    inputs: &kernel::Inputs,
-    meter: &mut Meter,
-) -> Result<(Floats, Statistics<Floats>)> {
+fn over_ring(group: &Group, schedule: &Schedule, inputs: &kernel::Inputs) -> Result<(Floats, Statistics<Floats>)> {
     let (kernel, rank) = (group.kernel(), group.ring().rank());
     let (heads, v_dim) = (inputs.q.heads, inputs.v.dim);
-    let state_bytes = |tokens: usize| f32_bytes(tokens * heads * (v_dim + 2));
     let mut own = kernel.state(inputs.q.tokens, heads, v_dim)?;
-    meter.hold(state_bytes(inputs.q.tokens));
     let plan = schedule.steps(Pass::Forward, rank);
-    let lists = schedule::list_bytes(&plan);
-    meter.hold(lists);
     let wire = group.wire(&inputs.q, &inputs.k, &inputs.v);
     let mut blocks = Blocks::new(group, *inputs, None, wire, &plan);
     let mut sent = Vec::new();
     for (number, step) in plan.iter().enumerate() {
         for transfer in &step.send {
-            sent.push(send(group, transfer, wire, blocks.message(transfer, meter)?)?);
+            sent.push(send(group, transfer, wire, blocks.message(transfer)?)?);
         }
         let received =
             step.receive.iter().map(|transfer| receive(group, transfer, wire)).collect::<Result<Vec<_>>>()?;
@@ -142,29 +122,25 @@ fn over_ring(
             let state = if compute.queries == rank {
                 &mut own
             } else {
-                meter.hold(state_bytes(inputs.q.tokens));
                 foreign.insert(kernel.state_to_send(inputs.q.tokens, heads, v_dim)?)
             };
             schedule.in_batches(compute, tiling(&inputs), MAX_TILES_PER_CALL, |tiles| {
-                meter.touch(size_of_val(tiles) as u64 + kernel.forward_workspace(&inputs, tiles));
                 kernel.attend(&inputs, tiles, state)
             })?;
         }
-        blocks.drop_after(number, meter);
+        blocks.drop_after(number);
         for (transfer, pending) in step.receive.iter().zip(received) {
             let message = payload(group, pending, wire_of(wire, transfer.block, inputs))?;
             match transfer.block {
                 Block::Partial(_) => {
-                    meter.touch(message.bytes());
                     let elements = inputs.q.tokens * heads * (v_dim + 2);
                     kernel.merge(&mut own, floats(&message, elements, "attention forward")?)?;
                 }
-                _ => blocks.insert(transfer, message, meter),
+                _ => blocks.insert(transfer, message),
             }
         }
         for (transfer, state) in step.after.iter().zip(foreign) {
             let message = state.into_message();
-            meter.release(message.bytes());
             sent.push(send(group, transfer, wire, Arc::new(message))?);
         }
         kernel.step()?;
@@ -172,6 +148,5 @@ fn over_ring(
     for pending in sent {
         pending.wait()?;
     }
-    meter.release(lists);
     kernel.finish(own, inputs.score.sinks.as_deref())
 }

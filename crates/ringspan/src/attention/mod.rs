@@ -13,7 +13,7 @@ mod exchange;
 mod forward;
 mod group;
 mod held;
-mod meter;
+mod memory;
 mod ulysses;
 mod wire;
 
@@ -22,6 +22,7 @@ pub use backward::{Gradients, backward};
 pub use decode::{Tokens, decode};
 pub use forward::{Forward, forward};
 pub use group::Group;
+pub use memory::{backward_bytes, forward_bytes};
 pub use wire::Wire;
 
 /// Attention calls that leave their results on the device of the group's kernel. On a GPU they copy nothing of the size of

@@ -1,13 +1,12 @@
 //! One part of the heads of a Ulysses group: its inputs travel to the member that computes it, and its results come back.
 
-use super::block::stored;
-use super::exchange::{Exchange, PendingExchange};
-use super::meter::Meter;
+use super::block::{shape_of, stored};
+use super::exchange::{Exchange, ExchangeShape, PendingExchange};
 use super::wire::{Wire, floats};
 use super::{Group, Inputs, f32_bytes};
 use crate::comm::Buffer;
 use crate::error::Result;
-use crate::kernel::{self, Data, Floats, HeadMap, Kernel, Saved, Score, Statistics, View};
+use crate::kernel::{self, DType, Data, Floats, HeadMap, Kernel, Saved, Score, Statistics, View};
 use crate::schedule::{HeadShare, Schedule};
 use std::ops::Range;
 
@@ -72,31 +71,29 @@ impl<'a> HeadPart<'a> {
     }
 
     /// Starts the exchange of the inputs, and in the backward pass of the saved values, from tokens to heads.
-    pub(super) fn send(&self, inputs: &Inputs, saved: Option<&Saved>, meter: &mut Meter) -> Result<Sent> {
+    pub(super) fn send(&self, inputs: &Inputs, saved: Option<&Saved>) -> Result<Sent> {
         let (q_heads, k_heads) = (&self.query_heads, &self.key_heads);
         let saved = match saved {
             None => None,
             Some(Saved { statistics: Statistics { max, sum }, delta, d_out }) => {
                 // Statistics are stored by head and exchanged by token, like all other tensors.
                 let (tokens, heads) = (d_out.tokens, d_out.heads);
-                let mut statistic = |values: Data, tag| {
+                let statistic = |values: Data, tag| {
                     let by_token = self.kernel().transpose(values, heads, tokens)?;
-                    meter.touch(2 * f32_bytes(by_token.len()));
                     let by_token = stored(by_token.data(), tokens, heads, 1)?;
-                    self.queries.to_heads(&by_token, q_heads, Wire::F32, tag, meter)
+                    self.queries.to_heads(&by_token, q_heads, Wire::F32, tag)
                 };
                 let (max, sum) = (statistic(*max, self.tag + 5)?, statistic(*sum, self.tag + 6)?);
                 let delta = statistic(*delta, self.tag + 7)?;
-                Some([self.queries.to_heads(d_out, q_heads, Wire::F32, self.tag + 4, meter)?, max, sum, delta])
+                Some([self.queries.to_heads(d_out, q_heads, Wire::F32, self.tag + 4)?, max, sum, delta])
             }
         };
-        let bias = inputs
-            .bias
-            .map(|bias| self.queries.to_heads(&bias, &self.bias_heads(&bias), Wire::F32, self.tag + 3, meter));
+        let bias =
+            inputs.bias.map(|bias| self.queries.to_heads(&bias, &self.bias_heads(&bias), Wire::F32, self.tag + 3));
         Ok(Sent {
-            q: self.queries.to_heads(&inputs.q, q_heads, self.wire, self.tag, meter)?,
-            k: self.keys.to_heads(&inputs.k, k_heads, self.wire, self.tag + 1, meter)?,
-            v: self.keys.to_heads(&inputs.v, k_heads, self.wire, self.tag + 2, meter)?,
+            q: self.queries.to_heads(&inputs.q, q_heads, self.wire, self.tag)?,
+            k: self.keys.to_heads(&inputs.k, k_heads, self.wire, self.tag + 1)?,
+            v: self.keys.to_heads(&inputs.v, k_heads, self.wire, self.tag + 2)?,
             bias: bias.transpose()?,
             saved,
         })
@@ -108,70 +105,101 @@ impl<'a> HeadPart<'a> {
     }
 
     /// Waits for the exchange that [`send`](Self::send) started.
-    pub(super) fn receive(&self, sent: Sent, score: &Score, meter: &mut Meter) -> Result<Arrived> {
+    pub(super) fn receive(&self, sent: Sent, score: &Score) -> Result<Arrived> {
         let saved = match sent.saved {
             None => None,
             Some([d_out, max, sum, delta]) => {
-                let d_out = self.queries.heads(d_out, meter)?;
+                let d_out = self.queries.heads(d_out)?;
                 let (tokens, heads) = (self.queries.all_tokens(), self.share.query.len());
-                let mut by_head = |values: PendingExchange| {
-                    let values = self.queries.heads(values, meter)?;
-                    meter.touch(values.bytes());
+                let by_head = |values: PendingExchange| {
+                    let values = self.queries.heads(values)?;
                     self.kernel().transpose(floats(&values, tokens * heads, "the exchange of heads")?, tokens, heads)
                 };
                 let statistics = Statistics { max: by_head(max)?, sum: by_head(sum)? };
                 Some((d_out, statistics, by_head(delta)?))
             }
         };
+        let (map, score) = self.heads(score)?;
         Ok(Arrived {
-            q: self.queries.heads(sent.q, meter)?,
-            k: self.keys.heads(sent.k, meter)?,
-            v: self.keys.heads(sent.v, meter)?,
-            bias: sent.bias.map(|bias| self.queries.heads(bias, meter)).transpose()?,
+            q: self.queries.heads(sent.q)?,
+            k: self.keys.heads(sent.k)?,
+            v: self.keys.heads(sent.v)?,
+            bias: sent.bias.map(|bias| self.queries.heads(bias)).transpose()?,
             wire: self.wire,
             saved,
-            map: HeadMap::new(self.share.kv_of.clone(), self.share.kv.len())?,
-            score: score.heads(self.share.query.clone()),
+            map,
+            score,
             tokens: (self.queries.all_tokens(), self.keys.all_tokens()),
         })
     }
 
     /// Starts the exchange of a result per query, `[Tg, heads, dim]`, back from heads to tokens.
-    pub(super) fn return_queries(
-        &self,
-        all: Floats,
-        dim: usize,
-        number: u64,
-        meter: &mut Meter,
-    ) -> Result<PendingExchange> {
-        self.queries.to_tokens(all, &self.query_heads, dim, self.tag + 8 + number, meter)
+    pub(super) fn return_queries(&self, all: Floats, dim: usize, number: u64) -> Result<PendingExchange> {
+        self.queries.to_tokens(all, &self.query_heads, dim, self.tag + 8 + number)
     }
 
     /// Starts the exchange of a result per key, `[Tg, kv heads, dim]`, back from heads to tokens.
-    pub(super) fn return_keys(
-        &self,
-        all: Floats,
-        dim: usize,
-        number: u64,
-        meter: &mut Meter,
-    ) -> Result<PendingExchange> {
-        self.keys.to_tokens(all, &self.key_heads, dim, self.tag + 8 + number, meter)
+    pub(super) fn return_keys(&self, all: Floats, dim: usize, number: u64) -> Result<PendingExchange> {
+        self.keys.to_tokens(all, &self.key_heads, dim, self.tag + 8 + number)
     }
 
     /// Starts the exchange of the bias gradient back to tokens; the gradients of a bias shared by all heads are summed over
     /// members.
-    pub(super) fn return_bias(
-        &self,
-        all: Floats,
-        bias: &View,
-        number: u64,
-        meter: &mut Meter,
-    ) -> Result<PendingExchange> {
-        self.queries.to_tokens(all, &self.bias_heads(bias), bias.dim, self.tag + 8 + number, meter)
+    pub(super) fn return_bias(&self, all: Floats, bias: &View, number: u64) -> Result<PendingExchange> {
+        self.queries.to_tokens(all, &self.bias_heads(bias), bias.dim, self.tag + 8 + number)
     }
 
     fn kernel(&self) -> &'a Kernel {
         self.queries.group.kernel()
+    }
+
+    /// The key-value head that each of this member's query heads reads, and the score parameters of these heads.
+    pub(super) fn heads(&self, score: &Score) -> Result<(HeadMap, Score)> {
+        let map = HeadMap::new(self.share.kv_of.clone(), self.share.kv.len())?;
+        Ok((map, score.heads(self.share.query.clone())))
+    }
+
+    /// The shapes of the kernel's inputs after the exchange.
+    pub(super) fn shapes<'s>(&self, whole: &Inputs, heads: &'s HeadMap, score: &'s Score) -> kernel::Inputs<'s> {
+        let (dtype, share) = (self.wire.dtype(), &self.share);
+        let (queries, keys) = (self.queries.all_tokens(), self.keys.all_tokens());
+        let bias = |bias: View| {
+            let heads = if bias.heads == 1 { 1 } else { share.query.len() };
+            shape_of([queries, heads, bias.dim], DType::F32)
+        };
+        kernel::Inputs {
+            q: shape_of([queries, share.query.len(), whole.q.dim], dtype),
+            k: shape_of([keys, share.kv.len(), whole.k.dim], dtype),
+            v: shape_of([keys, share.kv.len(), whole.v.dim], dtype),
+            heads,
+            score,
+            bias: whole.bias.map(bias),
+        }
+    }
+
+    /// The shape of an exchanged tensor of all query heads of this part, `[T, H, dim]`.
+    pub(super) fn query_exchange(&self, dim: usize, wire: Wire) -> ExchangeShape {
+        self.shape_in(&self.queries, &self.query_heads, dim as u64 * wire.width())
+    }
+
+    /// The shape of an exchanged tensor of all key-value heads of this part, `[Tk, G, dim]`.
+    pub(super) fn key_exchange(&self, dim: usize, wire: Wire) -> ExchangeShape {
+        self.shape_in(&self.keys, &self.key_heads, dim as u64 * wire.width())
+    }
+
+    /// The shape of an exchanged bias.
+    pub(super) fn bias_exchange(&self, bias: &View) -> ExchangeShape {
+        self.shape_in(&self.queries, &self.bias_heads(bias), f32_bytes(bias.dim))
+    }
+
+    fn shape_in(&self, exchange: &Exchange, heads: &[Range<usize>], width: u64) -> ExchangeShape {
+        let member = exchange.group.ulysses().rank();
+        ExchangeShape { tokens: exchange.tokens.clone(), heads: heads.to_vec(), member, width }
+    }
+
+    /// The type in which queries, keys and values are exchanged.
+    pub(super) fn wire(&self) -> Wire {
+        self.wire
     }
 
     /// This member's query heads.
@@ -181,14 +209,6 @@ impl<'a> HeadPart<'a> {
 }
 
 impl Arrived {
-    /// Tells the meter that the memory taken by [`receive`](HeadPart::receive) is free.
-    pub(super) fn release(self, meter: &mut Meter) {
-        let tensors = [&self.q, &self.k, &self.v].into_iter().chain(&self.bias).map(Buffer::bytes).sum::<u64>();
-        // Three statistics: maximum, sum and delta.
-        let saved = |(d_out, _, delta): &(Buffer, _, Floats)| d_out.bytes() + f32_bytes(3 * delta.len());
-        meter.release(tensors + self.saved.as_ref().map_or(0, saved));
-    }
-
     /// The inputs of the kernel; `whole` gives the widths of the tensors.
     pub(super) fn inputs(&self, whole: &Inputs) -> Result<kernel::Inputs<'_>> {
         let (queries, keys) = self.tokens;

@@ -54,7 +54,6 @@ fn tensors_that_do_not_fit_are_refused_by_name() {
             let saved = Forward {
                 out: vec![0.0; data.len()],
                 statistics: Statistics { max: vec![0.0; T * HEADS], sum: vec![1.0; T * HEADS] },
-                peak_bytes: 0,
             };
             let runs = [Run { document: 0, start: 0, len: T, step: 1 }];
             let tokens = Tokens { queries: &runs, keys: &runs, frames: (T, T) };
