@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// expert, p the mean probability of the expert, over the tokens of all ranks and all sparse layers, as Hugging Face computes
 /// it. It needs sums over the whole forward pass before the first gradient, so each forward and backward pass has a
 /// `LoadBalancedExperts` of its own. The loss may span several passes (micro-batches), if the loads of the others are known
-/// [beforehand](Self::beside).
+/// [beforehand](Self::with_other_load).
 pub struct LoadBalancedExperts {
     inner: Arc<dyn Experts + Send + Sync>,
     coefficient: f64,
