@@ -3,6 +3,7 @@
 
 mod cache;
 mod context;
+pub mod engine;
 mod error;
 mod generate;
 mod model;

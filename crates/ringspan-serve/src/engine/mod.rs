@@ -1,0 +1,3 @@
+//! The inference engine: many requests at a time over one mesh of ranks.
+
+pub mod request;
