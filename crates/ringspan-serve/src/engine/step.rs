@@ -1,0 +1,49 @@
+//! One step of the engine: which tokens of which sequences all ranks compute next, and in which pages of the cache they are.
+
+/// A step, the same on all ranks. Rank 0 makes it, and all execute it.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Step {
+    /// Rows of the cache to copy before anything is computed.
+    pub copies: Vec<PageCopy>,
+    /// The sequences with new tokens.
+    pub sequences: Vec<StepSequence>,
+}
+
+/// New tokens of a sequence.
+///
+/// Page i of a sequence has the positions `i * page` to `(i + 1) * page`, and is on rank `i mod P`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StepSequence {
+    /// Position of the first new token: the number of tokens whose keys and values are in the cache.
+    pub start: usize,
+    /// The new tokens; at least one. One token is decoded on all ranks; more are a chunk of a prompt, which ranks share.
+    pub tokens: Vec<u32>,
+    /// The pages of the sequence, up to its last new token: page i is the page `pages[i]` of the rank that has it.
+    pub pages: Vec<u32>,
+    /// The hidden states that rank 0 needs.
+    pub outputs: Outputs,
+}
+
+/// Copies the first rows of a page to another page of the same rank, in all layers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PageCopy {
+    /// The rank that has both pages.
+    pub rank: usize,
+    /// The page that is read.
+    pub from: u32,
+    /// The page that is written.
+    pub to: u32,
+    /// Number of rows.
+    pub rows: usize,
+}
+
+/// The hidden states of a sequence that are needed after a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outputs {
+    /// None: the prompt goes on.
+    None,
+    /// The last token's.
+    Last,
+    /// Those of all new tokens.
+    All,
+}
