@@ -35,11 +35,8 @@ impl Cell {
     /// If `exact`, the border follows every pair. Otherwise a slanted side is one line through the middles of its stairs,
     /// with half a stair at each end, so that the area is still the number of pairs.
     pub fn outline(&self, exact: bool) -> Vec<Point> {
-        let (rows, keys) = self.size;
-        let Band { lo, hi } = self.band;
-        // The rows that see any key; the bands of cells always have some.
-        let first = lo.max(0) as usize;
-        let last = (rows as i64 - 1).min(hi + keys as i64 - 1).max(first as i64) as usize;
+        let keys = self.size.1;
+        let (first, last) = self.rows_that_see();
         let seen = |row: usize| self.band.keys(row, keys);
         let mut right = side(first, last, exact, |row| seen(row).end);
         let left = side(first, last, exact, |row| seen(row).start);
@@ -52,23 +49,36 @@ impl Cell {
         right.into_iter().map(|(dx, dy)| (x + dx, y + dy)).collect()
     }
 
+    /// The first and the last query that see any key; the bands of cells always have some.
+    fn rows_that_see(&self) -> (usize, usize) {
+        let (rows, keys) = self.size;
+        let first = self.band.lo.max(0) as usize;
+        let last = (rows as i64 - 1).min(self.band.hi + keys as i64 - 1).max(first as i64) as usize;
+        (first, last)
+    }
+
     /// The approximate middle of the largest square inside the cell, and half its side, for placing a number.
     pub fn middle(&self) -> (Point, f64) {
         const GRID: usize = 24;
-        let (rows, keys) = (self.size.0 as f64, self.size.1 as f64);
+        // Points are tried in the rectangle around the visible pairs: a grid over a whole tile may miss a narrow band.
+        let (first, last) = self.rows_that_see();
+        let (left, right) =
+            (self.band.keys(first, self.size.1).start as f64, self.band.keys(last, self.size.1).end as f64);
+        let (top, bottom) = (first as f64, (last + 1) as f64);
         // If all pairs are visible, the band cuts off no corner.
         let (lo, hi) = match self.band.is_full(self.size.0, self.size.1) {
             true => (f64::MIN, f64::MAX),
             false => (self.band.lo as f64 - 0.5, self.band.hi as f64 + 0.5),
         };
-        let mut best = ((keys / 2.0, rows / 2.0), f64::MIN, f64::MAX);
+        let centre = ((left + right) / 2.0, (top + bottom) / 2.0);
+        let mut best = (centre, f64::MIN, f64::MAX);
         for step in 0..GRID * GRID {
-            let at = |index: usize, length: f64| (index as f64 + 0.5) / GRID as f64 * length;
-            let (x, y) = (at(step % GRID, keys), at(step / GRID, rows));
+            let at = |index: usize, from: f64, to: f64| from + (index as f64 + 0.5) / GRID as f64 * (to - from);
+            let (x, y) = (at(step % GRID, left, right), at(step / GRID, top, bottom));
             // A square of half side s reaches 2s further across the diagonal than its middle.
-            let room = [x, y, keys - x, rows - y, (y - x - lo) / 2.0, (hi - y + x) / 2.0];
+            let room = [x - left, y - top, right - x, bottom - y, (y - x - lo) / 2.0, (hi - y + x) / 2.0];
             let half = room.into_iter().fold(f64::MAX, f64::min);
-            let off = (x - keys / 2.0).abs() + (y - rows / 2.0).abs();
+            let off = (x - centre.0).abs() + (y - centre.1).abs();
             if half > best.1 + 1e-9 || (half > best.1 - 1e-9 && off < best.2) {
                 best = ((x, y), half, off);
             }
@@ -208,4 +218,20 @@ fn pairs_of_runs(queries: &Layout, keys: &Layout) -> u64 {
         counts
     };
     count(queries).iter().zip(&count(keys)).fold(0, |sum: u64, (q, k)| sum.saturating_add(q.saturating_mul(*k)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A grid over the whole tile has no point on the one pair that the only query sees of 37 keys.
+    #[test]
+    fn the_middle_of_a_narrow_band_is_inside_it_however_wide_the_tile() {
+        let band = Band { lo: -21, hi: -21 };
+        for (size, pairs) in [((1, 37), 1), ((9, 37), 9), ((1000, 22), 1)] {
+            let cell = Cell { rank: 0, step: 0, pairs, origin: (0, 0), size, band };
+            let ((x, y), half) = cell.middle();
+            assert!(half > 0.0 && (x - y - 21.0).abs() < 0.5, "{size:?}: ({x}, {y}), {half}");
+        }
+    }
 }
