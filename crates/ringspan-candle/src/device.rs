@@ -55,7 +55,7 @@ pub struct RankDevice {
     tensors: Device,
     precision: Precision,
     #[cfg(feature = "cuda")]
-    pub(crate) gpu: Option<ringspan::kernel::Gpu>,
+    pub(crate) gpu: Option<ringspan_cuda::Gpu>,
 }
 
 impl RankDevice {
@@ -74,7 +74,7 @@ impl RankDevice {
     #[cfg(feature = "cuda")]
     pub fn gpu(number: usize) -> Result<Self> {
         // Opening the GPU by the library first gives the most helpful error about what is missing.
-        let gpu = ringspan::kernel::Gpu::open(number)?;
+        let gpu = ringspan_cuda::Gpu::open(number)?;
         let tensors = Device::new_cuda_with_stream(number).map_err(|error| Error::Device {
             device: format!("{gpu:?}"),
             operation: "open for tensors",
@@ -157,7 +157,7 @@ impl Devices {
     #[cfg(feature = "cuda")]
     fn open_gpus(number: Option<usize>, local_rank: Option<usize>) -> Result<Self> {
         // Where there is no GPU, opening the first one returns an error that says what is missing.
-        let count = ringspan::kernel::Gpu::count()?.max(1);
+        let count = ringspan_cuda::Gpu::count()?.max(1);
         let numbers = match (number, local_rank) {
             (Some(number), _) => number..number + 1,
             // Each process opens its own GPU only, since an open GPU takes some of its memory for every process.

@@ -51,7 +51,7 @@ impl Devices {
     }
 
     /// The largest number of bytes that this process had in use at once on each GPU since the last call. See
-    /// `ringspan::kernel::Gpu::most_used`.
+    /// `ringspan_cuda::Gpu::most_used`.
     ///
     /// # Errors
     /// Failures of the driver.
@@ -67,7 +67,7 @@ impl Devices {
 #[cfg(feature = "cuda")]
 fn room(device: &RankDevice, ranks: usize) -> Result<GpuMemoryUse> {
     let Some(gpu) = &device.gpu else { return Ok(GpuMemoryUse { name: "a CPU".into(), free: 0, total: 0, ranks }) };
-    let ringspan::kernel::GpuMemory { free, total } = gpu.memory()?;
+    let ringspan_cuda::GpuMemory { free, total } = gpu.memory()?;
     Ok(GpuMemoryUse { name: format!("{gpu:?}"), free, total, ranks })
 }
 
@@ -78,7 +78,7 @@ fn room(_: &RankDevice, ranks: usize) -> Result<GpuMemoryUse> {
 
 #[cfg(feature = "cuda")]
 fn most_used(device: &RankDevice) -> Result<u64> {
-    device.gpu.as_ref().map_or(Ok(0), ringspan::kernel::Gpu::most_used)
+    device.gpu.as_ref().map_or(Ok(0), ringspan_cuda::Gpu::most_used)
 }
 
 #[cfg(not(feature = "cuda"))]

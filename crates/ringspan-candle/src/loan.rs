@@ -9,9 +9,9 @@ use candle_core::{CpuStorage, Device, Layout, Result, Shape, Storage, Tensor, ba
 #[cfg(feature = "cuda")]
 use candle_core::{CudaDevice, CudaStorage, DType};
 use ringspan::Kernel;
-#[cfg(feature = "cuda")]
-use ringspan::kernel::{BorrowedSlice, Gpu, GpuSource};
 use ringspan::kernel::{Data, Floats, View};
+#[cfg(feature = "cuda")]
+use ringspan_cuda::{BorrowedSlice, Gpu, GpuSource};
 
 /// The elements of a tensor, f32 or bf16, borrowed by a kernel. Work that is started on the tensor's stream after the end of
 /// a loan runs after the kernels that read it.

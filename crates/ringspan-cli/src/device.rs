@@ -17,7 +17,7 @@ pub(crate) enum Devices {
     },
     /// GPUs, which ranks take in turn.
     #[cfg(feature = "cuda")]
-    Gpus(Vec<ringspan::kernel::Gpu>),
+    Gpus(Vec<ringspan_cuda::Gpu>),
 }
 
 impl Devices {
@@ -101,7 +101,7 @@ impl std::fmt::Display for Devices {
 
 #[cfg(feature = "cuda")]
 fn open_gpus(number: Option<usize>, place: &Ranks, gives_threads: bool) -> Result<Devices> {
-    use ringspan::kernel::Gpu;
+    use ringspan_cuda::Gpu;
     anyhow::ensure!(!gives_threads, "--threads are those of the CPU, and --device cuda computes on a GPU");
     // If there is no GPU, opening the first one says what is missing.
     let count = Gpu::count()?.max(1);

@@ -11,7 +11,7 @@ use candle_core::op::BackpropOp;
 use candle_core::{CudaStorage, DType, Result, Shape, Storage, Tensor, bail};
 use half::bf16;
 use ringspan::comm::Buffer;
-use ringspan::kernel::{GpuElement, GpuSource, SharedSlice};
+use ringspan_cuda::{GpuElement, GpuSource, SharedSlice};
 use std::any::Any;
 use std::sync::Arc;
 
