@@ -21,7 +21,7 @@ if [ ! -e "$compiler/done" ]; then
 fi
 
 # All checks, and those of MPI (`.ci/run`), name the same packages and features, so that each crate is built once for them.
-tests=(-p ringspan -p ringspan-candle -p ringspan-train -p ringspan-cli)
+tests=(-p ringspan-cuda -p ringspan-candle -p ringspan-train -p ringspan-cli)
 tests+=(--features "ringspan-candle/nccl,ringspan-cli/nccl,ringspan-cli/candle-cuda${2:+,$2}")
 
 # tested NAME PASSED COMMAND...: runs tests of which as many pass, and none is skipped for want of a GPU or a compiler.
@@ -41,8 +41,8 @@ with_nvrtc=(--config "target.'cfg(all())'.runner = ['env', 'LD_LIBRARY_PATH=$nvr
 
 check_attention() {
   tested compiles 2 cargo test "${tests[@]}" --lib "${with_nvrtc[@]}" -- --nocapture kernels_compile
-  RINGSPAN_TEST_DEVICE=cuda cargo test "${tests[@]}" --lib kernel:: -- --skip kernels_compile
-  RINGSPAN_TEST_DEVICE=cuda tested on-gpu any cargo test "${tests[@]}" --test attention_on_gpu --test gpu_memory -- --nocapture
+  tested kernels any cargo test "${tests[@]}" --test backend -- --nocapture
+  tested on-gpu any cargo test "${tests[@]}" --test attention_on_gpu --test gpu_memory -- --nocapture
   cargo test "${tests[@]}" --test gpu attend_device -- --skip between_processes
 }
 

@@ -8,7 +8,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 . tools/cuda_on_cpu/env.sh
-tests=(-p ringspan -p ringspan-candle -p ringspan-train -p ringspan-cli)
+tests=(-p ringspan-cuda -p ringspan-candle -p ringspan-train -p ringspan-cli)
 tests+=(--features "ringspan-candle/nccl,ringspan-cli/nccl,ringspan-cli/candle-cuda,ringspan-cli/mpi${1:+,$1}" --test gpu)
 timeout 900 cargo test "${tests[@]}" between_processes -- --nocapture | tee "$cpu/processes"
 if grep skipped "$cpu/processes"; then exit 1; fi

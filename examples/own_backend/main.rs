@@ -368,6 +368,19 @@ fn main() -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ringspan_testing::Kernels;
+
+    /// Kernels on devices of the example, which run the checks of any backend.
+    struct Devices;
+
+    impl Kernels for Devices {
+        fn one(&self) -> Option<Kernel> {
+            Some(Kernel::on(Device::new(0)))
+        }
+    }
+
+    ringspan_testing::check_kernels!(Devices);
+    ringspan_testing::check_backend!(Devices);
 
     #[test]
     fn results_are_those_of_the_cpu() {

@@ -256,7 +256,6 @@ impl CustomOp3 for Attention {
         Ok((number::storage(out, dtype)?, Shape::from(&shape[..])))
     }
 
-    #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
         q: &CudaStorage,
@@ -270,7 +269,7 @@ impl CustomOp3 for Attention {
         if let Some(kept) = self.known(&shape)? {
             return crate::gpu::copied(&kept.tensor()?);
         }
-        let (kernel, device, dtype) = (self.group.kernel(), q.device.clone(), q.dtype());
+        let (kernel, device, dtype) = (self.group.kernel(), q.device().clone(), q.dtype());
         let loan = |storage, layout| Loan::cuda(kernel, storage, layout);
         let (q, k, v) = (loan(q, q_layout)?, loan(k, k_layout)?, loan(v, v_layout)?);
         let out = self.forward([&q, &k, &v], &Device::Cuda(device.clone()))?;

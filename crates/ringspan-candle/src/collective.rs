@@ -6,13 +6,12 @@
 //! Tensors on GPUs are handed over without a copy through CPU memory where ranks are threads, or processes that are connected
 //! from GPU to GPU; elsewhere they are copied through CPU memory.
 
-#[cfg(feature = "cuda")]
-mod message;
 mod on_cpu;
-#[cfg(feature = "cuda")]
+#[cfg_attr(not(feature = "cuda"), path = "collective/without_gpu.rs")]
 mod on_gpu;
 
 use crate::device_ops;
+use crate::gpu;
 use crate::number;
 use crate::tape::{self, Reads};
 use candle_core::backend::BackendStorage;
@@ -44,8 +43,7 @@ pub fn all_gather_of(comm: &Arc<dyn Communicator>, x: &Tensor, counts: Vec<usize
     if counts.len() != comm.size() || counts[rank] != rows {
         bail!("all_gather of {counts:?} rows: rank {rank} of {} has {rows}", comm.size());
     }
-    #[cfg(feature = "cuda")]
-    if on_gpu::passes_device_memory(comm, x) {
+    if passes_device_memory(comm, x) {
         return on_gpu::all_gather(comm, x, counts);
     }
     device_ops::on_host(x, AllGather { comm: comm.clone(), counts })
@@ -71,8 +69,7 @@ fn scattered(comm: &Arc<dyn Communicator>, x: &Tensor, counts: Vec<usize>, needs
     if counts.len() != comm.size() || counts.iter().sum::<usize>() != rows {
         bail!("reduce_scatter over {} ranks of {rows} rows cannot give them {counts:?}", comm.size());
     }
-    #[cfg(feature = "cuda")]
-    if on_gpu::passes_device_memory(comm, x) {
+    if passes_device_memory(comm, x) {
         return on_gpu::reduce_scatter(comm, x, &counts, needs_values);
     }
     let op = ReduceScatter { comm: comm.clone(), counts, needs_values: needs_values && !tape::is_unused(x) };
@@ -88,8 +85,7 @@ fn scattered(comm: &Arc<dyn Communicator>, x: &Tensor, counts: Vec<usize>, needs
 /// # Errors
 /// Failures of other ranks, ranks with other shapes.
 pub fn all_reduce(comm: &Arc<dyn Communicator>, x: &Tensor) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
-    if on_gpu::passes_device_memory(comm, x) {
+    if passes_device_memory(comm, x) {
         return on_gpu::all_reduce(comm, x);
     }
     device_ops::on_host(x, AllReduce { comm: comm.clone() })
@@ -121,12 +117,16 @@ fn exchanged(comm: &Arc<dyn Communicator>, x: &Tensor, counts: [&[usize]; 2], ne
     if send.len() != comm.size() || receive.len() != comm.size() || send.iter().sum::<usize>() != rows {
         bail!("all_to_all over {} ranks of {rows} rows cannot send {send:?} and receive {receive:?}", comm.size());
     }
-    #[cfg(feature = "cuda")]
-    if on_gpu::passes_device_memory(comm, x) {
+    if passes_device_memory(comm, x) {
         return on_gpu::all_to_all(comm, x, counts, needs_values);
     }
     let op = AllToAll { comm: comm.clone(), send: send.to_vec(), receive: receive.to_vec(), needs_values };
     device_ops::on_host(x, op)
+}
+
+/// Whether tensors on the device of x are handed over from GPU to GPU.
+fn passes_device_memory(comm: &Arc<dyn Communicator>, x: &Tensor) -> bool {
+    gpu::holds(x) && comm.passes_device_memory()
 }
 
 struct AllGather {

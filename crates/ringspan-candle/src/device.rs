@@ -1,5 +1,6 @@
 //! The devices on which ranks compute, CPU or GPU, chosen once and passed down, and the type in which models compute on them.
 
+use crate::nvidia::Gpu;
 use crate::precision::Precision;
 use crate::rounding::rounded;
 use crate::slices;
@@ -54,27 +55,20 @@ impl fmt::Display for DeviceName {
 pub struct RankDevice {
     tensors: Device,
     precision: Precision,
-    #[cfg(feature = "cuda")]
-    pub(crate) gpu: Option<ringspan::kernel::Gpu>,
+    pub(crate) gpu: Option<Gpu>,
 }
 
 impl RankDevice {
     /// The CPU, where models compute in f32.
-    pub const CPU: Self = Self {
-        tensors: Device::Cpu,
-        precision: Precision::F32,
-        #[cfg(feature = "cuda")]
-        gpu: None,
-    };
+    pub const CPU: Self = Self { tensors: Device::Cpu, precision: Precision::F32, gpu: None };
 
     /// The GPU of this number, with a CUDA stream of its own for tensors. Models compute in f32 on it.
     ///
     /// # Errors
-    /// No driver, no such GPU, or no compiler for kernels.
-    #[cfg(feature = "cuda")]
+    /// No driver, no such GPU, or no compiler for kernels; a program that was built without GPUs.
     pub fn gpu(number: usize) -> Result<Self> {
         // Opening the GPU by the library first gives the most helpful error about what is missing.
-        let gpu = ringspan::kernel::Gpu::open(number)?;
+        let gpu = Gpu::open(number)?;
         let tensors = Device::new_cuda_with_stream(number).map_err(|error| Error::Device {
             device: format!("{gpu:?}"),
             operation: "open for tensors",
@@ -116,7 +110,6 @@ impl RankDevice {
     /// # Errors
     /// A GPU on which no stream can be created.
     pub fn kernel(&self, threads: usize) -> Result<Kernel> {
-        #[cfg(feature = "cuda")]
         if let Some(gpu) = &self.gpu {
             return gpu.kernel();
         }
@@ -154,10 +147,9 @@ impl Devices {
         }
     }
 
-    #[cfg(feature = "cuda")]
     fn open_gpus(number: Option<usize>, local_rank: Option<usize>) -> Result<Self> {
         // Where there is no GPU, opening the first one returns an error that says what is missing.
-        let count = ringspan::kernel::Gpu::count()?.max(1);
+        let count = Gpu::count()?.max(1);
         let numbers = match (number, local_rank) {
             (Some(number), _) => number..number + 1,
             // Each process opens its own GPU only, since an open GPU takes some of its memory for every process.
@@ -165,17 +157,6 @@ impl Devices {
             (None, None) => 0..count,
         };
         Ok(Self { gpus: numbers.map(RankDevice::gpu).collect::<Result<_>>()?, ..Self::CPU })
-    }
-
-    #[cfg(not(feature = "cuda"))]
-    fn open_gpus(_: Option<usize>, _: Option<usize>) -> Result<Self> {
-        Err(Error::Device {
-            device: "cuda".into(),
-            operation: "open",
-            message: "this program computes models on CPUs; one that computes them on NVIDIA GPUs, too, is built with `cargo \
-                      build --release --features candle-cuda`, where CUDA is installed"
-                .into(),
-        })
     }
 
     /// Connects the ranks' GPUs, if ranks are processes that all compute on GPUs and NCCL works: the returned ranks send
@@ -186,11 +167,9 @@ impl Devices {
     /// # Errors
     /// Failures of NCCL and of other ranks.
     pub fn connect(&self, ranks: &Ranks, deadline: Duration) -> Result<(Ranks, Option<String>)> {
-        #[cfg(feature = "cuda")]
         if let Some(gpu) = self.gpus.first().and_then(|device| device.gpu.as_ref()) {
             return gpu.connect(ranks, deadline);
         }
-        let _ = deadline;
         Ok((ranks.clone(), None))
     }
 

@@ -7,9 +7,9 @@
 
 #[cfg(feature = "cuda")]
 pub(crate) mod kernels;
-#[cfg(feature = "cuda")]
+#[cfg_attr(not(feature = "cuda"), path = "gpu/without_operand.rs")]
 pub(crate) mod operand;
-#[cfg(feature = "cuda")]
+#[cfg_attr(not(feature = "cuda"), path = "gpu/without_product.rs")]
 pub(crate) mod product;
 
 use candle_core::backend::{BackendDevice, BackendStorage};
@@ -22,7 +22,6 @@ pub(crate) fn holds(tensor: &Tensor) -> bool {
 
 /// Returns x in a layout that layers can read: contiguous, or on a GPU with contiguous rows that may lie apart.
 pub(crate) fn readable(x: &Tensor) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
     if holds(x) {
         return operand::in_rows(x);
     }
@@ -45,7 +44,6 @@ pub(crate) fn converted(x: &CudaStorage, at: &Layout, to: DType) -> Result<CudaS
 }
 
 /// The result of an operation, converted to type `to` if it has another.
-#[cfg(feature = "cuda")]
 pub(crate) fn converted_if(x: CudaStorage, shape: &Shape, to: DType) -> Result<CudaStorage> {
     if x.dtype() == to { Ok(x) } else { converted(&x, &Layout::contiguous(shape), to) }
 }

@@ -1,6 +1,7 @@
 //! How much memory GPUs have, how much of it is in use, and which ranks share it.
 
 use crate::device::{Devices, RankDevice};
+use crate::nvidia::{self, Gpu};
 use ringspan::comm::Buffer;
 use ringspan::comm::ranks::Ranks;
 use ringspan::error::Result;
@@ -24,7 +25,6 @@ impl RankDevice {
     /// # Errors
     /// Failures of the driver.
     pub fn id(&self) -> Result<Option<[u8; 16]>> {
-        #[cfg(feature = "cuda")]
         if let Some(gpu) = &self.gpu {
             return gpu.id().map(Some);
         }
@@ -51,7 +51,7 @@ impl Devices {
     }
 
     /// The largest number of bytes that this process had in use at once on each GPU since the last call. See
-    /// `ringspan::kernel::Gpu::most_used`.
+    /// `ringspan_cuda::Gpu::most_used`.
     ///
     /// # Errors
     /// Failures of the driver.
@@ -64,24 +64,12 @@ impl Devices {
     }
 }
 
-#[cfg(feature = "cuda")]
 fn room(device: &RankDevice, ranks: usize) -> Result<GpuMemoryUse> {
     let Some(gpu) = &device.gpu else { return Ok(GpuMemoryUse { name: "a CPU".into(), free: 0, total: 0, ranks }) };
-    let ringspan::kernel::GpuMemory { free, total } = gpu.memory()?;
+    let [free, total] = nvidia::memory(gpu)?;
     Ok(GpuMemoryUse { name: format!("{gpu:?}"), free, total, ranks })
 }
 
-#[cfg(not(feature = "cuda"))]
-fn room(_: &RankDevice, ranks: usize) -> Result<GpuMemoryUse> {
-    Ok(GpuMemoryUse { name: "a CPU".into(), free: 0, total: 0, ranks })
-}
-
-#[cfg(feature = "cuda")]
 fn most_used(device: &RankDevice) -> Result<u64> {
-    device.gpu.as_ref().map_or(Ok(0), ringspan::kernel::Gpu::most_used)
-}
-
-#[cfg(not(feature = "cuda"))]
-fn most_used(_: &RankDevice) -> Result<u64> {
-    Ok(0)
+    device.gpu.as_ref().map_or(Ok(0), Gpu::most_used)
 }

@@ -31,6 +31,8 @@ mod matmul;
 pub mod model;
 pub mod norm;
 mod number;
+#[cfg_attr(not(feature = "cuda"), path = "without_nvidia.rs")]
+mod nvidia;
 pub mod offload;
 mod parameters;
 pub mod peak;

@@ -101,12 +101,9 @@ impl Linear {
                 let to = if self.wide { DType::F32 } else { x.dtype() };
                 Ok((gpu::converted(&zeros, &Layout::contiguous(&shape), to)?, shape))
             }
-            #[cfg(feature = "cuda")]
             None if self.wide && x.dtype() == DType::BF16 => {
                 let shape = Shape::from((tokens, outs));
-                let mut out = gpu::operand::unwritten(x.device(), &shape, DType::F32)?;
-                let to = gpu::product::Output { of: &mut out, first: 0 };
-                gpu::product::product((x, x_at), (w, &w_at.transpose(0, 1)?), to, Accumulate::Overwrite)?;
+                let out = gpu::product::wide((x, x_at), (w, &w_at.transpose(0, 1)?), &shape)?;
                 Ok((out, shape))
             }
             None => {

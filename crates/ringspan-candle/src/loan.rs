@@ -3,14 +3,11 @@
 //! A tensor on the GPU on which the kernel computes is read in place: events order candle's stream and the kernel's, and no
 //! CPU waits for either.
 
+use crate::nvidia::{self, BorrowedSlice, Gpu};
 use candle_core::backend::BackendStorage;
 use candle_core::op::BackpropOp;
-use candle_core::{CpuStorage, Device, Layout, Result, Shape, Storage, Tensor, bail};
-#[cfg(feature = "cuda")]
-use candle_core::{CudaDevice, CudaStorage, DType};
+use candle_core::{CpuStorage, CudaDevice, CudaStorage, Device, Layout, Result, Shape, Storage, Tensor, bail};
 use ringspan::Kernel;
-#[cfg(feature = "cuda")]
-use ringspan::kernel::{BorrowedSlice, Gpu, GpuSource};
 use ringspan::kernel::{Data, Floats, View};
 
 /// The elements of a tensor, f32 or bf16, borrowed by a kernel. Work that is started on the tensor's stream after the end of
@@ -22,18 +19,15 @@ pub(crate) struct Loan<'a> {
 
 enum Elements<'a> {
     Cpu(Data<'a>),
-    #[cfg(feature = "cuda")]
     Gpu(BorrowedSlice<'a>),
 }
 
 /// Whether `kernel` reads tensors of this device in place. Others are copied to CPU memory first.
 pub(crate) fn stays(kernel: &Kernel, device: &Device) -> bool {
-    #[cfg(feature = "cuda")]
     if device.is_cuda() {
         // For a tensor on another GPU, making the loan returns the error.
         return Gpu::of(kernel).is_some();
     }
-    let _ = kernel;
     device.is_cpu()
 }
 
@@ -53,12 +47,8 @@ impl<'a> Loan<'a> {
     pub(crate) fn new(kernel: &Kernel, storage: &'a Storage, layout: &'a Layout) -> Result<Self> {
         match storage {
             Storage::Cpu(storage) => Self::cpu(storage, layout),
-            #[cfg(feature = "cuda")]
             Storage::Cuda(storage) => Self::cuda(kernel, storage, layout),
-            _ => {
-                let _ = kernel;
-                bail!("attention has no kernel for tensors on {:?}", storage.device())
-            }
+            _ => bail!("attention has no kernel for tensors on {:?}", storage.device()),
         }
     }
 
@@ -72,22 +62,15 @@ impl<'a> Loan<'a> {
     }
 
     /// Borrows a tensor on the GPU on which `kernel` computes.
-    #[cfg(feature = "cuda")]
     pub(crate) fn cuda(kernel: &Kernel, storage: &'a CudaStorage, layout: &'a Layout) -> Result<Self> {
         let Some(gpu) = Gpu::of(kernel) else { bail!("{kernel:?} computes on no GPU, and the tensor is on one") };
-        let lent = match storage.dtype() {
-            DType::F32 => gpu.borrow(storage.as_cuda_slice::<f32>()?),
-            DType::BF16 => gpu.borrow(storage.as_cuda_slice::<half::bf16>()?),
-            other => bail!("attention computes in F32 and BF16, given {other:?}"),
-        };
-        Ok(Self { elements: Elements::Gpu(lent.map_err(candle_core::Error::wrap)?), layout })
+        Ok(Self { elements: Elements::Gpu(nvidia::borrow(gpu, storage)?), layout })
     }
 
     /// All elements of the storage from the tensor's first one.
     fn rest(&self) -> Data<'_> {
         let all = match &self.elements {
             Elements::Cpu(elements) => *elements,
-            #[cfg(feature = "cuda")]
             Elements::Gpu(lent) => Data::Device(lent.data()),
         };
         all.slice(self.layout.start_offset().min(all.len())..all.len())
@@ -117,7 +100,6 @@ impl<'a> Loan<'a> {
 /// A kernel's result as a tensor on `device`; where both are on a GPU, candle's stream copies it.
 pub(crate) fn tensor(kernel: &Kernel, values: Floats, shape: impl Into<Shape>, device: &Device) -> Result<Tensor> {
     let shape = shape.into();
-    #[cfg(feature = "cuda")]
     if let (Device::Cuda(cuda), Floats::Device(_)) = (device, &values) {
         return Ok(Tensor::from_storage(Storage::Cuda(on_gpu(values, cuda)?), shape, BackpropOp::none(), false));
     }
@@ -127,14 +109,9 @@ pub(crate) fn tensor(kernel: &Kernel, values: Floats, shape: impl Into<Shape>, d
 }
 
 /// A kernel's result on a GPU, as a candle operation returns it.
-#[cfg(feature = "cuda")]
 pub(crate) fn on_gpu(values: Floats, device: &CudaDevice) -> Result<CudaStorage> {
     match values {
-        Floats::Device(array) => {
-            let Some(source) = GpuSource::of_array(&array) else { bail!("{array:?} is on no GPU") };
-            let copied = source.copied_on(&device.cuda_stream()).map_err(candle_core::Error::wrap)?;
-            Ok(CudaStorage::wrap_cuda_slice(copied, device.clone()))
-        }
+        Floats::Device(array) => nvidia::copied(&array, device),
         Floats::Host(values) => bail!("{} results that a kernel left on the CPU, for a GPU", values.len()),
     }
 }

@@ -1,10 +1,9 @@
 //! Cross entropy over a vocabulary without ever holding the logits of all tokens at once.
 
-#[cfg(feature = "cuda")]
+#[cfg_attr(not(feature = "cuda"), path = "loss/without_gpu.rs")]
 pub(crate) mod on_gpu;
 
 use crate::activation::exp;
-#[cfg(feature = "cuda")]
 use crate::gpu;
 use crate::matmul::{Accumulate, Matrix, product};
 use crate::number::{Number, with_number};
@@ -83,7 +82,6 @@ pub fn head_loss(
         head.tensor()?;
     }
     let (rows, targets) = with_target(targets);
-    #[cfg(feature = "cuda")]
     if gpu::holds(&hidden) {
         let head = head.tensor()?.contiguous()?;
         return on_gpu::head_loss(&hidden, &head, &rows, &targets, scale, trains_head, &vocabulary);
@@ -136,7 +134,6 @@ pub fn log_probs(
     let (tokens, _) = check(hidden, &head, targets, &vocabulary)?;
     let (hidden, (rows, targets)) = (hidden.contiguous()?, with_target(targets));
     let mut out = vec![0.0; tokens];
-    #[cfg(feature = "cuda")]
     if gpu::holds(&hidden) {
         let head = head.tensor()?.contiguous()?;
         let log_probs = on_gpu::log_probs(&hidden, &head, &rows, &targets, &vocabulary)?;

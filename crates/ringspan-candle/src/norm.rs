@@ -1,6 +1,6 @@
 //! Root-mean-square normalisation as one operation with a backward pass (Zhang and Sennrich, 2019).
 
-#[cfg(feature = "cuda")]
+#[cfg_attr(not(feature = "cuda"), path = "norm/without_gpu.rs")]
 pub(crate) mod on_gpu;
 
 use crate::cast::cast;
@@ -9,10 +9,8 @@ use crate::number::{Number, with_number};
 use crate::slices::{elements, elements_of, widened};
 use crate::tape::{self, Reads};
 use crate::{gpu, pool};
-#[cfg(feature = "cuda")]
-use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, WithDType};
+use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, Result, Shape, Tensor, WithDType};
 
 /// `x / sqrt(mean(x^2) + eps) * weight` over the last dim: x `[.., C]`, weight `[C]`, f32 or bf16; the result is rounded
 /// once.
@@ -105,13 +103,11 @@ impl CustomOp2 for RmsNorm {
         Ok((out, x_at.shape().clone()))
     }
 
-    #[cfg(feature = "cuda")]
     fn cuda_fwd(&self, x: &CudaStorage, x_at: &Layout, w: &CudaStorage, w_at: &Layout) -> Result<(CudaStorage, Shape)> {
         on_gpu::forward((x, x_at), (w, w_at), self.eps)
     }
 
     fn bwd(&self, x: &Tensor, w: &Tensor, _out: &Tensor, d_out: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        #[cfg(feature = "cuda")]
         if gpu::holds(x) {
             let (dx, dw) = on_gpu::backward(x, w, d_out, None, self.eps)?;
             return Ok((Some(dx), dw));

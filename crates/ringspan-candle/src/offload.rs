@@ -6,12 +6,11 @@
 //! activations of the last [`RESIDENT_LAYERS`] layers stay, since they are needed again at once. No bit changes, and no CPU thread
 //! waits for a copy.
 
-#[cfg(feature = "cuda")]
+#[cfg_attr(not(feature = "cuda"), path = "offload/without_gpu.rs")]
 mod moving;
 
 use crate::device::RankDevice;
 use candle_core::{Result, Tensor};
-#[cfg(feature = "cuda")]
 use moving::{Mover, OffloadTransfer};
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -42,8 +41,7 @@ impl Offload {
     /// Offloading for the rank that computes on this GPU.
     ///
     /// # Errors
-    /// A CPU, or a GPU on which no stream can be created.
-    #[cfg(feature = "cuda")]
+    /// A CPU, the only kind of device without the feature `cuda`; a GPU on which no stream can be created.
     pub fn new(device: &RankDevice) -> ringspan::Result<Self> {
         let failed = |message: String| ringspan::Error::Device {
             device: format!("{:?}", device.tensors()),
@@ -53,16 +51,6 @@ impl Offload {
         let gpu = device.tensors().as_cuda_device().map_err(|_| failed(ON_CPU.into()))?;
         let mover = Arc::new(Mover::new(gpu).map_err(|error| failed(error.to_string()))?);
         Ok(Self { mover, pass: Mutex::default() })
-    }
-
-    /// Offloading for the rank that computes on this GPU.
-    ///
-    /// # Errors
-    /// A CPU, the only kind of device without the feature `cuda`.
-    #[cfg(not(feature = "cuda"))]
-    pub fn new(device: &RankDevice) -> ringspan::Result<Self> {
-        let device = format!("{:?}", device.tensors());
-        Err(ringspan::Error::Device { device, operation: "offload activations", message: ON_CPU.into() })
     }
 
     /// Begins a new pass through this many layers. Pinned memory that the pass before did not use is freed.
@@ -147,41 +135,3 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 const ON_CPU: &str = "there is no GPU whose activations could wait in the memory of the CPU";
-
-/// Has no values, since there is nothing to move without GPUs.
-#[cfg(not(feature = "cuda"))]
-enum Mover {}
-
-/// Has no values, like [`Mover`].
-#[cfg(not(feature = "cuda"))]
-enum OffloadTransfer {}
-
-#[cfg(not(feature = "cuda"))]
-impl Mover {
-    fn begin(&self) {
-        match *self {}
-    }
-
-    fn send(&self, _: &Tensor) -> Result<OffloadTransfer> {
-        match *self {}
-    }
-
-    fn held(&self) -> usize {
-        match *self {}
-    }
-}
-
-#[cfg(not(feature = "cuda"))]
-impl OffloadTransfer {
-    fn free_gpu_memory(&mut self) -> Result<()> {
-        match *self {}
-    }
-
-    fn fetch(&mut self) -> Result<()> {
-        match *self {}
-    }
-
-    fn tensor(&mut self) -> Result<Tensor> {
-        match *self {}
-    }
-}

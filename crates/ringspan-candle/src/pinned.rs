@@ -114,7 +114,7 @@ pub(crate) fn failed(operation: &'static str) -> impl Fn(DriverError) -> candle_
 #[cfg(test)]
 pub(crate) mod test {
     use candle_core::Device;
-    use ringspan::kernel::Gpu;
+    use ringspan_cuda::Gpu;
 
     /// A GPU whose memory cudarc does not track: streams are ordered by explicit events, or not at all.
     pub(crate) fn unwatched() -> Option<Device> {

@@ -1,22 +1,17 @@
 //! The residual sum of a layer's input and output.
 
-#[cfg(feature = "cuda")]
-mod normed;
-#[cfg(feature = "cuda")]
+#[cfg_attr(not(feature = "cuda"), path = "residual/without_gpu.rs")]
 pub(crate) mod on_gpu;
 
 use crate::cast::cast;
-#[cfg(feature = "cuda")]
 use crate::gpu;
 use crate::norm::rms_norm;
 use crate::number::{Number, with_number};
 use crate::pool;
 use crate::slices::{elements, elements_mut};
 use crate::tape::{self, Reads};
-#[cfg(feature = "cuda")]
-use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp2, InplaceOp2, Layout, Result, Shape, Tensor, WithDType, bail};
+use candle_core::{CpuStorage, CudaStorage, CustomOp2, InplaceOp2, Layout, Result, Shape, Tensor, WithDType, bail};
 
 /// `x + y`, two tensors of one shape, each f32 or bf16, computed on the rank's threads. The sum has the type of x, and is
 /// rounded once.
@@ -55,13 +50,12 @@ pub(crate) fn residual_unseen(x: &Tensor, y: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// As for [`residual`] and [`rms_norm`].
 pub fn residual_norm(x: &Tensor, y: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
-    #[cfg(feature = "cuda")]
     if gpu::holds(x)
         && x.elem_count() > 0
         && (x.shape(), x.dtype()) == (y.shape(), y.dtype())
         && x.dims().last().is_some_and(|width| weight.dims() == [*width])
     {
-        return normed::residual_norm(x, y, weight, eps);
+        return on_gpu::residual_norm(x, y, weight, eps);
     }
     let sum = residual(x, y)?;
     let normed = rms_norm(&sum, weight, eps)?;
@@ -117,7 +111,6 @@ impl CustomOp2 for Residual {
         Ok((out, x_at.shape().clone()))
     }
 
-    #[cfg(feature = "cuda")]
     fn cuda_fwd(&self, x: &CudaStorage, x_at: &Layout, y: &CudaStorage, y_at: &Layout) -> Result<(CudaStorage, Shape)> {
         on_gpu::forward((x, x_at), (y, y_at))
     }

@@ -1,17 +1,15 @@
 //! Rotary position embedding as one operation with a backward pass (Su et al., 2021), in the rotate-half convention.
 
-#[cfg(feature = "cuda")]
+#[cfg_attr(not(feature = "cuda"), path = "rope/without_gpu.rs")]
 pub(crate) mod on_gpu;
 
 use crate::number::{Number, with_number};
 use crate::slices::elements;
 use crate::tape::{self, Reads};
 use crate::{gpu, pool};
-#[cfg(feature = "cuda")]
-use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, WithDType, bail};
-use std::sync::Arc;
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor, WithDType, bail};
+use std::sync::{Arc, OnceLock};
 
 /// Cosines and sines `[T, D/2]` of the angles of T tokens, shared by all heads and layers.
 #[derive(Debug, Clone)]
@@ -20,8 +18,8 @@ pub struct RotaryTable {
     sin: Arc<[f32]>,
     half: usize,
     /// Cosines and sines on the first GPU that asked for them.
-    #[cfg(feature = "cuda")]
-    uploaded: Arc<std::sync::OnceLock<[Tensor; 2]>>,
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code))]
+    uploaded: Arc<OnceLock<[Tensor; 2]>>,
 }
 
 impl RotaryTable {
@@ -35,13 +33,7 @@ impl RotaryTable {
             turns.unzip::<f32, f32, Vec<_>, Vec<_>>()
         });
         let (cos, sin): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
-        Self {
-            cos: cos.concat().into(),
-            sin: sin.concat().into(),
-            half,
-            #[cfg(feature = "cuda")]
-            uploaded: Arc::default(),
-        }
+        Self { cos: cos.concat().into(), sin: sin.concat().into(), half, uploaded: Arc::default() }
     }
 }
 
@@ -113,7 +105,6 @@ impl CustomOp1 for Rope {
         Ok((out, layout.shape().clone()))
     }
 
-    #[cfg(feature = "cuda")]
     fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
         on_gpu::turned(x, layout, &self.rotation, self.back)
     }

@@ -1,6 +1,6 @@
 //! The gated activation of a feed-forward layer as one operation with a backward pass (Shazeer, 2020).
 
-#[cfg(feature = "cuda")]
+#[cfg_attr(not(feature = "cuda"), path = "swiglu/without_gpu.rs")]
 pub(crate) mod on_gpu;
 
 use crate::activation::Activation;
@@ -8,10 +8,8 @@ use crate::number::with_number;
 use crate::slices::{elements, elements_of};
 use crate::tape::{self, Reads};
 use crate::{gpu, pool};
-#[cfg(feature = "cuda")]
-use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, WithDType, bail};
+use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, Result, Shape, Tensor, WithDType, bail};
 
 /// `silu(gate) * up`, element by element: two tensors of one shape, both f32 or both bf16.
 ///
@@ -58,13 +56,11 @@ impl CustomOp2 for Gated {
         Ok((out, g_at.shape().clone()))
     }
 
-    #[cfg(feature = "cuda")]
     fn cuda_fwd(&self, g: &CudaStorage, g_at: &Layout, u: &CudaStorage, u_at: &Layout) -> Result<(CudaStorage, Shape)> {
         on_gpu::forward((g, g_at), (u, u_at), self.0)
     }
 
     fn bwd(&self, gate: &Tensor, up: &Tensor, _out: &Tensor, d: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        #[cfg(feature = "cuda")]
         if gpu::holds(gate) {
             let [d_gate, d_up] = on_gpu::backward(gate, up, d, self.0)?;
             return Ok((Some(d_gate), Some(d_up)));

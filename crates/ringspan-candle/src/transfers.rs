@@ -4,7 +4,7 @@
 //! the unit before, and the gradients of a unit while it computes those of the next; it uses pinned memory and a stream for
 //! each direction. For a rank that computes on the CPU, nothing is copied.
 
-#[cfg(feature = "cuda")]
+#[cfg_attr(not(feature = "cuda"), path = "transfers/without_gpu.rs")]
 mod on_gpu;
 
 use crate::cast::cast;
@@ -14,21 +14,18 @@ use crate::precision::Precision;
 use crate::slices;
 use candle_core::{DType, Device, Result, Shape, Tensor, Var};
 use std::collections::BTreeMap;
-#[cfg(feature = "cuda")]
 use std::sync::Arc;
 
 /// The transfers between the CPU and the device of one rank.
 pub struct Transfers {
     /// The device, which also says the type in which parameters are used.
     device: RankDevice,
-    #[cfg(feature = "cuda")]
     gpu: Option<Arc<on_gpu::CopyStreams>>,
 }
 
 /// Memory for the parameters of a unit, on a GPU to which they will be copied.
 #[derive(Default)]
 pub struct Reserved {
-    #[cfg(feature = "cuda")]
     gpu: Option<on_gpu::Reserved>,
 }
 
@@ -66,24 +63,17 @@ impl Transfers {
     /// # Errors
     /// A GPU on which no stream can be created.
     pub fn new(device: &RankDevice) -> ringspan::Result<Self> {
-        #[cfg(feature = "cuda")]
-        {
-            let lane = match device.tensors() {
-                Device::Cuda(gpu) => {
-                    Some(Arc::new(on_gpu::CopyStreams::new(gpu).map_err(|error| ringspan::Error::Device {
-                        device: format!("{gpu:?}"),
-                        operation: "move parameters",
-                        message: error.to_string(),
-                    })?))
-                }
-                _ => None,
-            };
-            Ok(Self { device: device.clone(), gpu: lane })
-        }
-        #[cfg(not(feature = "cuda"))]
-        {
-            Ok(Self { device: device.clone() })
-        }
+        let gpu = match device.tensors() {
+            Device::Cuda(gpu) => {
+                Some(Arc::new(on_gpu::CopyStreams::new(gpu).map_err(|error| ringspan::Error::Device {
+                    device: format!("{gpu:?}"),
+                    operation: "move parameters",
+                    message: error.to_string(),
+                })?))
+            }
+            _ => None,
+        };
+        Ok(Self { device: device.clone(), gpu })
     }
 
     /// The type in which parameters are used.
@@ -98,11 +88,9 @@ impl Transfers {
     /// # Errors
     /// A GPU without this memory.
     pub fn reserve(&self, sizes: &[usize]) -> Result<Reserved> {
-        #[cfg(feature = "cuda")]
         if let Some(lane) = &self.gpu {
             return Ok(Reserved { gpu: Some(lane.reserve(sizes, self.device.precision())?) });
         }
-        let _ = sizes;
         Ok(Reserved::default())
     }
 
@@ -116,11 +104,9 @@ impl Transfers {
         if let Some(wrong) = parameters.iter().find(|parameter| parameter.len() != parameter.shape.elem_count()) {
             candle_core::bail!("{} numbers for a parameter of shape {:?}", wrong.len(), wrong.shape);
         }
-        #[cfg(feature = "cuda")]
         if let Some(lane) = &self.gpu {
             return lane.upload(reserved.gpu, parameters, self.device.precision());
         }
-        let _ = reserved;
         parameters.iter().map(|parameter| parameter.on_cpu(self.device.precision())).collect()
     }
 
@@ -129,22 +115,16 @@ impl Transfers {
     /// # Errors
     /// A CPU without memory for them; other types than f32 and bf16.
     pub fn download(&self, gradients: BTreeMap<String, Tensor>) -> Result<Download> {
-        #[cfg(feature = "cuda")]
         if let Some(lane) = &self.gpu {
             return Ok(Download { here: BTreeMap::new(), coming: Some(lane.download(gradients)?) });
         }
-        Ok(Download {
-            here: gradients,
-            #[cfg(feature = "cuda")]
-            coming: None,
-        })
+        Ok(Download { here: gradients, coming: None })
     }
 }
 
 /// Gradients that are on the CPU, or being copied there.
 pub struct Download {
     here: BTreeMap<String, Tensor>,
-    #[cfg(feature = "cuda")]
     coming: Option<on_gpu::PendingDownload>,
 }
 
@@ -152,11 +132,7 @@ impl Download {
     /// Whether the gradients can be taken without waiting. The answer is the same for all gradients of a rank.
     #[must_use]
     pub fn is_here(&self) -> bool {
-        #[cfg(feature = "cuda")]
-        if self.coming.is_some() {
-            return false;
-        }
-        true
+        self.coming.is_none()
     }
 
     /// Removes the gradient of this name, if there is one, and calls `f` with its shape and its f32 values; waits for its
@@ -165,7 +141,6 @@ impl Download {
     /// # Errors
     /// Failures of a copy, and other types.
     pub fn take<T>(&mut self, name: &str, f: impl FnOnce(&[usize], &[f32]) -> T) -> Result<Option<T>> {
-        #[cfg(feature = "cuda")]
         if let Some(coming) = &mut self.coming {
             return coming.take(name, f);
         }
@@ -177,7 +152,6 @@ impl Download {
     /// The name of a gradient that was not taken; `None` if all were.
     #[must_use]
     pub fn rest(&self) -> Option<&str> {
-        #[cfg(feature = "cuda")]
         if let Some(coming) = &self.coming {
             return coming.rest();
         }

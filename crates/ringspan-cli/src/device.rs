@@ -1,6 +1,10 @@
 //! The devices of `attend`: threads of the CPU, or GPUs. Commands that run models open their devices by `ringspan_candle`.
 
+#[cfg_attr(not(feature = "cuda"), path = "device/without_gpus.rs")]
+mod gpus;
+
 use anyhow::{Result, ensure};
+use gpus::Gpus;
 use ringspan::Kernel;
 use ringspan::comm::ranks::Ranks;
 use ringspan::kernel::Isa;
@@ -16,8 +20,7 @@ pub(crate) enum Devices {
         isa: Isa,
     },
     /// GPUs, which ranks take in turn.
-    #[cfg(feature = "cuda")]
-    Gpus(Vec<ringspan::kernel::Gpu>),
+    Gpus(Gpus),
 }
 
 impl Devices {
@@ -36,18 +39,16 @@ impl Devices {
             }
             DeviceName::Cuda(number) => {
                 ensure!(isa.is_none(), "--isa names instructions of the CPU, and --device cuda computes on a GPU");
-                open_gpus(number, place, given)
+                Ok(Self::Gpus(Gpus::open(number, place, given)?))
             }
         }
     }
 
     /// The kernel with which rank `rank` computes.
-    #[cfg_attr(not(feature = "cuda"), expect(unused_variables))]
     pub(crate) fn kernel(&self, rank: usize) -> Result<Kernel> {
         match self {
             Self::Cpu { threads, isa } => Ok(Kernel::with_isa(*threads, *isa)?),
-            #[cfg(feature = "cuda")]
-            Self::Gpus(gpus) => Ok(gpus[rank % gpus.len()].kernel()?),
+            Self::Gpus(gpus) => gpus.kernel(rank),
         }
     }
 
@@ -56,8 +57,7 @@ impl Devices {
     pub(crate) fn connect(&self, place: &Ranks) -> Result<(Ranks, Option<String>)> {
         match self {
             Self::Cpu { .. } => Ok((place.clone(), None)),
-            #[cfg(feature = "cuda")]
-            Self::Gpus(gpus) => Ok(gpus[0].connect(place, crate::mesh::DEADLINE)?),
+            Self::Gpus(gpus) => gpus.connect(place),
         }
     }
 
@@ -65,8 +65,7 @@ impl Devices {
     pub(crate) fn names(&self) -> Vec<String> {
         match self {
             Self::Cpu { .. } => Vec::new(),
-            #[cfg(feature = "cuda")]
-            Self::Gpus(gpus) => gpus.iter().map(|gpu| format!("{gpu:?}")).collect(),
+            Self::Gpus(gpus) => gpus.names(),
         }
     }
 
@@ -74,7 +73,6 @@ impl Devices {
     pub(crate) fn threads(&self) -> Option<usize> {
         match self {
             Self::Cpu { threads, .. } => Some(*threads),
-            #[cfg(feature = "cuda")]
             Self::Gpus(_) => None,
         }
     }
@@ -83,7 +81,6 @@ impl Devices {
     pub(crate) fn isa(&self) -> Option<Isa> {
         match self {
             Self::Cpu { isa, .. } => Some(*isa),
-            #[cfg(feature = "cuda")]
             Self::Gpus(_) => None,
         }
     }
@@ -93,31 +90,7 @@ impl std::fmt::Display for Devices {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Cpu { threads, isa } => write!(f, "{threads} threads a rank, {isa}"),
-            #[cfg(feature = "cuda")]
             Self::Gpus(_) => write!(f, "{}", self.names().join(", ")),
         }
     }
-}
-
-#[cfg(feature = "cuda")]
-fn open_gpus(number: Option<usize>, place: &Ranks, gives_threads: bool) -> Result<Devices> {
-    use ringspan::kernel::Gpu;
-    anyhow::ensure!(!gives_threads, "--threads are those of the CPU, and --device cuda computes on a GPU");
-    // If there is no GPU, opening the first one says what is missing.
-    let count = Gpu::count()?.max(1);
-    let numbers = match (number, place.local_rank()) {
-        (Some(number), _) => number..number + 1,
-        // A process opens only its own GPU: every process that opens a GPU takes some of its memory.
-        (None, Some(rank)) => rank % count..rank % count + 1,
-        (None, None) => 0..count,
-    };
-    let gpus = numbers.map(Gpu::open).collect::<ringspan::error::Result<Vec<_>>>()?;
-    Ok(Devices::Gpus(gpus))
-}
-
-#[cfg(not(feature = "cuda"))]
-fn open_gpus(_: Option<usize>, _: &Ranks, _: bool) -> Result<Devices> {
-    anyhow::bail!(
-        "--device cuda: this program was built without GPUs; build it with `cargo build --release --features cuda`"
-    )
 }

@@ -5,16 +5,13 @@
 //! messages as between machines: without copies, a block that several ranks hold would count once. The peaks of ranks need not
 //! coincide, so all allocations must be at most the sum of the plans, and each plan must be at most the formula of the design.
 
-#[path = "support/hands_on.rs"]
-mod hands_on;
-
-use hands_on::hands_on;
 use ringspan::attention::{self, Inputs};
 use ringspan::comm::{Buffer, Communicator, Pending, threads};
 use ringspan::kernel::{self, HeadMap, Kernel, View};
 use ringspan::mesh::Grid;
 use ringspan::schedule::{Pass, Sizes};
 use ringspan::{Documents, Error, Group, Layout, LayoutKind, Mask, Schedule, Score, StrategyKind};
+use ringspan_testing::hands_on;
 use std::alloc::{GlobalAlloc, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};

@@ -1,14 +1,13 @@
 //! Every transfer is started before the computation that it overlaps with, and waited for after it.
 
-mod support;
-
 use ringspan::attention::{Group, Inputs, backward, forward};
 use ringspan::comm::{Buffer, Communicator, Pending, threads};
 use ringspan::kernel::{Kernel, View};
 use ringspan::{Documents, Error, Layout, LayoutKind, Mask, Schedule, Score, StrategyKind};
+use ringspan_testing::hands_on;
+use ringspan_testing::mesh::random;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
-use support::{hands_on, random};
 
 /// The actions of a rank, in order. Messages are numbered in the order in which they are started.
 #[derive(Debug, Clone, Copy, PartialEq)]

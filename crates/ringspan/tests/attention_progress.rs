@@ -1,15 +1,14 @@
 //! Kernels advance communication between their tasks, for transports that do not move messages by themselves.
 
-mod support;
-
 use ringspan::attention::{Group, Inputs, backward, forward};
 use ringspan::comm::{Buffer, Communicator, Pending, threads};
 use ringspan::kernel::{Kernel, View};
 use ringspan::{Documents, Error, Layout, LayoutKind, Mask, Schedule, Score, StrategyKind};
+use ringspan_testing::hands_on;
+use ringspan_testing::mesh::random;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
-use support::{hands_on, random};
 
 /// Stands for a transport that only moves messages in calls of `progress`: counts these calls.
 struct Lazy {

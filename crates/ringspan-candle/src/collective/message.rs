@@ -11,7 +11,7 @@ use candle_core::op::BackpropOp;
 use candle_core::{CudaStorage, DType, Result, Shape, Storage, Tensor, bail};
 use half::bf16;
 use ringspan::comm::Buffer;
-use ringspan::kernel::{GpuElement, GpuSource, SharedSlice};
+use ringspan_cuda::{GpuElement, GpuSource, SharedSlice};
 use std::any::Any;
 use std::sync::Arc;
 
@@ -46,7 +46,7 @@ fn handed<T: GpuElement>(slice: &CudaSlice<T>, x: &Tensor, start: usize) -> Resu
 /// Any other message. If it comes from another process, only the number and width of its elements are known and checked.
 pub(super) fn check(part: &Buffer, from: usize, x: &Tensor, rows: usize) -> Result<()> {
     let Buffer::Device(elements) = part else { bail!("rank {from} sent what lies on no GPU") };
-    let wanted = super::with_rows(x.shape(), rows);
+    let wanted = crate::collective::with_rows(x.shape(), rows);
     if let Some(tensor) = tensor_of(part)
         && (tensor.shape() != &wanted || tensor.dtype() != x.dtype())
     {

@@ -1,19 +1,17 @@
 //! The collectives for tensors on GPUs that are handed over without a copy through CPU memory: between ranks that are
 //! threads, and between processes whose communicator sends from GPU to GPU.
 
-use super::message::{check, joined, message, tensor};
+#[path = "message.rs"]
+mod message;
+
 use crate::cast::cast;
-use crate::gpu::{self, precomputed};
+use crate::gpu::precomputed;
 use candle_core::{DType, Result, Tensor, bail};
+use message::{check, joined, message, tensor};
 use ringspan::comm::{Buffer, Communicator};
 use std::sync::Arc;
 
 type Comm = Arc<dyn Communicator>;
-
-/// Whether tensors on the device of x are handed over from GPU to GPU.
-pub(super) fn passes_device_memory(comm: &Comm, x: &Tensor) -> bool {
-    gpu::holds(x) && comm.passes_device_memory()
-}
 
 pub(super) fn all_gather(comm: &Comm, x: &Tensor, counts: Vec<usize>) -> Result<Tensor> {
     let value = gather(comm, &x.detach(), &counts)?;

@@ -3,7 +3,7 @@
 use crate::activation::Activation;
 use candle_core::cuda::cudarc::driver::{DeviceRepr, LaunchConfig, PushKernelArg};
 use candle_core::{CudaDevice, DType, Result};
-use ringspan::kernel::nvrtc::{ELEMENT, Modules, Source};
+use ringspan_cuda::nvrtc::{ELEMENT, Modules, Source};
 use std::sync::LazyLock;
 
 /// Threads in a block.
@@ -110,7 +110,7 @@ pub(crate) unsafe fn launch<J: DeviceRepr>(
 mod tests {
     use super::*;
     use crate::{loss, norm, residual, rope, swiglu};
-    use ringspan::kernel::nvrtc;
+    use ringspan_cuda::nvrtc;
 
     /// Without a GPU, this still shows that the kernels are valid CUDA and agree on the sizes of the jobs.
     #[test]

@@ -1,10 +1,10 @@
 //! Matrix products by cuBLAS that candle does not offer: of bf16 with f32 results, and added to the output.
 
-use super::operand::Operand;
+use super::operand::{Operand, unwritten};
 use crate::matmul::Accumulate;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda::cudarc::cublas::{result, sys};
-use candle_core::{CudaStorage, DType, Layout, Result, bail};
+use candle_core::{CudaStorage, DType, Layout, Result, Shape, bail};
 
 /// A matrix whose rows or columns are consecutive in memory.
 pub(crate) type Factor<'a> = (&'a CudaStorage, &'a Layout);
@@ -13,6 +13,13 @@ pub(crate) type Factor<'a> = (&'a CudaStorage, &'a Layout);
 pub(crate) struct Output<'a> {
     pub(crate) of: &'a mut CudaStorage,
     pub(crate) first: usize,
+}
+
+/// The product of two matrices in f32, whatever their type: `shape` is that of the product.
+pub(crate) fn wide(a: Factor, b: Factor, shape: &Shape) -> Result<CudaStorage> {
+    let mut out = unwritten(a.0.device(), shape, DType::F32)?;
+    product(a, b, Output { of: &mut out, first: 0 }, Accumulate::Overwrite)?;
+    Ok(out)
 }
 
 /// `a b`: a `[m, k]` and b `[k, n]`, both f32 or both bf16, to `[m, n]`. Sums are f32, without TF32, and are rounded once if

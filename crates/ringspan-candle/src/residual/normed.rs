@@ -10,8 +10,13 @@ use crate::norm;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp3, Layout, Result, Shape, Tensor, bail};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-/// Like [`residual_norm`](super::residual_norm), for tensors that are not empty.
-pub(super) fn residual_norm(x: &Tensor, y: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
+/// Like [`residual_norm`](crate::residual::residual_norm), for tensors that are not empty.
+pub(in crate::residual) fn residual_norm(
+    x: &Tensor,
+    y: &Tensor,
+    weight: &Tensor,
+    eps: f64,
+) -> Result<(Tensor, Tensor)> {
     let (x, y, weight) = (readable(x)?, readable(y)?, weight.contiguous()?);
     let [sum, normed] = {
         let ((x, x_at), (y, y_at), (w, w_at)) =

@@ -1,5 +1,10 @@
 //! The residual sum on a GPU, where an f32 tensor may be added to a bf16 one: the sum is rounded once.
 
+#[path = "normed.rs"]
+mod normed;
+
+pub(super) use normed::residual_norm;
+
 use crate::gpu::kernels::{Layer, Options, THREADS, launch};
 use crate::gpu::operand::{Operand, unwritten};
 use crate::gpu::zeros;

@@ -7,10 +7,10 @@ use crate::{gpu, numbers, random, rounding};
 use candle_core::{DType, Result, Tensor};
 use ringspan::Error;
 use ringspan::comm::{Communicator, threads};
-use ringspan::kernel::Gpu;
-use ringspan::kernel::nccl::{self, Options};
 use ringspan_candle::stored_activation::Storage;
 use ringspan_candle::{RankDevice, collective};
+use ringspan_cuda::Gpu;
+use ringspan_cuda::nccl::{self, Options};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 

@@ -14,7 +14,6 @@ mod room;
 mod stacked;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use ringspan::kernel::Gpu;
 use ringspan_candle::activation::Activation;
 use ringspan_candle::cast::cast;
 use ringspan_candle::experts::{Local, SavedExperts, with_router_gradient};
@@ -28,6 +27,7 @@ use ringspan_candle::swiglu::{geglu, swiglu};
 use ringspan_candle::{
     Adapter, Expert, Experts, GatedExpert, InputDropout, Precision, RankDevice, Routing, cotangent, geglu as gemma,
 };
+use ringspan_cuda::Gpu;
 use std::sync::Arc;
 
 /// The first GPU; `None` on a machine without one, where a test has nothing to do.

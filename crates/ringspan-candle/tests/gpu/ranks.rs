@@ -5,12 +5,12 @@ use crate::{F32, assert_equal, assert_within, bound, gpu, numbers, random, resul
 use candle_core::{Device, Result, Tensor};
 use ringspan::attention::{Group, Tokens};
 use ringspan::comm::{Communicator, threads};
-use ringspan::kernel::Gpu;
 use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Run, Score, StrategyKind};
 use ringspan_candle::attention::SavedAttention;
 use ringspan_candle::decode::decode;
 use ringspan_candle::stored_activation::Storage;
 use ringspan_candle::{Attend, AttentionInputs, Context, RankDevice, collective};
+use ringspan_cuda::Gpu;
 use std::sync::Arc;
 
 /// The values and gradients of each rank.

@@ -38,7 +38,7 @@ fn a_build_without_gpus_says_how_to_make_one_with_them() {
 #[cfg(feature = "cuda")]
 mod with_gpus {
     use super::*;
-    use ringspan::kernel::Gpu;
+    use ringspan_cuda::Gpu;
 
     #[test]
     fn flags_that_a_gpu_cannot_follow_are_refused() {
@@ -79,7 +79,7 @@ mod with_gpus {
 #[cfg(all(feature = "mpi", feature = "nccl"))]
 mod between_processes {
     use super::*;
-    use ringspan::kernel::{Gpu, nccl};
+    use ringspan_cuda::{Gpu, nccl};
     use std::process::Command;
 
     /// Rank 0's note on how blocks travel, and the distance of its results from the CPU's.

@@ -228,7 +228,7 @@ mod with_gpus {
                 let model = Model::new(decoder, weights).and_then(|model| model.on(&devices)).expect("a model");
                 let mesh = Mesh { ring, devices: devices.clone(), ..Mesh::single() };
                 let kernel = devices.of(0).kernel(1).expect("a stream");
-                let gpu = ringspan::kernel::Gpu::of(&kernel).expect("a GPU").clone();
+                let gpu = ringspan_cuda::Gpu::of(&kernel).expect("a GPU").clone();
                 let before = gpu.copied();
                 let all =
                     generate(&model, &mesh, &prompt, &options, |_| Ok(ControlFlow::Continue(()))).expect("a text");
@@ -313,7 +313,7 @@ mod with_gpus {
 mod between_processes {
     use super::*;
     use crate::support::{Bench, apart, read};
-    use ringspan::kernel::{Gpu, nccl};
+    use ringspan_cuda::{Gpu, nccl};
     use std::process::{Command, Output};
 
     /// Whether there are two GPUs and NCCL.

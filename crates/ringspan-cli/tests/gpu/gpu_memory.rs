@@ -105,7 +105,7 @@ fn a_training_takes_of_a_gpu_what_its_plan_predicts() {
         ("experts, all tokens to all", sparse, Some((4, 4, 64)), (1, 512), s()),
         ("experts, bf16", sparse, eight, (1, 256), bf16()),
     ];
-    if ringspan::kernel::Gpu::count().is_ok_and(|count| count > 1) {
+    if ringspan_cuda::Gpu::count().is_ok_and(|count| count > 1) {
         runs.extend([
             ("ring", deep, None, (1, 1024), shared(2, 1)),
             ("ulysses", deep, None, (1, 1024), Settings { ulysses: Some(2), ..s() }),

@@ -47,7 +47,7 @@ pub fn succeed(bench: &Bench, command: &str, flags: &str) -> String {
 /// Whether there is no GPU; prints a note if so.
 #[cfg(feature = "candle-cuda")]
 pub fn no_gpu() -> bool {
-    let none = ringspan::kernel::Gpu::count() == Ok(0);
+    let none = ringspan_cuda::Gpu::count() == Ok(0);
     if none {
         println!("skipped: no GPU on this machine");
     }

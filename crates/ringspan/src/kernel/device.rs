@@ -57,6 +57,13 @@ impl Kernel {
         Ok(Self(Device::Cpu(Cpu::new(Workers::new(threads), isa))))
     }
 
+    /// The portable kernel as it computes on a machine without AVX, to test it on others.
+    pub fn without_avx(threads: usize) -> Self {
+        let mut cpu = Cpu::new(Workers::new(threads), Isa::Portable);
+        cpu.code = cpu.code.without_avx();
+        Self(Device::Cpu(cpu))
+    }
+
     /// A kernel on a device with its own memory.
     pub fn on(backend: impl Backend) -> Self {
         Self(Device::Backend(Box::new(backend)))
@@ -303,13 +310,6 @@ impl Kernel {
 
 #[cfg(test)]
 impl Kernel {
-    /// The portable kernel, as on a machine without AVX.
-    pub(super) fn without_avx(threads: usize) -> Self {
-        let mut cpu = Cpu::new(Workers::new(threads), Isa::Portable);
-        cpu.code = cpu.code.without_avx();
-        Self(Device::Cpu(cpu))
-    }
-
     /// Bytes of the buffers that are kept for the next call.
     pub(super) fn held(&self) -> u64 {
         match &self.0 {

@@ -101,7 +101,6 @@ impl Code {
     }
 
     /// Disables AVX, to test machines without it.
-    #[cfg(test)]
     pub(super) fn without_avx(self) -> Self {
         Self { avx: false, ..self }
     }

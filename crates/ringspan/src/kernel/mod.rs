@@ -1,4 +1,5 @@
-//! Attention of banded tiles on one device: the f64 reference, the blocked CPU kernels, and the CUDA kernels.
+//! Attention of banded tiles on one device: the f64 reference, the blocked CPU kernels, and the
+//! trait [`Backend`] for devices with their own memory.
 //!
 //! Shape letters: Tq queries and Tk keys on this rank, H query heads, G key-value heads, D and Dv head widths.
 
@@ -6,8 +7,6 @@ mod backend;
 mod backward;
 mod buffer;
 mod cpu;
-#[cfg(feature = "cuda")]
-mod cuda;
 mod decode;
 mod delta;
 mod device;
@@ -39,10 +38,6 @@ mod workers;
 mod test;
 
 pub use backend::Backend;
-#[cfg(feature = "nccl")]
-pub use cuda::nccl;
-#[cfg(feature = "cuda")]
-pub use cuda::{BorrowedSlice, Gpu, GpuElement, GpuMemory, GpuSource, SharedSlice, nvrtc};
 pub use device::{Kernel, Progress};
 pub use device_array::{DeviceArray, DeviceMemory, DeviceSlice, DeviceSliceMut};
 pub use device_tensor::DeviceTensor;

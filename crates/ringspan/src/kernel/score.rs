@@ -216,8 +216,10 @@ impl Buckets {
         first + (exact as usize + (part * (count - exact as usize) as f64) as usize).min(count - 1)
     }
 
-    /// The smallest distance of each bucket in one direction.
-    pub(super) fn first(&self) -> Vec<u64> {
+    /// The smallest distance of each bucket in one direction, in order: `[count]`, or `[count / 2]` if keys ahead of the query
+    /// have their own buckets. With it a backend finds a bucket by bisection: the bucket of a distance is the last one whose smallest
+    /// distance is not greater.
+    pub fn first(&self) -> Vec<u64> {
         let side = if self.bidirectional { self.count / 2 } else { self.count };
         // Buckets increase with the distance, so bisection finds the smallest distance of each.
         let least = |bucket: usize| {
@@ -265,13 +267,14 @@ impl Dropout {
         [word as u32, (word >> 32) as u32]
     }
 
-    /// Hashes below this threshold are dropped.
-    pub(super) fn threshold(&self) -> u32 {
+    /// The rate as a 32-bit threshold, for backends that compute the generator of [`keeps`](Self::keeps) themselves: a weight is
+    /// dropped if the hash of its query and key is below it.
+    pub fn threshold(&self) -> u32 {
         (f64::from(self.rate) * 4_294_967_296.0) as u32
     }
 
-    /// Factor on the weights that are kept.
-    pub(super) fn growth(&self) -> f32 {
+    /// Factor on the weights that are kept: `1 / (1 - rate)`.
+    pub fn growth(&self) -> f32 {
         1.0 / (1.0 - self.rate)
     }
 }

@@ -1,11 +1,11 @@
 //! Blocks that move from device to device, with threads as the underlying communicator and a lane that hangs where NCCL
 //! would: no order of calls makes it hang, and all ranks name a rank or a device that stops.
 
-use crate::contract::conversation::{Random, converse};
 use crate::lane::{Cells, Hub};
 use ringspan::Error;
 use ringspan::comm::threads::{Options, run};
 use ringspan::comm::{Buffer, Communicator, Pending, direct};
+use ringspan_testing::comm::conversation::{Random, converse};
 use std::sync::{Arc, Barrier, Mutex};
 use std::time::{Duration, Instant};
 
@@ -22,7 +22,7 @@ fn fly<T: Send>(
 ) -> Result<Vec<T>, Error> {
     run(size, Options { deadline: 3 * SOON, ..Options::default() }, |comm| {
         let lane = hub.lane(comm.rank());
-        main(&direct::over(&*crate::support::apart(comm), lane, deadline)?)
+        main(&direct::over(&*ringspan_testing::comm::apart(comm), lane, deadline)?)
     })
 }
 
@@ -42,7 +42,8 @@ fn failing(
     let _ = run(size, Options { deadline: 3 * SOON, ..Options::default() }, |comm| {
         let lane = hub.lane(comm.rank());
         // A rank that starts late may see the failure before it has connected.
-        let result = direct::over(&*crate::support::apart(comm.clone()), lane, deadline).and_then(|comm| main(&comm));
+        let result =
+            direct::over(&*ringspan_testing::comm::apart(comm.clone()), lane, deadline).and_then(|comm| main(&comm));
         let text = result.as_ref().err().map(ToString::to_string).unwrap_or_default();
         seen.lock().expect("no panic under it")[comm.rank()] = text;
         result
@@ -54,13 +55,13 @@ fn failing(
 #[test]
 fn it_keeps_the_contract_of_every_communicator() {
     for size in [1, 2, 3, 5] {
-        good(size, crate::contract::collectives);
-        good(size, crate::contract::bytes);
+        good(size, ringspan_testing::comm::contract::collectives);
+        good(size, ringspan_testing::comm::contract::bytes);
     }
-    good(4, crate::contract::sums);
-    good(2, crate::contract::order);
-    good(6, crate::contract::groups);
-    good(2, |comm| crate::contract::both_send_first(comm, 100_000));
+    good(4, ringspan_testing::comm::contract::sums);
+    good(2, ringspan_testing::comm::contract::order);
+    good(6, ringspan_testing::comm::contract::groups);
+    good(2, |comm| ringspan_testing::comm::contract::both_send_first(comm, 100_000));
 }
 
 #[test]

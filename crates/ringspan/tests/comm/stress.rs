@@ -1,8 +1,8 @@
 //! Long random conversations, checked against direct computation; also with one rank that fails at a random point.
 
-use crate::contract::conversation::{Random, converse};
 use ringspan::Error;
 use ringspan::comm::threads::{Options, run};
+use ringspan_testing::comm::conversation::{Random, converse};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 

@@ -27,31 +27,32 @@ const LONG: Duration = Duration::from_secs(60);
 #[test]
 fn collectives_give_what_their_names_say() {
     for size in [1, 2, 3, 5, 8] {
-        run(size, Options::default(), |comm| crate::contract::collectives(&comm)).expect("nothing fails");
+        run(size, Options::default(), |comm| ringspan_testing::comm::contract::collectives(&comm))
+            .expect("nothing fails");
     }
 }
 
 #[test]
 fn sums_are_the_same_bits_on_every_rank_and_in_rank_order() {
-    run(6, Options::default(), |comm| crate::contract::sums(&comm)).expect("nothing fails");
+    run(6, Options::default(), |comm| ringspan_testing::comm::contract::sums(&comm)).expect("nothing fails");
 }
 
 #[test]
 fn messages_of_a_tag_keep_their_order_and_tags_do_not_mix() {
-    run(2, Options::default(), |comm| crate::contract::order(&comm)).expect("nothing fails");
+    run(2, Options::default(), |comm| ringspan_testing::comm::contract::order(&comm)).expect("nothing fails");
 }
 
 #[test]
 fn bytes_to_other_ranks_are_counted_and_bytes_to_oneself_are_not() {
     for size in [1, 3, 4] {
-        run(size, Options::default(), |comm| crate::contract::bytes(&comm)).expect("nothing fails");
+        run(size, Options::default(), |comm| ringspan_testing::comm::contract::bytes(&comm)).expect("nothing fails");
     }
 }
 
 #[test]
 fn split_groups_talk_apart_and_split_again() {
     for size in [2, 6, 7] {
-        run(size, Options::default(), |comm| crate::contract::groups(&comm)).expect("nothing fails");
+        run(size, Options::default(), |comm| ringspan_testing::comm::contract::groups(&comm)).expect("nothing fails");
     }
 }
 

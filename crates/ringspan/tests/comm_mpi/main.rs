@@ -3,8 +3,6 @@
 //! `cargo test -p ringspan --features mpi --test comm_mpi [NAME]`. The program starts itself under `mpirun`: with the
 //! arguments `rank SCENARIO` it is one rank, otherwise it is the test runner.
 
-#[path = "../contract/mod.rs"]
-mod contract;
 mod failures;
 mod mpirun;
 mod rank;

@@ -1,12 +1,12 @@
 //! The program of one rank in each scenario.
 
-use crate::contract::conversation::converse;
-use crate::contract::{both_send_first, bytes, collectives, groups, order, sums};
 use ringspan::attention::{Group, Inputs, backward, forward};
 use ringspan::comm::mpi::{Options, World};
 use ringspan::comm::{Buffer, Communicator, threads};
 use ringspan::kernel::{Kernel, View};
 use ringspan::{Documents, Error, Layout, LayoutKind, Mask, Schedule, Score, StrategyKind};
+use ringspan_testing::comm::contract::{both_send_first, bytes, collectives, groups, order, sums};
+use ringspan_testing::comm::conversation::converse;
 use std::process::{Command, ExitCode};
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -1,10 +1,10 @@
 //! The bytes that the transport counts equal the formulas of the design.
 
-use crate::support::{On, Problem};
 use ringspan::attention::{Inputs, Wire, forward};
 use ringspan::comm::threads;
 use ringspan::kernel::{Data, View};
 use ringspan::{Documents, Group, Layout, LayoutKind, Mask, Schedule, Score, StrategyKind};
+use ringspan_testing::mesh::{On, Problem};
 
 const LEN: usize = 96;
 
@@ -97,7 +97,7 @@ fn ranks_with_tensors_of_other_types_do_not_take_one_for_the_other() {
         for (a, b) in [(0, 1), (1, 2), (2, 1), (2, 0)] {
             let call = |comm: std::sync::Arc<dyn ringspan::comm::Communicator>| {
                 let data = types[if comm.rank() == 0 { a } else { b }];
-                let group = Group::new(comm, grid, crate::support::kernel()?)?;
+                let group = Group::new(comm, grid, ringspan::Kernel::new(1))?;
                 let view = View::stored(data, 4, 2, 8).expect("its size");
                 forward(&group, &schedule, &Inputs::new(view, view, view, &Score::new(0.3)))
             };

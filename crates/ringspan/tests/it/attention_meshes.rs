@@ -1,7 +1,7 @@
 //! Every mesh gives the answer of the f64 reference: out, LSE, dQ, dK, dV.
 
-use crate::support::{On, Problem};
 use ringspan::{Documents, LayoutKind, Mask, StrategyKind};
+use ringspan_testing::mesh::{On, Problem};
 
 const RANKS: [usize; 6] = [1, 2, 3, 4, 6, 8];
 const LAYOUTS: [LayoutKind; 6] = [

@@ -5,12 +5,12 @@
 //! occurred; each case compares a mesh of ranks with the f64 reference, outputs and all gradients. Full products of
 //! strategies with three other factors run with `--ignored`.
 
-use crate::support::{Answer, On, Problem};
 use ringspan::attention::Wire;
 use ringspan::mask::BlockPairs;
 use ringspan::mesh::Grid;
 use ringspan::schedule::{Pass, Sizes};
 use ringspan::{Documents, Layout, LayoutKind, Mask, Schedule, StrategyKind};
+use ringspan_testing::mesh::{Answer, On, Problem};
 use std::collections::HashSet;
 
 const LEN: usize = 37;

@@ -11,7 +11,7 @@ const DIM: usize = 8;
 
 /// Runs a call on a single rank and returns its result.
 fn on_one_rank<R: Send>(call: impl Fn(&Group) -> Result<R, Error> + Sync) -> Result<R, Error> {
-    let run = |comm| call(&Group::new(comm, (1, 1), crate::support::kernel()?)?);
+    let run = |comm| call(&Group::new(comm, (1, 1), ringspan::Kernel::new(1))?);
     threads::run(1, threads::Options::default(), run).map(|mut results| results.remove(0))
 }
 
@@ -42,7 +42,7 @@ fn bent(view: View<'_>) -> Vec<View<'_>> {
 
 #[test]
 fn tensors_that_do_not_fit_are_refused_by_name() {
-    let (data, schedule, score) = (crate::support::random(T * HEADS * DIM, 1), schedule(), Score::new(0.3));
+    let (data, schedule, score) = (ringspan_testing::mesh::random(T * HEADS * DIM, 1), schedule(), Score::new(0.3));
     let good = view(&data);
     for bad in bent(good) {
         for (name, inputs) in [
@@ -71,7 +71,7 @@ fn tensors_that_do_not_fit_are_refused_by_name() {
 
 #[test]
 fn gradients_of_another_shape_are_refused_before_they_are_read() {
-    let (data, schedule, score) = (crate::support::random(T * HEADS * DIM, 2), schedule(), Score::new(0.3));
+    let (data, schedule, score) = (ringspan_testing::mesh::random(T * HEADS * DIM, 2), schedule(), Score::new(0.3));
     let good = view(&data);
     let inputs = Inputs::new(good, good, good, &score);
     let saved = on_one_rank(|group| forward(group, &schedule, &inputs)).expect("fits");
@@ -84,7 +84,7 @@ fn gradients_of_another_shape_are_refused_before_they_are_read() {
 
 #[test]
 fn positions_that_cannot_be_counted_are_refused() {
-    let (data, score) = (crate::support::random(T * HEADS * DIM, 3), Score::new(0.3));
+    let (data, score) = (ringspan_testing::mesh::random(T * HEADS * DIM, 3), Score::new(0.3));
     let inputs = Inputs::new(view(&data), view(&data), view(&data), &score);
     let run = Run { document: 0, start: 0, len: T, step: 1 };
     for (odd, frame) in [

@@ -3,12 +3,12 @@
 //! The f64 reference gives the true values. They are compared with our attention and with plain softmax attention in f32,
 //! in three passes over each row: our error may be at most twice the plain one, or, if that is small, as large as rounding.
 
-use crate::support::{Answer, On, Problem, random};
 use ringspan::attention::{self, Group, Inputs, Merge, Tokens, Wire, decode};
 use ringspan::comm::threads;
 use ringspan::kernel::{Isa, Kernel, Relative, View};
 use ringspan::mesh::Grid;
 use ringspan::{Error, LayoutKind, Mask, Run, StrategyKind};
+use ringspan_testing::mesh::{Answer, On, Problem, random};
 
 const LEN: usize = 44;
 
@@ -23,7 +23,7 @@ struct Plain {
 }
 
 /// Plain softmax attention in f32; its gradients use the weights of the forward pass, without recomputing them.
-fn plain(problem: &Problem, inputs: &crate::support::Inputs) -> Plain {
+fn plain(problem: &Problem, inputs: &ringspan_testing::mesh::Inputs) -> Plain {
     let Problem { queries, keys, heads, kv_heads, dim, v_dim, bias_heads, ref mask, ref score, .. } = *problem;
     let zeros = |len: usize| vec![0.0f32; len];
     let empty = || Answer {
@@ -168,11 +168,16 @@ fn meshes() -> Vec<(Isa, On)> {
     one.chain([(all[0], chunks)]).collect()
 }
 
-fn check(problem: &Problem, stored: Wire, change: &dyn Fn(&mut crate::support::Inputs)) {
+fn check(problem: &Problem, stored: Wire, change: &dyn Fn(&mut ringspan_testing::mesh::Inputs)) {
     check_on(problem, stored, change, &meshes());
 }
 
-fn check_on(problem: &Problem, stored: Wire, change: &dyn Fn(&mut crate::support::Inputs), meshes: &[(Isa, On)]) {
+fn check_on(
+    problem: &Problem,
+    stored: Wire,
+    change: &dyn Fn(&mut ringspan_testing::mesh::Inputs),
+    meshes: &[(Isa, On)],
+) {
     let mut errors = vec![[Errors::default(); 6]; meshes.len()];
     for seed in 0..SEEDS {
         let mut inputs = problem.inputs_of(stored, 10 * seed);
@@ -181,7 +186,7 @@ fn check_on(problem: &Problem, stored: Wire, change: &dyn Fn(&mut crate::support
         for (errors, (isa, on)) in errors.iter_mut().zip(meshes) {
             let kernel = || Ok(Kernel::with_isa(1, *isa).expect("available"));
             let on = On { stored, wire: stored, ..*on };
-            let call: &crate::support::Call = &|group, schedule, local, d_out| {
+            let call: &ringspan_testing::mesh::Call = &|group, schedule, local, d_out| {
                 let forward = attention::forward(group, schedule, local)?;
                 let gradients = attention::backward(group, schedule, local, &forward, d_out)?;
                 Ok((forward, gradients, [0; 2]))
@@ -242,7 +247,7 @@ fn terms_of_any_size() {
     for power in SIZES {
         let size = (1u64 << power) as f32;
         let of = |what: &str| Problem { name: format!("2^{power} {what}"), ..problem(Mask::causal()) };
-        let large = |inputs: &mut crate::support::Inputs| grow(&mut inputs.q, power);
+        let large = |inputs: &mut ringspan_testing::mesh::Inputs| grow(&mut inputs.q, power);
         let sinks = |problem: &Problem| Some(random(problem.heads, 7).iter().map(|x| x * size).collect());
         check(&of("sinks").with_score("", |problem, score| score.sinks = sinks(problem)), Wire::F32, &large);
         check(&of("off by one").with_score("", |_, score| *score = score.clone().off_by_one(4)), Wire::F32, &large);
@@ -349,7 +354,7 @@ fn decoding() {
     }
 }
 
-fn decoded(problem: &Problem, inputs: &crate::support::Inputs, ranks: usize, merge: Merge) -> Vec<Vec<f32>> {
+fn decoded(problem: &Problem, inputs: &ringspan_testing::mesh::Inputs, ranks: usize, merge: Merge) -> Vec<Vec<f32>> {
     let Problem { queries, keys, heads, kv_heads, dim, v_dim, .. } = *problem;
     threads::run(ranks, threads::Options::default(), |comm| {
         let rank = comm.rank();

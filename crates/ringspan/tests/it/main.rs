@@ -2,14 +2,12 @@
 
 #[path = "../matrix/mod.rs"]
 mod matrix;
-#[path = "../support/mod.rs"]
-mod support;
 
 mod attention_bytes;
-mod attention_decode;
 mod attention_meshes;
 mod attention_pairwise;
 mod attention_shapes;
+mod cpu_kernel;
 mod large_scores;
 mod layout_properties;
 mod matrix_2d;

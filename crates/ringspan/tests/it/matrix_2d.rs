@@ -2,11 +2,11 @@
 //! computed with real kernels where those mock them.
 
 use crate::matrix::check;
-use crate::support::{Answer, On, Problem, relative_l2};
 use ringspan::attention::Wire;
 use ringspan::mesh::Grid;
 use ringspan::schedule::HeadShare;
 use ringspan::{Documents, Layout, LayoutKind, Mask, Schedule, StrategyKind};
+use ringspan_testing::mesh::{Answer, On, Problem, relative_l2};
 
 const LAYOUTS: [LayoutKind; 4] =
     [LayoutKind::Contiguous, LayoutKind::Zigzag, LayoutKind::Striped(1), LayoutKind::Balanced(None)];

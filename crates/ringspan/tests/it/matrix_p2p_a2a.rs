@@ -4,10 +4,10 @@
 //! Rows have 40 tokens instead of 4096, windows shrink with them, and 32, 64 and 128 heads become 16 in the same groups.
 
 use crate::matrix::{bound, check, draws};
-use crate::support::{Inputs, On, Problem, random, relative_l2};
 use ringspan::attention::Wire;
 use ringspan::mesh::Grid;
 use ringspan::{Documents, Layout, LayoutKind, Mask, StrategyKind};
+use ringspan_testing::mesh::{Inputs, On, Problem, random, relative_l2};
 
 const LEN: usize = 40;
 const WIRES: [Wire; 3] = [Wire::F32, Wire::Bf16, Wire::F16];

@@ -5,9 +5,9 @@
 //! there. Stripes of 64 and 128 also occur in full size, with narrow heads.
 
 use crate::matrix::{check, segments};
-use crate::support::{On, Problem, random};
 use ringspan::attention::Wire;
 use ringspan::{Documents, Layout, LayoutKind, Mask, StrategyKind};
+use ringspan_testing::mesh::{On, Problem, random};
 
 const RANKS: [usize; 3] = [2, 4, 8];
 const BOTH: [StrategyKind; 2] = [StrategyKind::Ring, StrategyKind::AllGather];

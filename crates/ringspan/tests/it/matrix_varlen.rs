@@ -2,10 +2,10 @@
 //! hold, even work, bytes and sends of a ring, and an error that does not grow with the number of ranks.
 
 use crate::matrix::{check, draws};
-use crate::support::{Answer, Inputs, On, Problem, relative_l2};
 use ringspan::attention::Wire;
 use ringspan::schedule::{Block, Pass, Sizes};
 use ringspan::{Documents, Layout, LayoutKind, Mask, Run, Schedule, StrategyKind};
+use ringspan_testing::mesh::{Answer, Inputs, On, Problem, relative_l2};
 
 const BALANCERS: [LayoutKind; 4] =
     [LayoutKind::Contiguous, LayoutKind::Zigzag, LayoutKind::PerDocumentZigzag, LayoutKind::Balanced(None)];

@@ -1,10 +1,10 @@
 //! NaN and infinities in one token reach the tokens that see it, and no others: not by a zero weight, not by a tile that is
 //! computed as a whole, with any strategy and mesh.
 
-use crate::support::{Answer, Inputs, On, Problem};
 use ringspan::attention::Wire;
 use ringspan::mesh::Grid;
 use ringspan::{Documents, LayoutKind, Mask, StrategyKind};
+use ringspan_testing::mesh::{Answer, Inputs, On, Problem};
 
 const LEN: usize = 60;
 const HEADS: usize = 4;

@@ -1,11 +1,11 @@
 //! The table of supported features is true: every cell is computed and compared, and the README shows the table.
 
-use crate::support::{On, Problem};
 use ringspan::attention::Wire;
 use ringspan::mask::BlockPairs;
 use ringspan::mesh::Grid;
 use ringspan::support::{Feature, table};
 use ringspan::{Documents, LayoutKind, Mask, StrategyKind};
+use ringspan_testing::mesh::{On, Problem};
 
 const LAYOUTS: [LayoutKind; 5] = [
     LayoutKind::Contiguous,

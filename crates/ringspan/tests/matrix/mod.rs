@@ -1,9 +1,9 @@
 //! Shared by the test matrices: our tolerances, checks for exact zeros, random documents.
 #![allow(dead_code)] // Each test binary uses its part.
 
-use crate::support::{Answer, Inputs, On, Problem, random};
 use ringspan::Documents;
 use ringspan::attention::Wire;
+use ringspan_testing::mesh::{Answer, Inputs, On, Problem, random};
 use std::ops::Range;
 
 /// Allowed relative L2 distance to the f64 reference for each type.

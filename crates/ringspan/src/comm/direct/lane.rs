@@ -1,4 +1,4 @@
-//! Lanes, which move elements directly between the devices of two ranks: NCCL, or a substitute in tests.
+//! Lanes, which move elements directly between the devices of two ranks: a vendor's library, or a substitute in tests.
 
 use crate::comm::OnDevice;
 use crate::error::Result;

@@ -1,5 +1,5 @@
 //! Blocks that move directly from device to device, in a communicator that wraps another for everything else. The protocol
-//! is described in `comm/direct/README.md`; NCCL is the lane of NVIDIA's GPUs (`kernel::nccl`, feature `nccl`).
+//! is described in `comm/direct/README.md`; the lane between devices comes with their [`Backend`](crate::kernel::Backend).
 
 mod engine;
 mod lane;

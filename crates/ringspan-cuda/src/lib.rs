@@ -1,0 +1,31 @@
+#![doc = include_str!("../README.md")]
+#![deny(missing_docs)]
+
+mod backend;
+mod backward;
+mod connect;
+mod cross_stream;
+mod cuda;
+mod delta;
+mod error;
+mod forward;
+mod gpu;
+mod job;
+mod library;
+mod memory;
+mod moves;
+#[cfg(feature = "nccl")]
+pub mod nccl;
+pub mod nvrtc;
+mod options;
+mod room;
+mod shared_slice;
+mod source;
+mod tables;
+mod tensor;
+
+pub use gpu::Gpu;
+pub use memory::{BorrowedSlice, GpuElement};
+pub use room::GpuMemory;
+pub use shared_slice::SharedSlice;
+pub use source::GpuSource;
