@@ -45,6 +45,7 @@ pub mod router_balance;
 pub mod shard;
 mod slices;
 pub mod stored_activation;
+mod sum;
 pub mod swiglu;
 pub mod tape;
 pub mod tensor_parallel;
