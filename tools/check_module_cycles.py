@@ -26,7 +26,8 @@ def uses(src: Path) -> dict[str, set[str]]:
         parts = file.relative_to(src).with_suffix("").parts
         if parts[-1] in ("test", "tests") or "test" in parts or "tests" in parts:
             continue
-        code = re.sub(r"//.*", "", file.read_text()).split("#[cfg(test)]\nmod ")[0]
+        # A module of tests in the file is its last item; one in a file of its own is only named here.
+        code = re.split(r"#\[cfg\(test\)\]\n(?:pub(?:\([^)]*\))? )?mod \w+ \{", re.sub(r"//.*", "", file.read_text()))[0]
         used = graph.setdefault(parts[0], set())
         for path in re.finditer(r"\bcrate::(\w+|\{[^;]*\})", code):
             used |= names(path[1][1:-1]) if path[1].startswith("{") else {path[1]}

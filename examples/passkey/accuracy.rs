@@ -1,7 +1,7 @@
 //! Counts the keys that a trained model finds.
 
+use crate::attention_reach::{AttentionReach, RANKS};
 use crate::document::Document;
-use crate::sight::{RANKS, Sight};
 use anyhow::{Context, Result};
 use ringspan::{LayoutKind, StrategyKind};
 use ringspan_models::{Decoder, folder};
@@ -12,7 +12,7 @@ use std::path::Path;
 ///
 /// Each digit is judged after the true digits before it. All of them are the most likely ones exactly if greedy generation
 /// writes the key, so this counts what generation would get right, at the cost of one pass.
-pub(crate) fn exact_matches(folder: &Path, documents: &[Document], sight: Sight) -> Result<usize> {
+pub(crate) fn exact_matches(folder: &Path, documents: &[Document], reach: AttentionReach) -> Result<usize> {
     let (config, weights) = folder::load(folder)?;
     let model = Model::new(Decoder::new(config)?, weights)?;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -21,7 +21,7 @@ pub(crate) fn exact_matches(folder: &Path, documents: &[Document], sight: Sight)
     for document in documents {
         let tokens: Vec<u32> =
             [&document.prompt, &document.key].iter().flat_map(|text| text.bytes()).map(u32::from).collect();
-        let layout = sight.layout(tokens.len())?;
+        let layout = reach.layout(tokens.len())?;
         let batch = Batch { tokens: &tokens, documents: layout.documents() };
         let scores = score(&model, &mesh, batch, LayoutKind::Contiguous, StrategyKind::Ring, true)?;
         let logits = scores.and_then(|scores| scores.logits).context("ranks as threads give logits")?;

@@ -7,17 +7,17 @@
 //! never seen, and the losses are drawn into an SVG.
 
 mod accuracy;
+mod attention_reach;
 mod document;
 mod model;
 mod plot;
-mod sight;
 mod stage;
 
 use anyhow::{Context, Result, ensure};
+use attention_reach::{AttentionReach, owner};
 use clap::Parser;
 use document::Document;
 use plot::{Curve, Plot};
-use sight::{Sight, owner};
 use stage::Stage;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -77,17 +77,17 @@ fn run(out: &Path, stages: &[Stage], seed: u64, questions: usize) -> Result<usiz
 
     let mut curves = Vec::new();
     let mut trained = Vec::new();
-    for sight in Sight::BOTH {
+    for reach in AttentionReach::BOTH {
         let (mut losses, mut at) = (Vec::new(), new.clone());
         for stage in stages {
-            let (of_stage, next) = stage.train(out, &at, sight, seed)?;
+            let (of_stage, next) = stage.train(out, &at, reach, seed)?;
             losses.extend(of_stage);
             at = next;
         }
         println!("asking about {questions} texts of {} tokens that no model has seen ...", last.length);
-        let right = accuracy::exact_matches(&at, &held_out, sight)?;
-        println!("{}: {right} of {questions} keys", sight.words());
-        curves.push(Curve { name: format!("{}: {right} of {questions} keys found", sight.words()), losses });
+        let right = accuracy::exact_matches(&at, &held_out, reach)?;
+        println!("{}: {right} of {questions} keys", reach.words());
+        curves.push(Curve { name: format!("{}: {right} of {questions} keys found", reach.words()), losses });
         trained.push((at, right));
     }
     let plot = Plot { stages, curves };
@@ -110,7 +110,7 @@ fn run(out: &Path, stages: &[Stage], seed: u64, questions: usize) -> Result<usiz
 
 /// Prints which rank holds which part of a text, according to the layout.
 fn tell_ranks(held_out: &[Document], length: usize) -> Result<()> {
-    let layout = Sight::Ring.layout(length)?;
+    let layout = AttentionReach::Ring.layout(length)?;
     for rank in 0..layout.ranks() {
         let rows = layout.rows(rank);
         if let (Some(first), Some(last)) = (rows.first(), rows.last()) {

@@ -1,7 +1,7 @@
 //! One length of the curriculum: its texts, and the training that starts from the model of the stage before.
 
+use crate::attention_reach::{AttentionReach, RANKS};
 use crate::document;
-use crate::sight::{RANKS, Sight};
 use anyhow::{Result, ensure};
 use ringspan_train::{Observer, Settings, StepMetrics, TrainArgs, TrainConfig, train};
 use std::path::{Path, PathBuf};
@@ -37,11 +37,17 @@ impl Stage {
 
     /// Trains the model in `from`, with needles and questions on different ranks; returns the loss of each step, and the new
     /// model's folder.
-    pub(crate) fn train(&self, out: &Path, from: &Path, sight: Sight, seed: u64) -> Result<(Vec<f64>, PathBuf)> {
+    pub(crate) fn train(
+        &self,
+        out: &Path,
+        from: &Path,
+        reach: AttentionReach,
+        seed: u64,
+    ) -> Result<(Vec<f64>, PathBuf)> {
         // With the ring, a sequence is as long as a text, and is one document. In the control, a sequence is half as long and
         // ends where the first rank's part does: the second half of a text becomes the next sequence, a document of its own.
-        let parts = sight.documents(self.length);
-        let new = out.join(format!("{}-{}", sight.name(), self.length));
+        let parts = reach.documents(self.length);
+        let new = out.join(format!("{}-{}", reach.name(), self.length));
         let settings = Settings {
             model: Some(from.into()),
             data: Some(vec![self.data(out)]),
@@ -63,7 +69,7 @@ impl Stage {
             ..Settings::default()
         };
         let config = TrainConfig::from_args(&TrainArgs { settings, ..TrainArgs::default() })?;
-        let mut progress = Progress::new(sight, *self);
+        let mut progress = Progress::new(reach, *self);
         let outcome = train(&config, &AtomicBool::new(false), &mut progress)?;
         ensure!(!outcome.interrupted, "training ended after step {} of {}", outcome.step, outcome.steps);
         Ok((progress.losses, new))
@@ -81,8 +87,8 @@ struct Progress {
 const BETWEEN_LINES: Duration = Duration::from_secs(10);
 
 impl Progress {
-    fn new(sight: Sight, stage: Stage) -> Self {
-        let title = format!("{}, {} x {} tokens", sight.name(), stage.texts, stage.length);
+    fn new(reach: AttentionReach, stage: Stage) -> Self {
+        let title = format!("{}, {} x {} tokens", reach.name(), stage.texts, stage.length);
         Self { title, steps: stage.steps, losses: Vec::new(), told: Instant::now() }
     }
 }

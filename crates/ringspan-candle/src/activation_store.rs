@@ -11,7 +11,7 @@ use crate::offload::Offload;
 use crate::rope::RotaryTable;
 use crate::stored_activation::{Storage, StoredActivation};
 use crate::tensor_parallel::TensorParallel;
-use crate::tiled::{RowFunction, tiled, tiled_again};
+use crate::tiled::{RowFunction, tiled, tiled_recomputed};
 use crate::weight::Weight;
 use candle_core::{Result, Tensor};
 use ringspan::{Mask, Score};
@@ -96,7 +96,7 @@ pub struct ActivationStore<'a> {
     attend: &'a dyn Attend,
     policy: CheckpointPolicy<'a>,
     /// Whether the backward pass has begun, so that layers are recomputed.
-    again: Cell<bool>,
+    is_recomputing: Cell<bool>,
     attentions: RefCell<BTreeMap<usize, SavedAttention>>,
     /// Outputs of matrix products, by the name of their layer.
     products: RefCell<BTreeMap<String, StoredActivation>>,
@@ -115,7 +115,7 @@ impl<'a> ActivationStore<'a> {
         Self {
             attend,
             policy,
-            again: Cell::new(false),
+            is_recomputing: Cell::new(false),
             attentions: RefCell::default(),
             products: RefCell::default(),
             wide: RefCell::default(),
@@ -137,13 +137,13 @@ impl<'a> ActivationStore<'a> {
     /// # Errors
     /// As for [`forward`](Self::forward).
     pub fn backward(&self, layer: usize) -> Result<()> {
-        self.again.set(true);
+        self.is_recomputing.set(true);
         self.policy.offload.map_or(Ok(()), |offload| offload.backward(layer))
     }
 
     /// Whether the backward pass has begun, so that layers are recomputed.
     pub(crate) fn is_recomputing(&self) -> bool {
-        self.again.get()
+        self.is_recomputing.get()
     }
 
     /// Stores the input of a layer, a contiguous tensor.
@@ -197,8 +197,8 @@ impl<'a> ActivationStore<'a> {
         [narrow, b]: [&Tensor; 2],
         needs_values: bool,
     ) -> Result<Tensor> {
-        let again = |known| frozen.with_adapter_again(x, narrow, b, known);
-        self.product(name, needs_values, self.keep(needs_values), || frozen.with_adapter(x, narrow, b), again)
+        let recomputed = |known| frozen.with_adapter_recomputed(x, narrow, b, known);
+        self.product(name, needs_values, self.keep(needs_values), || frozen.with_adapter(x, narrow, b), recomputed)
     }
 
     /// The type in which the output of a product is stored; `None` if it is not stored.
@@ -213,7 +213,7 @@ impl<'a> ActivationStore<'a> {
         self.product(name, true, keep, || weight.linear(x, None), |known| weight.linear_recomputed(x, None, known))
     }
 
-    /// Returns the output of `compute` and stores it as `keep` says. When the layer is recomputed, it returns what `again`
+    /// Returns the output of `compute` and stores it as `keep` says. When the layer is recomputed, it returns what `recomputed`
     /// makes of the stored output, or of `None` if nothing reads the values.
     fn product(
         &self,
@@ -221,11 +221,11 @@ impl<'a> ActivationStore<'a> {
         needs_values: bool,
         keep: Option<Storage>,
         compute: impl FnOnce() -> Result<Tensor>,
-        again: impl FnOnce(Option<StoredActivation>) -> Result<Tensor>,
+        recomputed: impl FnOnce(Option<StoredActivation>) -> Result<Tensor>,
     ) -> Result<Tensor> {
-        if self.again.get() {
+        if self.is_recomputing.get() {
             let known = self.products.borrow_mut().remove(name);
-            return if known.is_some() || !needs_values { again(known) } else { compute() };
+            return if known.is_some() || !needs_values { recomputed(known) } else { compute() };
         }
         let out = compute()?;
         if let Some(storage) = keep {
@@ -244,7 +244,7 @@ impl<'a> ActivationStore<'a> {
         needs_values: bool,
     ) -> Result<Tensor> {
         let [gate, up, down] = weights;
-        if self.again.get() {
+        if self.is_recomputing.get() {
             let (known, wide) = (self.products.borrow_mut().remove(name), self.wide.borrow_mut().remove(name));
             return match known.is_some() || !needs_values {
                 true => gated_mlp_recomputed(x, weights, activation, wide, known),
@@ -273,8 +273,8 @@ impl<'a> ActivationStore<'a> {
         function: impl RowFunction,
         needs_values: bool,
     ) -> Result<Tensor> {
-        let again = |known| tiled_again(x, function.clone(), known);
-        self.product(name, needs_values, self.keep(needs_values), || tiled(x, function.clone()), again)
+        let recomputed = |known| tiled_recomputed(x, function.clone(), known);
+        self.product(name, needs_values, self.keep(needs_values), || tiled(x, function.clone()), recomputed)
     }
 
     /// The sines and cosines of the model's rotary embedding `id`; `make` computes them on the first call.

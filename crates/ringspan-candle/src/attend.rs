@@ -1,4 +1,4 @@
-//! What a model needs to know about attention: how to compute it, and the positions of its tokens.
+//! The interface between a model and attention: computes it, and says which positions the model's tokens have.
 
 pub use crate::attention::AttentionInputs;
 use crate::attention::SavedAttention;

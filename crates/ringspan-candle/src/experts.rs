@@ -3,9 +3,9 @@
 //! Shape letters: T tokens on this rank, C hidden size, E experts, K experts a token is routed to, I width of an expert.
 
 mod expert;
+mod gated;
 mod mixture;
 mod on_gpu;
-mod part;
 mod product;
 mod stacked;
 

@@ -83,7 +83,7 @@ pub fn gated_mlp_recomputed(
     }
     if gpu::holds(x) {
         check([x, gate, up, down])?;
-        return on_gpu::again(x, weights, activation, wide, known);
+        return on_gpu::recomputed(x, weights, activation, wide, known);
     }
     let wide = match wide {
         Some(GateUpActivations::Gpu(_)) => bail!("a gated layer on the CPU, of which a GPU kept gate and up"),

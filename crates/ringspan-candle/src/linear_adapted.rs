@@ -48,7 +48,7 @@ impl<'a> FrozenLinear<'a> {
     ///
     /// # Errors
     /// As for [`with_adapter`](Self::with_adapter), and a stored output of another shape.
-    pub(crate) fn with_adapter_again(
+    pub(crate) fn with_adapter_recomputed(
         self,
         x: &Tensor,
         narrow: &Tensor,

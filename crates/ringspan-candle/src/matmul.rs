@@ -136,7 +136,7 @@ mod tests {
 
     /// Tests every layout of the factors, odd sizes, one row, and an empty sum, on one thread and on three.
     #[test]
-    fn products_equal_f64_however_their_factors_lie() {
+    fn products_equal_f64_for_all_strides() {
         for (m, n, k) in
             [(1, 1, 1), (1, 37, 19), (33, 1, 5), (65, 131, 67), (300, 70, 300), (2100, 3, 5), (4, 6, 0), (0, 3, 2)]
         {
@@ -166,7 +166,7 @@ mod tests {
 
     /// The three products of a linear layer with bf16 factors equal those of the factors widened to f32.
     #[test]
-    fn products_with_a_factor_of_bf16_are_those_of_what_it_stands_for() {
+    fn products_with_a_bf16_factor_equal_those_of_the_widened_factor() {
         let (tokens, ins, outs) = (37, 70, 50);
         let wide = [(tokens, ins, 1), (outs, ins, 2), (tokens, outs, 3)].map(|(m, n, seed)| values(m * n, seed));
         let narrow = wide.each_ref().map(|values| rounded(values));
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn some_rows_are_those_of_the_matrix() {
+    fn a_range_of_rows_equals_those_rows_of_the_matrix() {
         let data = values(12, 1);
         let (mut all, mut some) = (vec![0.0; 16], vec![0.0; 8]);
         let (a, b) = (Matrix::new(&data, 4, 3), Matrix::new(&data, 4, 3).t());

@@ -20,7 +20,7 @@ mod tiles;
 mod tests;
 
 pub use format::Format;
-pub use linear::{linear_quantized, linear_quantized_again};
+pub use linear::{linear_quantized, linear_quantized_recomputed};
 pub(crate) use linear::{product_quantized, product_quantized_t};
 pub use matrix::QuantizedMatrix;
 pub use stack::QuantizedStack;

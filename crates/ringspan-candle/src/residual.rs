@@ -6,12 +6,12 @@ pub(crate) mod on_gpu;
 use crate::cast::cast;
 use crate::gpu;
 use crate::norm::rms_norm;
-use crate::number::{Number, with_number};
-use crate::pool;
-use crate::slices::{elements, elements_mut};
+use crate::number::with_number;
+use crate::slices::elements;
+use crate::sum::add;
 use crate::tape::{self, Reads};
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CudaStorage, CustomOp2, InplaceOp2, Layout, Result, Shape, Tensor, WithDType, bail};
+use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, Result, Shape, Tensor, WithDType, bail};
 
 /// `x + y`, two tensors of one shape, each f32 or bf16, computed on the rank's threads. The sum has the type of x, and is
 /// rounded once.
@@ -63,39 +63,6 @@ pub fn residual_norm(x: &Tensor, y: &Tensor, weight: &Tensor, eps: f64) -> Resul
 }
 
 struct Residual;
-
-/// Adds y to x in place, two tensors of one shape and type on the CPU without graphs; nothing else may refer to the memory of
-/// x.
-///
-/// # Errors
-/// Other types and unequal shapes.
-pub(crate) fn add_in_place(x: &Tensor, y: &Tensor) -> Result<()> {
-    if (x.shape(), x.dtype()) != (y.shape(), y.dtype()) {
-        bail!("{:?} and {:?} cannot be added: shapes or types differ", x.shape(), y.shape());
-    }
-    x.inplace_op2(&y.contiguous()?, &AddInPlace)
-}
-
-struct AddInPlace;
-
-impl InplaceOp2 for AddInPlace {
-    fn name(&self) -> &'static str {
-        "add in place"
-    }
-
-    fn cpu_fwd(&self, x: &mut CpuStorage, x_at: &Layout, y: &CpuStorage, y_at: &Layout) -> Result<()> {
-        with_number!(y.dtype(), T => add(elements_mut::<T>(x, x_at)?, elements::<T>(y, y_at)?));
-        Ok(())
-    }
-}
-
-/// Adds y to x in place, on the threads of the current pool.
-fn add<T: Number, U: Number>(x: &mut [T], y: &[U]) {
-    let part = pool::part(x.len(), 1);
-    pool::map(x.chunks_mut(part).zip(y.chunks(part)).collect(), |(x, y): (&mut [T], &[U])| {
-        pool::vectorized(|| x.iter_mut().zip(y).for_each(|(x, y)| *x = T::round_from(x.upcast() + y.upcast())));
-    });
-}
 
 impl CustomOp2 for Residual {
     fn name(&self) -> &'static str {

@@ -64,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rounding_is_to_the_nearest_and_keeps_what_is_no_number() {
+    fn rounding_is_to_nearest_and_keeps_nan() {
         let mut bits = 1u32;
         for _ in 0..1_000_000 {
             bits = bits.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);

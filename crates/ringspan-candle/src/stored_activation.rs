@@ -116,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_kept_comes_back_in_its_shape() -> Result<()> {
+    fn a_stored_activation_comes_back_in_its_shape() -> Result<()> {
         let tensor = Tensor::new(&[[1.0f32, 2.5, -3.0], [0.1, 1e30, 0.0]], &Device::Cpu)?;
         assert_eq!(StoredActivation::new(&tensor, Storage::F32)?.tensor()?.to_vec2::<f32>()?, tensor.to_vec2::<f32>()?);
         let rounded = StoredActivation::new(&tensor, Storage::Bf16)?.tensor()?.to_vec2::<f32>()?;

@@ -18,7 +18,7 @@ mod operation;
 mod test;
 
 use crate::cotangent;
-use crate::residual::{add_in_place, residual};
+use crate::sum::{add_in_place, sum};
 use candle_core::op::BackpropOp;
 use candle_core::{DType, Result, Shape, Storage, Tensor, TensorId, Var, bail};
 pub(crate) use operation::Operation;
@@ -292,7 +292,7 @@ impl Gradients {
                 add_in_place(&gradient, &before)?;
                 gradient
             }
-            Some(before) => residual(&before, &gradient)?,
+            Some(before) => sum(&before, &gradient)?,
         };
         self.0.insert(id, sum);
         Ok(())

@@ -4,8 +4,8 @@
 //! Shape letters: T rows, C width of the input, N width of the output.
 
 use crate::cast::cast;
+use crate::extra_parameters::{ExtraGradients, ExtraParameters};
 use crate::gated_mlp::TILE;
-use crate::links::{ExtraGradients, ExtraParameters};
 use crate::number::{self, Number, with_number};
 use crate::slices::elements_of;
 use crate::stored_activation::StoredActivation;
@@ -47,7 +47,11 @@ pub(crate) fn tiled(x: &Tensor, function: impl RowFunction) -> Result<Tensor> {
 ///
 /// # Errors
 /// As for [`tiled`], and a stored output of another shape.
-pub(crate) fn tiled_again(x: &Tensor, function: impl RowFunction, known: Option<StoredActivation>) -> Result<Tensor> {
+pub(crate) fn tiled_recomputed(
+    x: &Tensor,
+    function: impl RowFunction,
+    known: Option<StoredActivation>,
+) -> Result<Tensor> {
     let shape = [x.dim(0)?, function.width()?];
     let known = known.map(|known| known.values(&shape)).transpose()?;
     apply(x, function, known.map_or(Pass::Unseen, |known| Pass::Known(Mutex::new(known))))
@@ -232,8 +236,8 @@ mod tests {
                 let known = Some(StoredActivation::new(&plain.detach(), Storage::F32)?);
                 let all = [
                     tiled(x.as_tensor(), function.clone())?,
-                    tiled_again(x.as_tensor(), function.clone(), known)?,
-                    tiled_again(x.as_tensor(), function, None)?,
+                    tiled_recomputed(x.as_tensor(), function.clone(), known)?,
+                    tiled_recomputed(x.as_tensor(), function, None)?,
                 ];
                 close(&all[0], &plain)?;
                 close(&all[1], &plain)?;

@@ -2,7 +2,7 @@
 
 use crate::cast::cast;
 use crate::linear::{linear, linear_recomputed, linear_wide};
-use crate::quantized::{Format, QuantizedMatrix, QuantizedStack, linear_quantized, linear_quantized_again};
+use crate::quantized::{Format, QuantizedMatrix, QuantizedStack, linear_quantized, linear_quantized_recomputed};
 use crate::stored_activation::StoredActivation;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use std::ops::Range;
@@ -168,7 +168,7 @@ impl Weight {
     ) -> Result<Tensor> {
         match self {
             Self::Dense(weight) => linear_recomputed(x, weight, bias, known),
-            Self::Quantized(weight) => in_f32(x, bias, |x, bias| linear_quantized_again(x, weight, bias, known)),
+            Self::Quantized(weight) => in_f32(x, bias, |x, bias| linear_quantized_recomputed(x, weight, bias, known)),
             Self::Stack(_) => self.one_matrix(),
         }
     }

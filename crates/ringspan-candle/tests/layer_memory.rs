@@ -41,7 +41,7 @@ fn peak_of(work: impl FnOnce() -> candle_core::Result<()>) -> usize {
 
 /// This is a single test, since a process has one allocator and tests run concurrently.
 #[test]
-fn memory_grows_with_the_tokens_by_what_the_layers_return_and_not_by_what_is_inside() -> candle_core::Result<()> {
+fn memory_grows_with_tokens_by_the_outputs_of_layers_and_not_by_their_intermediates() -> candle_core::Result<()> {
     let (hidden, wide) = (8, 256);
     let ones = |shape: (usize, usize)| Tensor::ones(shape, DType::F32, &Device::Cpu);
     let gated = |tokens: usize| {

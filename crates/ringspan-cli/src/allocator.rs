@@ -27,7 +27,7 @@ pub(crate) fn avoid_large_pages(threads: usize) {
         return;
     }
     #[cfg(target_os = "linux")]
-    // // SAFETY: sets a flag of this process, which concerns only memory that is touched later.
+    // SAFETY: sets a flag of this process, which concerns only memory that is touched later.
     unsafe {
         libc::prctl(libc::PR_SET_THP_DISABLE, 1, 0, 0, 0);
     }
@@ -53,7 +53,7 @@ fn checked(at: *mut u8, bytes: usize) -> *mut u8 {
     at
 }
 
-// // SAFETY: every call is passed on to mimalloc unchanged.
+// SAFETY: every call is passed on to mimalloc unchanged.
 unsafe impl GlobalAlloc for Counted {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         taken(layout.size());
@@ -90,7 +90,7 @@ mod tests {
     static ALLOCATOR: super::Counted = super::Counted;
 
     #[test]
-    fn the_most_is_that_since_the_last_look() {
+    fn the_peak_is_counted_since_the_last_call() {
         // Far more than other tests of this program allocate meanwhile.
         const BLOCK: usize = 64 << 20;
         let about = |bytes: u64, blocks: u64| (blocks * BLOCK as u64..(blocks + 1) * BLOCK as u64).contains(&bytes);

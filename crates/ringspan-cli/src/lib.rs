@@ -54,7 +54,7 @@ enum Command {
 fn keep_memory() {
     /// The option `mi_option_purge_delay`, for which the crate has no constant.
     const PURGE_DELAY: libmimalloc_sys::mi_option_t = 15;
-    // // SAFETY: sets an integer option, for which every value is valid.
+    // SAFETY: sets an integer option, for which every value is valid.
     unsafe { libmimalloc_sys::mi_option_set(PURGE_DELAY, -1) };
 }
 

@@ -72,8 +72,8 @@ impl ModelArgs {
 
 /// Prints a warning if a text has more positions than the model is made for.
 pub(crate) fn warn_beyond(model: &Model, length: usize) {
-    if let Some(beyond) = model.decoder().config().beyond(length) {
-        eprintln!("warning: {beyond}");
+    if let Some(overflow) = model.decoder().config().context_overflow(length) {
+        eprintln!("warning: {overflow}");
     }
 }
 

@@ -173,7 +173,7 @@ impl fmt::Display for ContextOverflow {
 impl Config {
     /// Returns `Some` if a text of `length` tokens has more positions than the model is made for. Such a text can be computed, but
     /// the model's output is rarely meaningful there.
-    pub fn beyond(&self, length: usize) -> Option<ContextOverflow> {
+    pub fn context_overflow(&self, length: usize) -> Option<ContextOverflow> {
         let trained = self.max_position_embeddings.filter(|positions| *positions > 0)?;
         let (kind, factor, original) = self.global_rope();
         let positions = match kind {
@@ -267,7 +267,7 @@ mod tests {
         assert_eq!(new["rope_parameters"]["full_attention"], json!({ "rope_type": "linear", "factor": 2.0 }));
         assert_eq!(new["rope_parameters"]["sliding_attention"], json!({ "rope_theta": 1e4 }));
         config(&old);
-        assert_eq!(config(&new).beyond(2001).and_then(|beyond| beyond.by), Some("linear"));
+        assert_eq!(config(&new).context_overflow(2001).and_then(|overflow| overflow.by), Some("linear"));
     }
 
     /// Llama 3.1 is published with scaling, and is scaled further by the same kind.
@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn another_base_stands_where_the_old_one_stood() {
+    fn another_base_replaces_the_old_one() {
         let rope = json!({ "rope_type": "linear", "factor": 2.0 });
         let old = scaling("theta:8e6").apply(&model(json!({ "rope_theta": 1e4, "rope_scaling": rope })), Some(4000));
         let old = old.expect("a base");
@@ -320,25 +320,25 @@ mod tests {
     }
 
     #[test]
-    fn texts_beyond_the_positions_are_told() {
+    fn texts_beyond_the_trained_positions_are_reported() {
         let plain = config(&model(json!({})));
-        assert_eq!(plain.beyond(1000), None);
-        let beyond = plain.beyond(2001).expect("longer");
-        assert_eq!(beyond, ContextOverflow { length: 2001, positions: 1000, by: Some("yarn") });
+        assert_eq!(plain.context_overflow(1000), None);
+        let overflow = plain.context_overflow(2001).expect("longer");
+        assert_eq!(overflow, ContextOverflow { length: 2001, positions: 1000, by: Some("yarn") });
         for word in ["2001", "1000", "yarn:3"] {
-            assert!(beyond.to_string().contains(word), "{beyond}");
+            assert!(overflow.to_string().contains(word), "{overflow}");
         }
         for kind in ["linear", "dynamic", "yarn"] {
             let config = config(&scaling(&format!("{kind}:2")).apply(&model(json!({})), None).expect("stretched"));
-            assert_eq!(config.beyond(2000), None, "{kind}");
-            let beyond = config.beyond(2001).expect("longer");
-            assert!(beyond.to_string().contains(&format!("{kind}:2")), "{beyond}");
+            assert_eq!(config.context_overflow(2000), None, "{kind}");
+            let overflow = config.context_overflow(2001).expect("longer");
+            assert!(overflow.to_string().contains(&format!("{kind}:2")), "{overflow}");
         }
         // The configuration that Qwen's model cards recommend.
         let rope = json!({ "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 1000 });
-        assert_eq!(config(&model(json!({ "rope_scaling": rope }))).beyond(2000), None);
+        assert_eq!(config(&model(json!({ "rope_scaling": rope }))).context_overflow(2000), None);
         let mut endless = model(json!({}));
         endless.as_object_mut().expect("an object").remove("max_position_embeddings");
-        assert_eq!(config(&endless).beyond(1 << 40), None, "the file does not say");
+        assert_eq!(config(&endless).context_overflow(1 << 40), None, "the file does not say");
     }
 }

@@ -1,4 +1,4 @@
-//! What every model family's file is made of.
+//! The description of a model family, which each family's file gives.
 
 use crate::config::Config;
 use crate::error::Result;

@@ -68,12 +68,11 @@ pub fn loss_and_gradients<'a>(
 
     let weights = decoder.head_parameters(parameters)?;
     parameters.prefetch(before(layers))?;
-    let hidden = decoder.norm(&weights, &x)?.detach();
-    let loss = head.loss(&hidden, targets, scale, trains(head.weight_name()), &weights, tensor_parallel)?;
-    drop(hidden);
-    let norm: StoredWeights = weights.into_iter().filter(|(name, _)| name == decoder.norm_name()).collect();
-    let last = Graph::new(x, norm, trains, |local, x| decoder.norm(local, x))?;
-    let (mut dx, mut gradients) = last.backward(loss.d_hidden)?;
+    let norm = weights.get_key_value(decoder.norm_name()).map(|(name, weight)| (name.clone(), weight.clone()));
+    let norm = Graph::new(x, norm.into_iter().collect(), trains, |local, x| decoder.norm(local, x))?;
+    let loss = head.loss(&norm.output(), targets, scale, trains(head.weight_name()), &weights, tensor_parallel)?;
+    drop(weights);
+    let (mut dx, mut gradients) = norm.backward(loss.d_hidden)?;
     let mut d_head = loss.d_head;
     if !head.is_tied() {
         gradients.extend(d_head.take().map(|d_head| (head.weight_name().to_owned(), d_head)));

@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn what_stands_around_a_text_is_what_the_post_processor_adds() {
+    fn special_tokens_are_those_that_the_post_processor_adds() {
         let around = |processor| SpecialTokens::of(&tokenizer(processor)).expect("processed");
         assert_eq!(around(Value::Null), SpecialTokens::default());
         assert_eq!(around(template(true, false)), SpecialTokens { prefix: vec![0], suffix: vec![] });

@@ -72,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_ends_early_is_none_of_its_kind() {
+    fn a_truncated_file_is_refused() {
         for (bytes, words) in [
             (&[0u8; 7][..], "shorter than the length of a header"),
             (&[&9u64.to_le_bytes()[..], &[b' '; 3]].concat(), "ends inside its header"),
@@ -86,7 +86,7 @@ mod tests {
     /// A folder can be opened like a file, but not read.
     #[cfg(unix)]
     #[test]
-    fn a_file_that_cannot_be_read_is_what_the_system_says_of_it() {
+    fn an_unreadable_file_is_reported_with_the_error_of_the_system() {
         let folder = tempfile::tempdir().expect("a folder");
         let error = TensorFile::open(folder.path()).expect_err("no file");
         assert!(matches!(&error, Error::Io { path, .. } if path == folder.path()), "{error}");

@@ -141,7 +141,8 @@ mod tests {
         }
     }
 
-    fn banded_tiles(text: &[u8], stops: &[&str]) -> (Vec<String>, bool) {
+    /// Streams bytes as tokens; returns the text that each released, and whether a stop string ended it.
+    fn streamed(text: &[u8], stops: &[&str]) -> (Vec<String>, bool) {
         let stops: Vec<String> = stops.iter().map(|s| (*s).to_owned()).collect();
         let mut stream = TextStream::new(&Bytes, b"prompt".map(u32::from).as_slice(), &stops).expect("prompt");
         let mut out: Vec<String> = text.iter().map(|b| stream.push(u32::from(*b)).expect("bytes")).collect();
@@ -151,8 +152,8 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_pieces_are_the_text(text in "[a-zä€😀]{0,120}") {
-            let (out, stopped) = banded_tiles(text.as_bytes(), &[]);
+        fn streamed_parts_join_to_the_text(text in "[a-zä€😀]{0,120}") {
+            let (out, stopped) = streamed(text.as_bytes(), &[]);
             prop_assert_eq!(out.concat(), text);
             prop_assert!(!stopped);
         }
@@ -164,7 +165,7 @@ mod tests {
                 // The stop string that is complete first ends the text.
                 text.find(stop).map(|at| (at + stop.len(), at))
             }).min();
-            let (out, stopped) = banded_tiles(text.as_bytes(), &stops);
+            let (out, stopped) = streamed(text.as_bytes(), &stops);
             prop_assert_eq!(stopped, end.is_some());
             match end {
                 None => prop_assert_eq!(out.concat(), text),
@@ -177,24 +178,24 @@ mod tests {
 
         #[test]
         fn any_bytes_give_what_decoding_all_at_once_gives(bytes in proptest::collection::vec(any::<u8>(), 0..90)) {
-            let (out, _) = banded_tiles(&bytes, &[]);
+            let (out, _) = streamed(&bytes, &[]);
             prop_assert_eq!(out.concat(), String::from_utf8_lossy(&bytes));
         }
     }
 
     #[test]
-    fn half_a_character_is_never_given_out() {
-        let (out, _) = banded_tiles("a€b".as_bytes(), &[]);
+    fn incomplete_characters_are_not_released() {
+        let (out, _) = streamed("a€b".as_bytes(), &[]);
         assert_eq!(out, ["a", "", "", "€", "b", ""]);
-        let (out, _) = banded_tiles(&"😀".as_bytes()[..2], &[]);
+        let (out, _) = streamed(&"😀".as_bytes()[..2], &[]);
         assert_eq!(out, ["", "", "\u{FFFD}"]);
     }
 
     #[test]
     fn the_beginning_of_a_stop_string_waits() {
-        let (out, stopped) = banded_tiles(b"xEN", &["END"]);
+        let (out, stopped) = streamed(b"xEN", &["END"]);
         assert_eq!((out, stopped), (["x", "", "", "EN"].map(String::from).to_vec(), false));
-        let (out, stopped) = banded_tiles(b"xENDy", &["END"]);
+        let (out, stopped) = streamed(b"xENDy", &["END"]);
         assert_eq!((out.concat(), stopped), ("x".to_owned(), true));
     }
 }

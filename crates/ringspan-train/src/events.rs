@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_written_is_read_back_record_by_record() {
+    fn records_are_read_back_as_written() {
         let folder = tempfile::tempdir().expect("folder");
         let mut events = EventFile::create(&folder.path().join("a/b"), 299).expect("file");
         events.append(300, [("loss", 1.5), ("lr", 1e-3)]).expect("written");

@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_rises_in_a_line_to_the_peak_and_falls_along_a_cosine() {
+    fn the_rate_rises_linearly_to_the_peak_and_falls_along_a_cosine() {
         let s = LrSchedule { peak: 2.0, warmup: 4, steps: 14, decay: LrDecay::Cosine };
         let close = |t, x: f64| assert!((s.at(t) - x).abs() < 1e-12, "step {t}: {} is not {x}", s.at(t));
         close(0, 0.5);

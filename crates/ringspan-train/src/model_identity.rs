@@ -1,4 +1,4 @@
-//! What makes a model the same: a checkpoint belongs to one, and is refused for another.
+//! The identity of a model: a checkpoint can only be resumed with the model that it was saved of.
 
 use crate::{
     checkpoint::{Checkpoint, Identity},

@@ -34,7 +34,7 @@ const CONTEXT_TOKENS: usize = 256;
 const MAX_OPERATIONS: u64 = 1_000_000_000_000;
 const TEMPERATURE: f64 = 0.7;
 
-/// A piece of held-out text and the model's continuation.
+/// A part of the held-out text and the model's continuation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sample {
     /// Held-out text that the model was given.

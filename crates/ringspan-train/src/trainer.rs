@@ -28,7 +28,7 @@ use std::{
     sync::{Mutex, PoisonError, atomic::AtomicBool},
 };
 
-/// How a training ended.
+/// The outcome of a training run.
 #[derive(Debug)]
 pub struct Outcome {
     /// Steps done in all.

@@ -3,10 +3,10 @@
 //! Shape letters: T tokens on this rank, C hidden size, K experts a token is routed to, I width of an expert, n tokens routed
 //! to one expert.
 
-use super::part::GatedPart;
-use super::stacked::StackedPart;
+use super::gated::RoutedGatedExpert;
+use super::stacked::RoutedStackedExpert;
 use super::{Expert, REMOTE_EXPERT, Routing, on_gpu};
-use crate::links::{ExtraGradients, ExtraParameters};
+use crate::extra_parameters::{ExtraGradients, ExtraParameters};
 use crate::stored_activation::{Storage, StoredActivation};
 use crate::tape::{self, Reads};
 use crate::{gpu, number};
@@ -104,7 +104,7 @@ pub fn mixed_saving(
         let part = match &expert {
             Expert::Gated(expert) => {
                 expert.parameters().try_for_each(|parameter| links.tie(parameter))?;
-                RoutedExpert::Gated(GatedPart::new(expert, routing.dropout.as_ref(), slots, top))
+                RoutedExpert::Gated(RoutedGatedExpert::new(expert, routing.dropout.as_ref(), slots, top))
             }
             Expert::Stacked(expert) => {
                 // All experts of a stack share the same parameters, which are linked once.
@@ -114,7 +114,7 @@ pub fn mixed_saving(
                         links.tie(parameter)?;
                     }
                 }
-                RoutedExpert::Stacked(StackedPart::new(expert, slots, top))
+                RoutedExpert::Stacked(RoutedStackedExpert::new(expert, slots, top))
             }
         };
         let products = match known.next() {
@@ -150,8 +150,8 @@ struct Linked {
 
 /// An expert with the tokens that were routed to it.
 enum RoutedExpert {
-    Gated(GatedPart),
-    Stacked(StackedPart),
+    Gated(RoutedGatedExpert),
+    Stacked(RoutedStackedExpert),
 }
 
 /// The products of one expert's tokens with its gate and up, `[n, I]` each, or with both in one matrix, `[n, 2 I]`, stored

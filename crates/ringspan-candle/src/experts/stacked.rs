@@ -3,7 +3,7 @@
 //! Shape letters: T tokens on this rank, C hidden size, K experts a token is routed to, I width of an expert, n tokens of the
 //! expert, e experts of the stack.
 
-use super::part::{gathered, scatter};
+use super::gated::{gathered, scatter};
 use super::product::{back_through_one, through_one};
 use super::{ExpertStack, StackedExpert};
 use crate::cast::cast;
@@ -13,7 +13,7 @@ use crate::tensor_product::product_of;
 use candle_core::{DType, Device, Result, Tensor};
 
 /// One expert with its tokens, without graphs.
-pub(super) struct StackedPart {
+pub(super) struct RoutedStackedExpert {
     stack: ExpertStack,
     index: usize,
     /// Which of the stack's tensors need gradients.
@@ -51,7 +51,7 @@ impl StackGradients {
     }
 }
 
-impl StackedPart {
+impl RoutedStackedExpert {
     /// The expert with the tokens of these `slots`, which are indices in `[T, K]`; each token has `top` of them.
     pub(super) fn new(expert: &StackedExpert, slots: Vec<u32>, top: usize) -> Self {
         Self {

@@ -15,7 +15,7 @@ pub(super) fn forward(x: &Tensor, weights: [&Tensor; 3], activation: Activation)
 }
 
 /// As [`gated_mlp_recomputed`](super::gated_mlp_recomputed), on a GPU.
-pub(super) fn again(
+pub(super) fn recomputed(
     x: &Tensor,
     weights: [&Tensor; 3],
     activation: Activation,
@@ -28,7 +28,7 @@ pub(super) fn again(
         Some(GateUpActivations::Gpu([g, u])) => {
             (linear_recomputed(x, gate, None, Some(g))?, linear_recomputed(x, up, None, Some(u))?)
         }
-        Some(GateUpActivations::Cpu(_)) => bail!("a gated layer on a GPU, of which the CPU kept gate and up"),
+        Some(GateUpActivations::Cpu(_)) => bail!("a gated layer on a GPU whose gate and up were stored by the CPU"),
     };
     linear_recomputed(&gated(&gate, &up, activation)?, down, None, known)
 }

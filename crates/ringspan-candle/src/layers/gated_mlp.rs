@@ -7,12 +7,11 @@ use super::with_bias;
 use crate::activation::Activation;
 use crate::dropout::InputDropout;
 use crate::gated_mlp::gated_mlp;
-use crate::geglu::geglu;
 use crate::gpu;
 use crate::parameters::Scope;
 use crate::residual::{residual, residual_unseen};
 use crate::shard::{ShardSpec, Split, Stack};
-use crate::swiglu::swiglu;
+use crate::swiglu::gated;
 use crate::tiled::{RowFunction, tiled};
 use crate::weight::Weight;
 use candle_core::{Result, Tensor, bail};
@@ -183,14 +182,6 @@ impl RowFunction for GatedRows {
             _ => bail!("a gated layer of {} inner projections", self.inner.len()),
         };
         self.down.forward(&gated(&gate, &up, self.activation)?, dropout, needs_values)
-    }
-}
-
-/// `act(gate) * up`.
-fn gated(gate: &Tensor, up: &Tensor, activation: Activation) -> Result<Tensor> {
-    match activation {
-        Activation::Silu => swiglu(gate, up),
-        Activation::GeluTanh => geglu(gate, up),
     }
 }
 

@@ -181,7 +181,7 @@ impl LinearWithWeights {
             let narrow = adapter.narrow(x, dropout)?;
             return match needs_values {
                 true => frozen.with_adapter(x, &narrow, &adapter.b),
-                false => frozen.with_adapter_again(x, &narrow, &adapter.b, None),
+                false => frozen.with_adapter_recomputed(x, &narrow, &adapter.b, None),
             };
         }
         let out = match needs_values {

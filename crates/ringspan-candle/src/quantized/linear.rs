@@ -27,7 +27,7 @@ pub fn linear_quantized(x: &Tensor, weight: &QuantizedMatrix, bias: Option<&Tens
 ///
 /// # Errors
 /// As for [`linear_quantized`], and a stored output of another shape.
-pub fn linear_quantized_again(
+pub fn linear_quantized_recomputed(
     x: &Tensor,
     weight: &QuantizedMatrix,
     bias: Option<&Tensor>,

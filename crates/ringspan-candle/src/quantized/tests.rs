@@ -1,6 +1,6 @@
 use super::blocks::{self, Block, with_block};
 use super::lanes::{Lanes, VectorWork, on_each};
-use super::{Format, QuantizedMatrix, linear_quantized, linear_quantized_again};
+use super::{Format, QuantizedMatrix, linear_quantized, linear_quantized_recomputed};
 use crate::cotangent::backward;
 use crate::linear::linear;
 use crate::pool;
@@ -134,7 +134,7 @@ fn gpt_oss_matrices_are_those_of_transformers() -> Result<()> {
 }
 
 #[test]
-fn all_numbers_of_half_precision_are_read() {
+fn every_f16_and_bf16_number_is_decoded() {
     for number in 0..=u16::MAX {
         let (got, wanted) = (blocks::half(number.to_le_bytes()), half::f16::from_bits(number).to_f32());
         assert!(
@@ -235,19 +235,19 @@ fn gradients_are_those_of_a_linear_layer_of_the_decoded_matrix() -> Result<()> {
 }
 
 #[test]
-fn a_layer_that_was_computed_before_has_its_values_and_its_gradient() -> Result<()> {
+fn a_recomputed_layer_has_the_stored_values_and_the_same_gradient() -> Result<()> {
     let weight = matrix(Format::Q8_0, 5, 64)?;
     let (x, dy) = (Var::from_tensor(&waves(3, 64, 1)?)?, waves(3, 5, 2)?);
     let y = linear_quantized(&x, &weight, None)?;
     let dx = floats(backward(&y, &dy)?.get(&x).expect("a gradient"))?;
     for known in [Some(StoredActivation::new(&y, Storage::F32)?), None] {
         let wanted = if known.is_some() { floats(&y)? } else { vec![0.0; 15] };
-        let again = linear_quantized_again(&x, &weight, None, known)?;
+        let again = linear_quantized_recomputed(&x, &weight, None, known)?;
         assert_eq!(floats(&again)?, wanted);
         assert_eq!(floats(backward(&again, &dy)?.get(&x).expect("a gradient"))?, dx);
     }
     let refused =
-        message(linear_quantized_again(&x, &weight, None, Some(StoredActivation::new(&dy.t()?, Storage::F32)?)));
+        message(linear_quantized_recomputed(&x, &weight, None, Some(StoredActivation::new(&dy.t()?, Storage::F32)?)));
     assert!(refused.contains("[5, 3]") && refused.contains("[3, 5]"), "{refused}");
     Ok(())
 }
@@ -313,7 +313,7 @@ fn formats_have_the_numbers_and_names_of_gguf_files() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_with_its_numbers() -> Result<()> {
+fn sizes_that_do_not_fit_are_refused_with_the_numbers() -> Result<()> {
     let matrix = matrix(Format::Q4_0, 4, 96)?;
     let refusals = [
         (message(Format::Q4K.bytes(2, 300)), "Q4_K stores blocks of 256 numbers, and rows of 300 columns"),

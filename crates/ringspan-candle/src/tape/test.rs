@@ -1,6 +1,7 @@
 use super::*;
 use crate::linear::linear;
 use crate::norm::rms_norm;
+use crate::residual::residual;
 use candle_core::{CpuStorage, CustomOp1, Device, Layout};
 use std::sync::{Arc, Mutex, Weak};
 
@@ -76,7 +77,7 @@ impl CustomOp1 for Noted {
 }
 
 #[test]
-fn operations_are_come_to_in_the_opposite_order_and_let_go_of_on_the_way() -> Result<()> {
+fn operations_run_backward_in_reverse_order_and_are_freed_on_the_way() -> Result<()> {
     let x = Var::from_tensor(&wave(&[3], 0.3)?)?;
     let (all, ran) = (Arc::default(), Arc::<Mutex<Vec<_>>>::default());
     let noted = |number, x: &Tensor| {
@@ -110,7 +111,7 @@ fn gradients_that_share_memory_are_not_added_to_in_place() -> Result<()> {
 }
 
 #[test]
-fn what_needs_no_gradient_is_not_recorded() -> Result<()> {
+fn operations_without_gradients_are_not_recorded() -> Result<()> {
     let (x, factor) = (wave(&[2, 3], 0.3)?, wave(&[3], 0.4)?);
     let (output, tape) = Tape::record(|| rms_norm(&x, &factor, 1e-5))?;
     assert!(tape.entries.is_empty() && !output.track_op());
@@ -135,7 +136,7 @@ fn a_recording_that_fails_leaves_the_one_around_it_as_it_was() -> Result<()> {
 
 /// The gradients equal those of a computed sum, and the output takes the memory of one number.
 #[test]
-fn sums_that_nothing_looks_at_are_not_computed() -> Result<()> {
+fn unused_sums_are_not_computed() -> Result<()> {
     let [x, y] = [0.3, 0.5].map(|pace| wave(&[2, 3], pace).and_then(|tensor| Var::from_tensor(&tensor)));
     let (x, y) = (x?, y?);
     let noted = || Noted { number: 0, held: Arc::default(), all: Arc::default(), ran: Arc::default() };

@@ -24,9 +24,7 @@ use ringspan_candle::residual::residual;
 use ringspan_candle::rope::{RotaryTable, rope};
 use ringspan_candle::stored_activation::{Storage, StoredActivation};
 use ringspan_candle::swiglu::{geglu, swiglu};
-use ringspan_candle::{
-    Adapter, Expert, Experts, GatedExpert, InputDropout, Precision, RankDevice, Routing, cotangent, geglu as gemma,
-};
+use ringspan_candle::{Adapter, Expert, Experts, GatedExpert, InputDropout, Precision, RankDevice, Routing, cotangent};
 use ringspan_cuda::Gpu;
 use std::sync::Arc;
 
@@ -168,7 +166,6 @@ fn norms_gates_rotations_and_sums() {
     }
     compare("swiglu", &[x.clone(), y.clone()], |_, x| swiglu(&x[0], &x[1]));
     compare("geglu", &[x.clone(), y.clone()], |_, x| geglu(&x[0], &x[1]));
-    compare("geglu of Gemma", &[x.clone(), y.clone()], |_, x| gemma::geglu(&x[0], &x[1]));
     compare("residual", &[x.clone(), y], |_, x| residual(&x[0], &x[1]));
     compare("residual of nothing", &[random(&[0, 4], 1), random(&[0, 4], 1)], |_, x| residual(&x[0], &x[1]));
     let rotation = RotaryTable::new(&[0, 3, 1000, 7], &[1.0, 0.1, 0.003], 1.0);

@@ -15,12 +15,12 @@ use ringspan_candle::quantized::{Format, QuantizedMatrix};
 use ringspan_candle::residual::{residual, residual_norm};
 use ringspan_candle::rope::{RotaryTable, rope};
 use ringspan_candle::stored_activation::{Storage, StoredActivation};
-use ringspan_candle::swiglu::swiglu;
+use ringspan_candle::swiglu::{geglu, swiglu};
 use ringspan_candle::tensor_parallel::NO_TENSOR_PARALLEL;
 use ringspan_candle::transfers::{Parameter, Reserved};
 use ringspan_candle::{
     Adapter, Attend, AttentionInputs, Context, Expert, Experts, GatedExpert, InputDropout, Precision, RankDevice,
-    Routing, Transfers, Weight, collective, cotangent, geglu, pool,
+    Routing, Transfers, Weight, collective, cotangent, pool,
 };
 use std::sync::Arc;
 
@@ -125,7 +125,7 @@ fn sums_are_rounded_once() -> Result<()> {
 }
 
 #[test]
-fn what_is_known_of_a_linear_layer_is_what_it_computed() -> Result<()> {
+fn a_recomputed_linear_layer_returns_the_stored_output() -> Result<()> {
     let (x, weight) = (random(&[7, 12], 1), random(&[5, 12], 2));
     let first = results(Precision::Bf16, &[x.clone(), weight.clone()], 0, &|x| linear(&x[0], &x[1], None));
     for storage in [Storage::F32, Storage::Bf16] {
@@ -155,7 +155,7 @@ fn norms_rotations_gates_and_sums() {
             residual(&normed, &sum)
         });
         compare("swiglu", &[x.clone(), y.clone()], |x| swiglu(&x[0], &x[1]));
-        compare("geglu", &[x.clone(), y.clone()], |x| geglu::geglu(&x[0], &x[1]));
+        compare("geglu", &[x.clone(), y.clone()], |x| geglu(&x[0], &x[1]));
         let positions: Vec<usize> = (0..rows).map(|row| 3 * row + 1).collect();
         let rotation = RotaryTable::new(&positions, &[1.0, 0.1, 0.01], 0.9);
         compare("rotation", &[random(&[rows, 4, 6], 5)], |x| rope(&x[0], &rotation));
@@ -165,7 +165,7 @@ fn norms_rotations_gates_and_sums() {
 }
 
 #[test]
-fn the_gated_layer_across_tiles_and_again() {
+fn the_gated_layer_across_tiles_and_recomputed() {
     for (rows, activation) in
         [(0, Activation::Silu), (3, Activation::GeluTanh), (gated_mlp::TILE + 5, Activation::Silu)]
     {

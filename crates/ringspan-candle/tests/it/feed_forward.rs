@@ -4,7 +4,6 @@ use candle_core::{D, DType, Device, Result, Tensor, Var};
 use ringspan_candle::activation::ClampedSwiglu;
 use ringspan_candle::experts::{ExpertStack, StackedExpert};
 use ringspan_candle::experts::{Local, RouterGradient, SavedExperts, mixed, mixed_saving, with_router_gradient};
-use ringspan_candle::geglu::geglu;
 use ringspan_candle::stored_activation::Storage;
 use ringspan_candle::{Adapter, Expert, Experts, GatedExpert, InputDropout, Routing};
 
@@ -39,16 +38,6 @@ pub(crate) fn compare(
         let (error, size) = (norm(&difference).sqrt(), norm(wanted).sqrt());
         assert!(error <= 1e-6 * size, "result {index} differs by {error:e} of {size:e}");
     }
-}
-
-#[test]
-fn geglu_equals_its_definition() {
-    let plain = |x: &[Tensor]| {
-        let inner = ((&x[0] + (x[0].powf(3.0)? * 0.044715)?)? * (2.0 / std::f64::consts::PI).sqrt())?;
-        ((&x[0] * 0.5)? * (inner.tanh()? + 1.0)?)? * &x[1]
-    };
-    let gate = (random(&[6, 10], 1) * 4.0).expect("a product");
-    compare(&[gate, random(&[6, 10], 2)], |x| geglu(&x[0], &x[1]), plain);
 }
 
 /// The parameters of expert `index` among those of all experts, which are gate, up and down of each in turn.
@@ -162,7 +151,7 @@ fn a_mixture_of_experts_with_adapters_equals_its_definition() {
 
 /// Only trained parameters have gradients: those of a frozen model with adapters would take as much memory as the model.
 #[test]
-fn experts_that_stay_as_they_are_get_no_gradients() -> Result<()> {
+fn frozen_experts_get_no_gradients() -> Result<()> {
     let gradients = |trained: fn(usize) -> bool| -> Result<Vec<Option<Vec<f32>>>> {
         let vars =
             adapted_inputs().iter().map(|x| Var::from_tensor(&x.to_dtype(DType::F32)?)).collect::<Result<Vec<_>>>()?;
@@ -181,7 +170,7 @@ fn experts_that_stay_as_they_are_get_no_gradients() -> Result<()> {
 }
 
 #[test]
-fn what_is_dropped_of_other_tokens_is_refused() {
+fn dropout_of_another_number_of_tokens_is_refused() {
     let x = inputs();
     let routing =
         Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), dropout: Some(InputDropout::new(1, vec![0; 4])) };
@@ -254,7 +243,7 @@ fn a_mixture_of_stacked_experts_equals_its_definition() {
 }
 
 #[test]
-fn experts_that_nobody_chose_are_not_asked_for() -> Result<()> {
+fn experts_without_tokens_are_not_requested() -> Result<()> {
     let x = inputs().iter().map(|x| x.to_dtype(DType::F32)).collect::<Result<Vec<_>>>()?;
     let asked = std::cell::RefCell::new(Vec::new());
     mixed(&x[0], &Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), dropout: None }, &|index| {
@@ -283,7 +272,7 @@ fn gradients_of(memory: &mut SavedExperts) -> Result<(Tensor, Vec<Vec<f32>>)> {
 }
 
 #[test]
-fn products_that_are_kept_give_the_gradients_of_those_computed_again() -> Result<()> {
+fn stored_products_give_the_gradients_of_recomputed_ones() -> Result<()> {
     let (_, wanted) = gradients_of(&mut SavedExperts::default())?;
     for (storage, bound) in [(Storage::F32, 0.0), (Storage::Bf16, 1e-2)] {
         let mut memory = SavedExperts::new(storage);
@@ -306,7 +295,7 @@ fn products_that_are_kept_give_the_gradients_of_those_computed_again() -> Result
 }
 
 #[test]
-fn products_of_other_choices_are_refused() -> Result<()> {
+fn stored_products_of_another_routing_are_refused() -> Result<()> {
     let x = inputs().iter().map(|x| x.to_dtype(DType::F32)).collect::<Result<Vec<_>>>()?;
     let mix = |chosen: [u32; 10], memory: &mut SavedExperts| {
         let routing = Routing { chosen: chosen.to_vec(), weights: x[1].clone(), dropout: None };

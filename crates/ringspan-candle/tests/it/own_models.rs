@@ -265,7 +265,7 @@ fn ranks_with_other_parameters_are_named() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_with_the_numbers() {
+fn shapes_that_do_not_fit_are_refused_with_the_numbers() {
     let refused = |build: fn(ContextBuilder) -> ContextBuilder, parts: &[&str]| {
         let error = World::threads(2)
             .expect("threads")

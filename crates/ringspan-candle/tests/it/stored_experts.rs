@@ -168,7 +168,7 @@ fn experts_in_one_parameter_compute_with_what_is_stored() {
 }
 
 #[test]
-fn a_stack_of_two_bytes_a_number_is_the_tensor_that_it_was_read_of() -> Result<()> {
+fn a_16_bit_stack_equals_the_tensor_it_was_read_from() -> Result<()> {
     let (experts, inputs, outputs) = (3, 37, 70);
     for format in [Format::BF16, Format::F16] {
         let tensor = matrix(format, experts * inputs, outputs, 5);

@@ -2,8 +2,8 @@
 
 pub mod args;
 mod compute;
-mod fit;
 pub mod input;
+mod memory_check;
 pub mod parameters;
 mod plan;
 mod report;
@@ -48,7 +48,7 @@ pub(crate) fn run(args: &AttendArgs, ranks: &Ranks) -> Result<()> {
     let terms = parameters::terms(args, &tensors, &data.sizes)?;
     let devices = Devices::open(args.device, ranks, threads, args.mesh.gives_threads(), args.isa.fixed())?;
     let plan = plan::Plan::new(args, tensors.path(), &data, &mask, &terms, devices.threads())?;
-    fit::check(&plan, &data.sizes, args.backward, ranks)?;
+    memory_check::check(&plan, &data.sizes, args.backward, ranks)?;
     if ranks.local().is_none() {
         allocator::avoid_large_pages(plan.schedule.query().ranks());
     }

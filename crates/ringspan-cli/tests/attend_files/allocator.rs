@@ -13,7 +13,7 @@ thread_local! {
 
 pub(crate) struct Counting;
 
-// // SAFETY: all memory comes from the system's allocator; counting touches none of it, and its thread-locals need no memory.
+// SAFETY: all memory comes from the system's allocator; counting touches none of it, and its thread-locals need no memory.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if layout.size() > LARGEST {

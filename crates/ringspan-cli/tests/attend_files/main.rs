@@ -4,10 +4,10 @@
 //! `RINGSPAN_FILES=100000 cargo test -p ringspan-cli --test attend_files` tries as many files of each kind.
 
 mod allocator;
-mod given;
+mod generated_files;
 mod read;
 
-use given::{Damage, File};
+use generated_files::{Damage, File};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngSeed, TestCaseError};
 use read::read;
@@ -46,17 +46,17 @@ proptest! {
     #![proptest_config(config())]
 
     #[test]
-    fn files_with_strange_shapes_types_and_values(file in given::file()) {
+    fn files_with_strange_shapes_types_and_values(file in generated_files::file()) {
         holds(&file)?;
     }
 
     #[test]
-    fn good_files_that_were_damaged(file in given::good(), damage in proptest::collection::vec(given::damage(), 1..4)) {
+    fn good_files_that_were_damaged(file in generated_files::good(), damage in proptest::collection::vec(generated_files::damage(), 1..4)) {
         holds(&file.damaged(damage))?;
     }
 
     #[test]
-    fn good_files_are_read(file in given::good()) {
+    fn good_files_are_read(file in generated_files::good()) {
         prop_assert_eq!(read(&file.bytes(), file.backward), Ok(()));
     }
 
@@ -85,7 +85,7 @@ fn a_shape_that_no_number_can_count_is_named() {
 }
 
 #[test]
-fn places_that_add_up_to_more_than_a_number_are_refused() {
+fn offsets_whose_sum_overflows_are_refused() {
     // Each size fits into 64 bits, and so does their sum; together with the size of the header it passes 2^64.
     let most = (1u64 << 61) - 1;
     let places: Vec<(u64, u64)> = (0..8).map(|n| (n * most, (n + 1) * most)).chain([(8 * most, u64::MAX)]).collect();
@@ -98,7 +98,7 @@ fn places_that_add_up_to_more_than_a_number_are_refused() {
 }
 
 #[test]
-fn many_rows_of_nothing_are_refused() {
+fn many_rows_without_elements_are_refused() {
     let header = |b: u64, h: u64| {
         let tensor =
             |name: &str, heads| format!(r#""{name}":{{"dtype":"F32","shape":[{b},0,{heads},1],"data_offsets":[0,0]}}"#);
@@ -126,7 +126,7 @@ fn a_header_that_is_not_there_is_told_with_its_length() {
 }
 
 #[test]
-fn damage_is_what_it_is_called() {
+fn each_kind_of_damage_changes_the_file_as_it_says() {
     let mut bytes = raw("{}", 2);
     Damage::Cut(0.5).apply(&mut bytes);
     assert_eq!(bytes.len(), 6);

@@ -1,4 +1,4 @@
-//! What commands compute on GPUs, and their messages where there is none.
+//! Tests of the commands on GPUs, and of their messages where there is no GPU.
 
 #[path = "../support/mod.rs"]
 mod support;

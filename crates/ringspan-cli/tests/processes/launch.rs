@@ -12,7 +12,7 @@ fn draw(variables: &[(&str, &str)], flags: &[&str]) -> (bool, String) {
 }
 
 #[test]
-fn what_launchers_leave_in_the_environment_is_read_and_checked() {
+fn variables_of_launchers_are_read_and_checked() {
     assert_eq!(draw(&[], &[]), (true, String::new()));
     assert_eq!(draw(&[("OMPI_COMM_WORLD_RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "1")], &[]), (true, String::new()));
     // Without LOCAL_RANK, these variables may describe a machine rather than a process, and are ignored.

@@ -162,7 +162,7 @@ fn biases_and_head_norms_are_those_of_the_model() {
 }
 
 #[test]
-fn gemma_layers_are_local_but_every_sixth() {
+fn every_sixth_gemma_layer_is_global() {
     let gemma = |more: Value| {
         let mut all = json!({ "head_dim": 8, "num_hidden_layers": 7, "sliding_window": 5 });
         all.as_object_mut().expect("an object").extend(more.as_object().expect("an object").clone());
@@ -184,7 +184,7 @@ fn gemma_layers_are_local_but_every_sixth() {
 
 /// Like the multimodal files of Gemma 3: the sizes of the language model are below `text_config`, and some are left out.
 #[test]
-fn the_text_of_a_model_that_sees_images_is_read() {
+fn the_language_model_of_a_vision_model_is_read() {
     let json = json!({
         "model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "vision_config": { "hidden_size": 3 },
         "text_config": {
@@ -227,7 +227,7 @@ fn sparse_layers_are_those_that_hugging_face_gives_experts() {
 }
 
 #[test]
-fn what_deepseek_is_not_computed_with_is_refused() {
+fn unsupported_settings_of_deepseek_are_refused() {
     let of = |version: &str, more: Value| {
         let mut keys = json!({ "num_key_value_heads": 4, "num_experts_per_tok": 2, "n_routed_experts": 6, "n_group": 2,
             "topk_group": 1 });
@@ -253,7 +253,7 @@ fn what_deepseek_is_not_computed_with_is_refused() {
 }
 
 #[test]
-fn what_gpt_oss_is_not_computed_with_is_refused() {
+fn unsupported_settings_of_gpt_oss_are_refused() {
     let of = |more| config("gpt_oss", more);
     assert!(Decoder::new(of(json!({}))).is_ok());
     refused(of(json!({ "quantization_config": { "quant_method": "fp8" } })), &["\"fp8\"", "mxfp4"]);

@@ -66,7 +66,7 @@ mod tests {
     }
 
     #[test]
-    fn the_text_of_a_model_that_sees_images_has_plain_names() {
+    fn language_model_tensors_of_a_vision_model_have_plain_names() {
         assert_eq!(names("language_model.model.layers.0.mlp.up_proj.weight"), ["model.layers.0.mlp.up_proj.weight"]);
         assert_eq!(names("model.language_model.embed_tokens.weight"), ["model.embed_tokens.weight"]);
         assert_eq!(names("language_model.lm_head.weight"), ["lm_head.weight"]);

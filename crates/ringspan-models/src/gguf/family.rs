@@ -177,7 +177,7 @@ mod tests {
 
     /// A file may have the matrix `kv_b_proj` whole, in two parts, or both.
     #[test]
-    fn parts_of_what_is_there_as_a_whole_are_spare() {
+    fn the_two_parts_of_a_tensor_are_ignored_if_the_file_has_it_whole() {
         let tensor = |name: &str, whole: bool| {
             deepseek::DEEPSEEK2.tensor(name, |other| whole && other.ends_with("attn_kv_b.weight"))
         };

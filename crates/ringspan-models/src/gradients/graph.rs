@@ -41,6 +41,11 @@ impl Graph {
         Ok(Self { input, parameters: trained, output, tape })
     }
 
+    /// The result of the computation, without its graph.
+    pub(crate) fn output(&self) -> Tensor {
+        self.output.detach()
+    }
+
     /// The gradients of `sum(dy * output)` with respect to the input and to each trained parameter.
     pub(crate) fn backward(self, dy: Tensor) -> Result<(Tensor, Gradients)> {
         let mut gradients = self.tape.backward(self.output, dy)?;

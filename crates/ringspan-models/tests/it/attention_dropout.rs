@@ -53,7 +53,7 @@ fn ranks_without_tokens_drop_what_others_would() {
 
 /// Without a training's seed, nothing is dropped.
 #[test]
-fn without_drops_the_model_is_whole() {
+fn without_dropout_the_model_is_unchanged() {
     let (decoder, weights, batch) = dropping("llama", 0.3);
     let (plain, ..) = load("llama");
     assert_eq!(on_one_device(&decoder, &weights, &batch).0.logits, on_one_device(&plain, &weights, &batch).0.logits);

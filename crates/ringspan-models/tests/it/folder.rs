@@ -196,7 +196,7 @@ fn shards_are_read_and_their_faults_named() {
 }
 
 #[test]
-fn saving_over_shards_is_what_is_read_afterwards() {
+fn a_model_saved_over_shards_is_read_back() {
     let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/llama");
     let folder = tempfile::tempdir().expect("a folder");
     for file in fs::read_dir(fixture).expect("the fixture") {
@@ -269,7 +269,7 @@ fn a_model_saved_in_bf16_says_so_and_is_rounded_to_even() {
 }
 
 #[test]
-fn a_writer_takes_what_it_was_told_once() {
+fn a_writer_takes_each_announced_tensor_once() {
     let folder = tempfile::tempdir().expect("a folder");
     let decoder = decoder(&config(false));
     let weights = decoder.init(9).expect("weights");
@@ -342,7 +342,7 @@ fn a_folder_whose_experts_are_in_one_tensor_is_the_same() {
 /// The language model of Gemma 3 is read from a multimodal folder and saved alone; parameter names of both generations are
 /// known.
 #[test]
-fn the_text_is_read_from_a_folder_of_a_model_that_sees_images() {
+fn the_language_model_is_read_from_the_folder_of_a_vision_model() {
     let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/gemma3");
     let (plain, weights) = folder::load(&fixture).expect("loads");
     let text = folder::config_json(&fixture).expect("JSON");

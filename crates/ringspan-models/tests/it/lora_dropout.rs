@@ -80,7 +80,7 @@ fn ranks_without_tokens_drop_what_others_would() {
 
 /// Along the gradient of each matrix, the slope of the loss must be the gradient's squared length.
 #[test]
-fn gradients_are_the_slopes_of_the_loss_with_what_is_dropped() {
+fn gradients_are_the_slopes_of_the_loss_under_dropout() {
     let (decoder, weights, batch) = adapted("llama", &TARGETS, 0.3);
     let one = dropped(5, (&decoder, &weights, &batch), Spread::default());
     let whole = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, Spread::default());
@@ -103,7 +103,7 @@ fn gradients_are_the_slopes_of_the_loss_with_what_is_dropped() {
 
 /// Dropout rescales the remaining elements: the mean loss over seeds comes near the loss without dropout.
 #[test]
-fn the_mean_over_seeds_is_near_what_nothing_dropped_gives() {
+fn the_mean_over_seeds_is_near_the_result_without_dropout() {
     let (decoder, weights, batch) = adapted("llama", &["o_proj", "down_proj"], 0.3);
     let all = (&decoder, &weights, &batch);
     let whole = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, Spread::default()).logits;

@@ -99,7 +99,7 @@ fn attention_runs_forward_once_a_layer_unless_everything_is_recomputed() {
 /// Stored activations have errors of at most 2^-9, and the forward pass does not read them: losses are the same to the last
 /// bit, and gradients, sums over tokens of products of a few such numbers, are wrong by a few of these errors.
 #[test]
-fn rounding_what_is_kept_leaves_losses_alone_and_gradients_close() {
+fn activations_stored_in_bf16_leave_losses_unchanged_and_gradients_close() {
     for name in ["llama", "qwen3", "gemma3", "qwen3_moe"] {
         let (decoder, weights, batch, _) = load(name);
         let layout = Layout::new(LayoutKind::Contiguous, &Documents::batch(batch.rows, batch.len), 1).expect("a rank");
@@ -182,7 +182,7 @@ impl Experts for Noting {
 
 /// A layer that is recomputed from a rounded input must not route its tokens differently.
 #[test]
-fn a_router_gives_the_same_probabilities_when_its_layer_is_computed_again() {
+fn a_router_gives_the_same_probabilities_when_its_layer_is_recomputed() {
     let (decoder, weights, batch, _) = load("qwen3_moe");
     let layout = Layout::new(LayoutKind::Contiguous, &Documents::batch(batch.rows, batch.len), 1).expect("a rank");
     let layout = Arc::new(layout);

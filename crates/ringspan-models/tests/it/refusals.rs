@@ -66,7 +66,7 @@ fn tokens_and_targets_outside_the_vocabulary_are_named() {
 }
 
 #[test]
-fn tokens_targets_and_positions_must_be_as_many() {
+fn tokens_targets_and_positions_must_have_equal_lengths() {
     let (decoder, weights, ..) = load("llama");
     contains(gradients_of(&decoder, &weights, &[1, 2], &[1], 2).expect_err("a target too few"), &["1 targets"]);
     contains(gradients_of(&decoder, &weights, &[1, 2], &[1, 2], 3).expect_err("a position too many"), &["3 tokens"]);
@@ -89,7 +89,7 @@ fn a_missing_parameter_is_named_with_its_shape() {
 }
 
 #[test]
-fn what_the_callback_returns_ends_the_pass() {
+fn an_error_of_the_callback_ends_the_pass() {
     let (decoder, weights, ..) = load("llama");
     let mut calls = 0;
     let error = gradients::loss_and_gradients(
@@ -111,7 +111,7 @@ fn what_the_callback_returns_ends_the_pass() {
 
 /// A load-balancing loss in config.json is not left out silently.
 #[test]
-fn experts_that_are_to_be_balanced_need_somebody_who_does_it() {
+fn a_load_balancing_loss_needs_experts_that_compute_it() {
     let (decoder, weights, ..) = load("qwen3_moe_balanced");
     let words = ["output_router_logits", "0.5", "false"];
     contains(gradients_of(&decoder, &weights, &[1], &[2], 1).expect_err("not balanced"), &words);

@@ -25,7 +25,7 @@ const FORMAT: u32 = 3;
 const READABLE: std::ops::RangeInclusive<u64> = 2..=3;
 const STATE: &str = "state.json";
 
-/// What a checkpoint belongs to, a model or data: in words for people, as a number for the comparison.
+/// Identifies the model or the data that a checkpoint belongs to.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Identity {
     /// For messages, e.g. "llama, 4 layers, hidden 192, 1.8 M parameters".

@@ -1,16 +1,17 @@
-//! The input of one forward pass: rows of tokens, the pieces of documents in them, and the targets.
+//! The input of one forward pass: rows of tokens, the segments of documents in them, and the targets.
 
 use super::{IGNORE, packing::Sequence};
 use crate::error::Result;
 use ringspan::Documents;
+use std::ops::Range;
 
-/// A stretch of one document in a row; the pieces of a row follow each other from its start. Tokens outside every piece are
-/// padding: no rank holds them.
+/// Consecutive tokens of one document in a row. The segments of a row follow each other from its start; tokens outside all
+/// segments are padding, which no rank holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Segment {
     /// Index of the row.
     pub row: usize,
-    /// Index of the piece's first token in the row.
+    /// Index of the segment's first token in the row.
     pub start: usize,
     /// Number of tokens, at least one.
     pub len: usize,
@@ -27,7 +28,7 @@ pub struct Batch {
     pub tokens: Vec<u32>,
     /// Target ids [B, S]; [`IGNORE`] where a token has no target.
     pub targets: Vec<u32>,
-    /// The pieces, sorted by row and start.
+    /// The segments, sorted by row and start.
     pub segments: Vec<Segment>,
 }
 
@@ -56,16 +57,21 @@ impl Batch {
         batch
     }
 
-    /// The pieces as the documents of a batch [B, S]. Positions start at 0 in each piece.
+    /// The segments as the documents of a batch [B, S]. Positions start at 0 in each segment.
     ///
     /// # Errors
-    /// Pieces that leave their row.
+    /// Segments that leave their row.
     pub fn documents(&self) -> Result<Documents> {
-        let mut rows = vec![Vec::new(); self.rows];
-        for segment in &self.segments {
-            rows[segment.row].push(segment.len);
+        self.documents_of(0..self.rows)
+    }
+
+    /// Like [`documents`](Self::documents), for some rows, as a batch of their own.
+    pub(crate) fn documents_of(&self, rows: Range<usize>) -> Result<Documents> {
+        let mut lengths = vec![Vec::new(); rows.len()];
+        for segment in self.segments.iter().filter(|segment| rows.contains(&segment.row)) {
+            lengths[segment.row - rows.start].push(segment.len);
         }
-        Ok(Documents::from_rows(&rows, self.length)?)
+        Ok(Documents::from_rows(&lengths, self.length)?)
     }
 
     /// Number of tokens that have a target.
@@ -80,22 +86,30 @@ impl Batch {
         self.segments.iter().map(|p| p.len as u64).sum()
     }
 
+    /// The rows of part `index` of `chunks` equal parts; where rows do not divide, the first parts have one more. There may be
+    /// none.
+    pub(crate) fn chunk_rows(&self, index: usize, chunks: usize) -> Range<usize> {
+        let first_row = |index: usize| (self.rows / chunks) * index + index.min(self.rows % chunks);
+        first_row(index)..first_row(index + 1)
+    }
+
+    /// The range of the elements `[B, S]` that some rows have.
+    pub(crate) fn elements_of(&self, rows: &Range<usize>) -> Range<usize> {
+        rows.start * self.length..rows.end * self.length
+    }
+
     /// Part `index` of `chunks` equal parts of the rows; where rows do not divide, the first parts have one more. It may be empty.
     #[must_use]
     pub fn chunk(&self, index: usize, chunks: usize) -> Self {
-        let first_row = |i: usize| (self.rows / chunks) * i + i.min(self.rows % chunks);
-        let (from, to) = (first_row(index), first_row(index + 1));
+        let rows = self.chunk_rows(index, chunks);
+        let elements = self.elements_of(&rows);
+        let segments = self.segments.iter().filter(|segment| rows.contains(&segment.row));
         Self {
-            rows: to - from,
+            rows: rows.len(),
             length: self.length,
-            tokens: self.tokens[from * self.length..to * self.length].to_vec(),
-            targets: self.targets[from * self.length..to * self.length].to_vec(),
-            segments: self
-                .segments
-                .iter()
-                .filter(|p| (from..to).contains(&p.row))
-                .map(|p| Segment { row: p.row - from, ..*p })
-                .collect(),
+            tokens: self.tokens[elements.clone()].to_vec(),
+            targets: self.targets[elements].to_vec(),
+            segments: segments.map(|segment| Segment { row: segment.row - rows.start, ..*segment }).collect(),
         }
     }
 }
@@ -111,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn a_short_sequence_is_padded_outside_every_piece() {
+    fn a_short_sequence_is_padded_outside_every_segment() {
         let batch = Batch::new(&[sequence(&[2, 2]), sequence(&[3])], 4);
         assert_eq!(batch.tokens, [0, 1, 2, 3, 0, 1, 2, 0]);
         assert_eq!(batch.targets[7], IGNORE);

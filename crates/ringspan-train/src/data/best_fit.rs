@@ -44,7 +44,7 @@ mod tests {
     }
 
     #[test]
-    fn what_fits_exactly_is_put_together() {
+    fn items_that_fit_exactly_share_a_sequence() {
         let lens = [60, 30, 70, 40];
         assert_eq!(pack(&[0, 1, 2, 3], |item| lens[item as usize], 100), [[2, 1], [0, 3]]);
     }

@@ -306,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn of_messages_before_a_completion_nothing_is_learned() {
+    fn messages_before_a_completion_are_not_learned() {
         let prompt = json!([test_message("user", "a"), test_message("assistant", "b"), test_message("user", "c")]);
         let messages = chat(json!({"prompt": prompt, "completion": [test_message("assistant", "d")]})).unwrap();
         assert_eq!(messages.iter().map(is_learned).collect::<Vec<_>>(), [false, false, false, true]);

@@ -157,7 +157,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn what_is_packed_in_one_part_or_several_comes_back_whole() {
+    fn files_compressed_in_one_part_or_several_are_read_whole() {
         let long = "line of text\n".repeat(20_000);
         for (name, pack) in [("a.txt.gz", gzip as fn(&[u8]) -> Vec<u8>), ("a.txt.ZST", zstd)] {
             assert_eq!(text(name, &pack(long.as_bytes())).unwrap(), long);

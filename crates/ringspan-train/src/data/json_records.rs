@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named_with_its_record_or_line() {
+    fn errors_name_their_record_or_line() {
         for (text, parts) in [
             (r#"[{"text": "a"}, {"txt": "b"}]"#, ["record 2 has none of", "`text`"]),
             (r#"[{"text": "a"}, {"text": "#, ["not JSON", "EOF"]),

@@ -40,5 +40,5 @@ pub use source_files::{SourceDocument, SourceDocuments, read};
 pub use template::{Rendered, Template};
 pub use token_file::read_tokens;
 
-/// The target of a token that takes no part in the loss: the last one of a piece, one before a given token, and padding.
+/// The target of a token that takes no part in the loss: the last one of a segment, one before a token that is not learned, and padding.
 pub const IGNORE: u32 = u32::MAX;

@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_too_long_is_split_truncated_or_left_out_and_counted() {
+    fn long_documents_are_split_truncated_or_left_out_and_counted() {
         // The second document is a question of six tokens with its answer of four.
         let question = (0..10).map(|i| if i < 6 { i | NOT_LEARNED } else { i }).collect();
         let documents = DocumentStore::new(&[vec![1; 4], question, vec![2; 3]]);

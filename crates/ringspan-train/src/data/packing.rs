@@ -52,20 +52,20 @@ pub(super) struct Span {
     pub(super) len: usize,
 }
 
-/// One sequence: pieces of documents, end to end.
+/// One sequence: segments of documents, end to end.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sequence {
     /// S tokens (fewer only at the end of an evaluation).
     pub tokens: Vec<u32>,
-    /// For each token the one that follows it in its piece; [`IGNORE`] for the last token of a piece, and where the next one is
+    /// For each token the one that follows it in its segment; [`IGNORE`] for the last token of a segment, and where the next one is
     /// given, not learned.
     pub targets: Vec<u32>,
-    /// Lengths of the pieces, in order; their sum is the number of tokens.
+    /// Lengths of the segments, in order; their sum is the number of tokens.
     pub segment_lengths: Vec<usize>,
 }
 
 /// Packs documents into sequences, shuffled anew in each pass. Text longer than the room in a sequence goes on in the next one as
-/// a new piece; documents that must stay whole go where they fit best.
+/// a new segment; documents that must stay whole go where they fit best.
 #[derive(Debug, Clone)]
 pub struct Packer {
     documents: DocumentStore,

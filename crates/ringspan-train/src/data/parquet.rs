@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_text_is_refused() {
+    fn columns_that_are_no_text_are_refused() {
         let folder = tempfile::tempdir().expect("folder");
         let refused = |path: &Path, part: &str| {
             let message = read(path, &[]).expect_err("refused").to_string();

@@ -109,7 +109,7 @@ pub(super) struct DataFile {
     format: FileFormat,
 }
 
-/// What reading a file yields: a document, or a part of one.
+/// An item that is read from a file: a document, or a part of one.
 pub(super) enum FileItem {
     Document(SourceDocument),
     /// A part of a text file.

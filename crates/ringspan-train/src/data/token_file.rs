@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_end_at_their_lengths_and_padding_is_in_no_piece() {
+    fn rows_end_at_their_lengths_and_padding_is_in_no_segment() {
         let folder = tempfile::tempdir().unwrap();
         let tokens = ("tokens", Dtype::I64, vec![3, 3], bytes(&[1i64, 2, 3, 4, 5, -7, 9, 9, 9]));
         let path = file(folder.path(), vec![tokens, ("lengths", Dtype::I32, vec![3], bytes(&[3i32, 2, 0]))]);

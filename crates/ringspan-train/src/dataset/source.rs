@@ -14,7 +14,7 @@ pub(super) struct TokenizedSource {
     pub(super) corpus: Corpus,
     /// How documents are cut and packed for training.
     pub(super) spans: PackableSpans,
-    /// What was wrong with the cached tokens, in words for the user.
+    /// Faults of the cached tokens, in words for the user.
     pub(super) cache_remarks: Vec<String>,
 }
 

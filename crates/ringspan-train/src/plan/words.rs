@@ -1,4 +1,4 @@
-//! What a run is about to do, in words.
+//! Describes in words what a run is about to do.
 
 use super::{counting_passes, router_loss};
 use crate::{
@@ -92,7 +92,7 @@ pub(super) fn model(config: &TrainConfig, setup: &Setup) -> String {
 
 /// Why the model may fail on sequences as long as the run's, in words; empty if nothing speaks against it.
 pub(super) fn context_overflow(config: &TrainConfig, model: &Config) -> String {
-    let Some(overflow) = model.beyond(config.sequence_length) else { return String::new() };
+    let Some(overflow) = model.context_overflow(config.sequence_length) else { return String::new() };
     let without_remedy = ContextOverflow { by: None, ..overflow };
     match &config.model_config {
         // A checkpoint belongs to its model's configuration, so no other one is proposed.

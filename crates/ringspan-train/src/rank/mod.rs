@@ -43,7 +43,7 @@ pub(crate) struct RankZero<'a> {
 }
 
 /// The state in which a rank's training loop ended.
-pub(crate) struct End {
+pub(crate) struct RankOutcome {
     pub(crate) step: u64,
     pub(crate) interrupted: bool,
     pub(crate) evaluation: Option<EvaluationMetrics>,
@@ -116,7 +116,7 @@ impl<'a> Rank<'a> {
     }
 
     /// Trains to the last step, or until rank 0 sees `stop`.
-    pub(crate) fn train(mut self, stop: &AtomicBool, rank_zero: &Mutex<RankZero<'_>>) -> Result<End> {
+    pub(crate) fn train(mut self, stop: &AtomicBool, rank_zero: &Mutex<RankZero<'_>>) -> Result<RankOutcome> {
         let began = Instant::now();
         let (config, setup) = (self.config, self.setup);
         // Peak memory counts from here on: the measurement of the peak rate, in which all ranks took part, is over.
@@ -180,7 +180,7 @@ impl<'a> Rank<'a> {
             }
             let due = |every: Option<u64>| every.is_some_and(|n| step.is_multiple_of(n));
             if due(config.eval_every) || step == setup.lr.steps {
-                evaluation = self.look_at_held_out(step, rank_zero)?;
+                evaluation = self.evaluate(step, rank_zero)?;
             }
             if due(config.save_every) {
                 self.start_saving(rank_zero, step, tokens, data_loader.positions())?;
@@ -194,7 +194,7 @@ impl<'a> Rank<'a> {
         if !interrupted {
             self.export()?;
         }
-        Ok(End { step, interrupted, evaluation })
+        Ok(RankOutcome { step, interrupted, evaluation })
     }
 
     /// Agrees with all ranks: rank 0's flag decides whether to stop, so that no rank is left alone in a step, and a checkpoint is

@@ -20,13 +20,25 @@ use ringspan_candle::{
     context::Context, tensor_parallel,
 };
 use ringspan_models::gradients;
-use std::sync::{Arc, Mutex};
+use std::{
+    ops::Range,
+    sync::{Arc, Mutex},
+};
+
+/// The rows of a batch that a data-parallel rank takes, and how its context-parallel ranks share their tokens.
+struct BatchRows {
+    /// The elements of the rows in the batch.
+    elements: Range<usize>,
+    layout: Layout,
+}
 
 /// This rank's tokens of a batch.
 struct LocalBatch {
     tokens: Vec<u32>,
     targets: Vec<u32>,
     context: Context,
+    /// Index in the batch of the first token of the rows that this rank shares with others.
+    first_token: usize,
 }
 
 /// The results of a step's forward and backward passes, before the update.
@@ -53,13 +65,13 @@ impl Rank<'_> {
         let scale = 1.0 / valid.max(1) as f32;
         let mut summed = GradientShards::new(&self.shards);
         let mut nll = 0.0;
-        let mut of_routers = Vec::new();
-        let kept_even = self.setup.decoder.config().router_aux_loss().is_some_and(|factor| factor > 0.0);
-        let over_step = kept_even && batches.len() > 1 && self.config.router_loss_scope == RouterLossScope::Step;
+        let mut router_losses = Vec::new();
+        let is_balanced = self.setup.decoder.config().router_aux_loss().is_some_and(|factor| factor > 0.0);
+        let over_step = is_balanced && batches.len() > 1 && self.config.router_loss_scope == RouterLossScope::Step;
         // Router loads of the micro-batches; the first one's becomes known in its own pass, before the others' passes.
         let mut loads = if over_step { self.loads(step, batches)? } else { Vec::new() };
         for index in 0..batches.len() {
-            let mut local = self.dropping(step, batches, index)?;
+            let mut local = self.local_with_dropout(step, batches, index)?;
             self.meter.add(self.setup, &local.context)?;
             let share = if over_step { 1.0 } else { 1.0 / batches.len() as f64 };
             let mut others = Load::default();
@@ -83,16 +95,16 @@ impl Rank<'_> {
                 &mut |unit, gradients| Ok(summed.add(unit, gradients).map_err(candle_core::Error::wrap)?),
             )
             .map_err(model_error)?;
-            of_routers.extend(balanced.as_ref().and_then(|balanced| balanced.loss()));
+            router_losses.extend(balanced.as_ref().and_then(|balanced| balanced.loss()));
             if let (Some(load), Some(balanced)) = (loads.get_mut(index), &balanced) {
                 *load = balanced.load().unwrap_or_default();
             }
         }
         let gradients = summed.finish()?;
         // Over a step, each micro-batch's auxiliary loss is that of the whole step, so one of them counts.
-        let counted = if over_step { 1 } else { of_routers.len() };
-        let of_routers: f64 = of_routers.iter().take(counted).sum();
-        let loss = sum(&*self.groups.losses, nll)? / valid.max(1) as f64 + of_routers;
+        let counted = if over_step { 1 } else { router_losses.len() };
+        let router_loss: f64 = router_losses.iter().take(counted).sum();
+        let loss = sum(&*self.groups.losses, nll)? / valid.max(1) as f64 + router_loss;
         Ok(LossAndGradients { loss, gradients })
     }
 
@@ -131,7 +143,7 @@ impl Rank<'_> {
         for index in 0..batches.len() {
             let Some(balanced) = self.balanced(0.0).map(Arc::new) else { return Ok(Vec::new()) };
             if index > 0 {
-                let LocalBatch { tokens, context, .. } = self.dropping(step, batches, index)?;
+                let LocalBatch { tokens, context, .. } = self.local_with_dropout(step, batches, index)?;
                 let context = context.with_experts(balanced.clone());
                 hidden_states_prefetching(Unit::Embedding, decoder, &self.shards, &tokens, &context)
                     .map_err(model_error)?;
@@ -154,45 +166,48 @@ impl Rank<'_> {
         Some(LoadBalancedExperts::new(self.groups.experts.clone(), coefficient, sum_over_ranks))
     }
 
-    /// This rank's tokens of a micro-batch, with the dropout of a training step.
-    fn dropping(&self, step: u64, batches: &[Batch], index: usize) -> Result<LocalBatch> {
-        let before = batches[..index].iter().map(|batch| batch.tokens.len()).sum();
-        let local = self.local(&batches[index])?;
-        Ok(match self.drops(step, before, &batches[index])? {
-            Some(drops) => LocalBatch { context: local.context.with_input_dropout(drops), ..local },
-            None => local,
-        })
-    }
-
-    /// The dropout of this rank's tokens of a batch in a step, where adapters or attention have any. It follows from the tokens'
-    /// indices among the places of the step's batches, which every mesh fills with the same tokens; `before` is the index of the
-    /// batch's first place.
-    fn drops(&self, step: u64, before: usize, batch: &Batch) -> Result<Option<InputDropout>> {
-        let decoder = &self.setup.decoder;
+    /// This rank's tokens of a micro-batch, with the dropout of a training step, where adapters or attention have any.
+    ///
+    /// Dropout follows from the tokens' indices among all elements of the step's batches, which every mesh fills with the same
+    /// tokens.
+    fn local_with_dropout(&self, step: u64, batches: &[Batch], index: usize) -> Result<LocalBatch> {
+        let (decoder, local) = (&self.setup.decoder, self.local(&batches[index])?);
         if decoder.lora().is_none_or(|lora| lora.dropout == 0.0) && decoder.config().attention_dropout() == 0.0 {
-            return Ok(None);
+            return Ok(local);
         }
-        let (index, part) = self.part(batch, self.world.rank())?;
-        let first = before + self.first_token(batch, index);
-        let numbers: Vec<usize> = (first..first + part.tokens.len()).collect();
-        let numbers = self.layout(&part)?.shard(self.groups.cp.rank(), &numbers, 1)?;
+        let before: usize = batches[..index].iter().map(|batch| batch.tokens.len()).sum();
+        let first = before + local.first_token;
+        let rows = local.context.layout().rows(self.groups.cp.rank());
+        let tokens = rows.into_iter().map(|row| first + row).collect();
         // Seed and step share a word, and do not meet before one of them fills half of it.
-        Ok(Some(InputDropout::new(self.config.seed.rotate_left(32) ^ step, numbers).in_batch_from(first)))
+        let seed = self.config.seed.rotate_left(32) ^ step;
+        let dropout = InputDropout::new(seed, tokens).in_batch_from(first);
+        Ok(LocalBatch { context: local.context.with_input_dropout(dropout), ..local })
     }
 
+    /// This rank's tokens of a batch, and the attention through which they see those of other ranks.
     fn local(&self, batch: &Batch) -> Result<LocalBatch> {
         let Groups { cp, tensor, experts, .. } = &self.groups;
-        let (_, part) = self.part(batch, self.world.rank())?;
-        let (layout, rank) = (self.layout(&part)?, cp.rank());
-        let tokens = layout.shard(rank, &part.tokens, 1)?;
-        let targets = layout.shard(rank, &part.targets, 1)?;
+        let BatchRows { elements, layout } = self.rows(batch, self.world.rank())?;
+        let first_token = elements.start;
+        let tokens = layout.shard(cp.rank(), &batch.tokens[elements.clone()], 1)?;
+        let targets = layout.shard(cp.rank(), &batch.targets[elements], 1)?;
         // A rotary base may depend on the sequence length, which must not depend on how rows are dealt: it is the length of the
         // rows, not that of the longest document in a part.
         let context = Context::new(cp.clone(), Arc::new(layout), self.config.strategy)?
             .with_max_length(batch.length)
             .with_tensor_parallel(tensor.clone())
             .with_experts(experts.clone());
-        Ok(LocalBatch { tokens, targets, context })
+        Ok(LocalBatch { tokens, targets, context, first_token })
+    }
+
+    /// The rows of a batch that a rank takes.
+    fn rows(&self, batch: &Batch, rank: usize) -> Result<BatchRows> {
+        let (_, index) = self.setup.mesh.topology.place(rank, "dp")?;
+        let rows = batch.chunk_rows(index, self.config.data_ranks());
+        let elements = batch.elements_of(&rows);
+        let layout = Layout::new(self.config.layout, &batch.documents_of(rows)?, self.groups.cp.size())?;
+        Ok(BatchRows { elements, layout })
     }
 
     /// Hidden states of this rank's tokens `[T, C]` after the last norm, and the parameters of the output head.
@@ -215,43 +230,23 @@ impl Rank<'_> {
         for (rank, of_rank) in self.world.all_gather(Buffer::F32(own))?.iter().enumerate() {
             let ParallelRank { tp: (at, ranks), .. } = self.setup.mesh.parallel_rank(rank);
             let known = tensor_parallel::part(vocabulary, at, ranks);
-            let (index, part) = self.part(batch, rank)?;
-            let layout = self.layout(&part)?;
+            let BatchRows { elements, layout } = self.rows(batch, rank)?;
             let mut wide = Vec::new();
             for row in of_rank.f32()?.chunks_exact(known.len()) {
                 wide.extend(std::iter::repeat_n(0.0, known.start).chain(row.iter().copied()));
                 wide.extend(std::iter::repeat_n(0.0, vocabulary - known.end));
             }
-            let mut of_part = vec![0.0; part.tokens.len() * vocabulary];
+            let mut of_rows = vec![0.0; elements.len() * vocabulary];
             let (_, place) = self.setup.mesh.topology.place(rank, "cp")?;
-            layout.unshard(place, &wide, vocabulary, &mut of_part)?;
-            let first = self.first_token(batch, index);
-            let logits = &mut logits[first * vocabulary..][..of_part.len()];
-            logits.iter_mut().zip(of_part).for_each(|(sum, x)| *sum += x);
+            layout.unshard(place, &wide, vocabulary, &mut of_rows)?;
+            let logits = &mut logits[elements.start * vocabulary..elements.end * vocabulary];
+            logits.iter_mut().zip(of_rows).for_each(|(sum, x)| *sum += x);
         }
         Ok(logits)
     }
 
-    /// The index of the part of a batch's rows that a rank takes, and that part.
-    fn part(&self, batch: &Batch, rank: usize) -> Result<(usize, Batch)> {
-        let (_, index) = self.setup.mesh.topology.place(rank, "dp")?;
-        Ok((index, batch.chunk(index, self.config.data_ranks())))
-    }
-
-    /// Index in the batch of a part's first token.
-    fn first_token(&self, batch: &Batch, index: usize) -> usize {
-        (0..index).map(|i| batch.chunk(i, self.config.data_ranks()).tokens.len()).sum()
-    }
-
-    fn layout(&self, part: &Batch) -> Result<Layout> {
-        Ok(Layout::new(self.config.layout, &part.documents()?, self.groups.cp.size())?)
-    }
-
-    pub(super) fn look_at_held_out(
-        &self,
-        step: u64,
-        rank_zero: &Mutex<RankZero<'_>>,
-    ) -> Result<Option<EvaluationMetrics>> {
+    /// Computes the loss on the held-out text, records it and reports it; `None` without such text.
+    pub(super) fn evaluate(&self, step: u64, rank_zero: &Mutex<RankZero<'_>>) -> Result<Option<EvaluationMetrics>> {
         let sequences = &self.setup.held_out;
         let Some(length) = sequences.iter().map(|s| s.tokens.len()).max() else { return Ok(None) };
         let (mut nll, mut targets) = (0.0, 0);

@@ -129,7 +129,7 @@ mod tests {
     use ringspan::comm::threads;
 
     #[test]
-    fn of_ranks_that_share_a_gpu_one_measures_it() {
+    fn one_of_the_ranks_that_share_a_gpu_measures_it() {
         let ids = [Some([1; 16]), Some([2; 16]), Some([1; 16]), None, None];
         let first = threads::run(ids.len(), threads::Options::default(), |world| is_first(&*world, ids[world.rank()]));
         assert_eq!(first.unwrap(), [true, true, false, true, true]);

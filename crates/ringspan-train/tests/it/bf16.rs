@@ -93,7 +93,7 @@ fn losses_stay_close_on_every_mesh_and_a_run_goes_on_elsewhere() {
 
 /// Recomputed activations give the gradients of stored ones, to the bit: both are rounded alike.
 #[test]
-fn what_is_recomputed_changes_no_loss() {
+fn recomputation_changes_no_loss() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path();
     tiny_model(root);

@@ -54,7 +54,7 @@ fn text_tokens_and_learned_words_are_those_of_transformers() {
 }
 
 #[test]
-fn what_a_template_refuses_is_refused_with_its_words() {
+fn an_error_of_a_template_is_reported_with_its_message() {
     let template = Template::from_model_folder(&fixtures().join("brackets")).unwrap().unwrap();
     let messages = [serde_json::json!({"role": "narrator", "content": "meanwhile"})];
     let message = template.render(&messages, &serde_json::Value::Null).unwrap_err();

@@ -14,7 +14,7 @@ fn planned(settings: Settings) -> Result<String, String> {
 }
 
 #[test]
-fn a_model_is_judged_by_texts_of_their_own_by_a_share_or_not_at_all() {
+fn evaluation_uses_texts_of_its_own_a_share_or_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path();
     tiny_model(root);

@@ -27,7 +27,7 @@ fn plan_of(root: &Path, layers: usize, recompute: &str) -> Plan {
 }
 
 #[test]
-fn the_least_is_computed_again_that_leaves_room() {
+fn auto_recomputes_as_little_as_memory_allows() {
     let Some(free) = ringspan::memory::available() else { return };
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path();
@@ -48,7 +48,7 @@ fn the_least_is_computed_again_that_leaves_room() {
 }
 
 #[test]
-fn what_is_chosen_trains_as_if_it_had_been_asked_for() {
+fn auto_trains_like_the_setting_it_chose() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path();
     tiny_model(root);

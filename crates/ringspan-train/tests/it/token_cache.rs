@@ -26,7 +26,7 @@ fn only(folder: &Path) -> std::path::PathBuf {
 }
 
 #[test]
-fn tokens_are_kept_beside_the_run_or_where_it_is_said_and_used_again() {
+fn tokens_are_cached_beside_the_run_or_in_the_given_folder_and_reused() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path();
     tiny_model(root);
@@ -61,7 +61,7 @@ fn tokens_are_kept_beside_the_run_or_where_it_is_said_and_used_again() {
 }
 
 #[test]
-fn a_damaged_file_is_made_again_and_another_text_or_tokenizer_has_another() {
+fn a_damaged_cache_is_rebuilt_and_other_texts_and_tokenizers_have_their_own() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path();
     let model = tiny_model(root);

@@ -70,60 +70,71 @@ pub fn on_device(
     d_out: View,
 ) -> Result<Gradients<Floats>> {
     inputs.check("attention backward", group, schedule)?;
+    check_saved(group, inputs, forward, &d_out)?;
     let (kernel, Forward { out, statistics, .. }) = (group.kernel(), *forward);
-    let (rows, v_dim) = (inputs.q.tokens * inputs.q.heads, inputs.v.dim);
-    let elements = |what, actual: usize, dim: usize| {
-        let expected = rows * dim;
-        let shape = format!("[{}, {}, {dim}]", inputs.q.tokens, inputs.q.heads);
-        let operation = "attention backward";
-        if actual == expected { Ok(()) } else { Err(Error::Shape { operation, what, expected, actual, shape }) }
-    };
-    elements("out", out.len(), v_dim)?;
-    elements("the softmax's maxima", statistics.max.len(), 1)?;
-    elements("the softmax's sums", statistics.sum.len(), 1)?;
-    let shape = [inputs.q.tokens, inputs.q.heads, v_dim];
-    check_shape("attention backward", group.rank(), "d_out", &d_out, shape)?;
-
-    let (tokens, heads) = (inputs.q.tokens, inputs.q.heads);
+    let (tokens, heads, v_dim) = (inputs.q.tokens, inputs.q.heads, inputs.v.dim);
     let (held, d_out, out) =
         (inputs.hold(kernel)?, kernel.hold(d_out)?, kernel.hold(stored(out, tokens, heads, v_dim)?)?);
+    let rows = tokens * heads;
     let [max, sum] =
         [kernel.hold(stored(statistics.max, 1, 1, rows)?)?, kernel.hold(stored(statistics.sum, 1, 1, rows)?)?];
     let statistics = Statistics { max: max.view().data, sum: sum.view().data };
     let (inputs, d_out) = (&held.inputs(), d_out.view());
-    let Inputs { q, k, v, score, bias } = *inputs;
     let delta = kernel.delta_on_device(out.view(), d_out)?;
-    let d_sinks = match &score.sinks {
+    let d_sinks = match &inputs.score.sinks {
         // The CPU sums these few numbers per query in f64.
         Some(sinks) => {
             let read = |data| kernel.read_floats(data);
-            of_sinks(sinks, [&read(statistics.max)?, &read(statistics.sum)?, &read(delta.data())?])
+            sink_gradients(sinks, [&read(statistics.max)?, &read(statistics.sum)?, &read(delta.data())?])
         }
         None => Vec::new(),
     };
     let saved = Saved { statistics, delta: delta.data(), d_out };
-    if group.ulysses().size() == 1 {
-        let heads = &HeadMap::grouped(q.heads, k.heads)?;
-        let inputs = kernel::Inputs { q, k, v, heads, score, bias };
-        let gradients = over_ring(group, schedule, &inputs, &saved)?;
-        return Ok(Gradients { d_sinks, ..gradients });
-    }
+    let gradients = match group.ulysses().size() {
+        1 => {
+            let Inputs { q, k, v, score, bias } = *inputs;
+            let heads = &HeadMap::grouped(q.heads, k.heads)?;
+            over_ring(group, schedule, &kernel::Inputs { q, k, v, heads, score, bias }, &saved)?
+        }
+        _ => over_grid(group, schedule, inputs, &saved)?,
+    };
+    Ok(Gradients { d_sinks, ..gradients })
+}
 
+/// Checks the result of the forward pass and the gradient of its output against the inputs.
+fn check_saved(group: &Group, inputs: &Inputs, forward: &Forward<Data>, d_out: &View) -> Result<()> {
+    let (tokens, heads, v_dim) = (inputs.q.tokens, inputs.q.heads, inputs.v.dim);
+    let elements = |what, actual: usize, dim: usize| {
+        let expected = tokens * heads * dim;
+        let shape = format!("[{tokens}, {heads}, {dim}]");
+        let operation = "attention backward";
+        if actual == expected { Ok(()) } else { Err(Error::Shape { operation, what, expected, actual, shape }) }
+    };
+    elements("out", forward.out.len(), v_dim)?;
+    elements("the softmax's maxima", forward.statistics.max.len(), 1)?;
+    elements("the softmax's sums", forward.statistics.sum.len(), 1)?;
+    check_shape("attention backward", group.rank(), "d_out", d_out, [tokens, heads, v_dim])
+}
+
+/// The gradients on a grid with Ulysses: each part of the heads travels to the member that computes it over the ring, while
+/// the part before it is computed, and its gradients travel back.
+fn over_grid(group: &Group, schedule: &Schedule, inputs: &Inputs, saved: &Saved) -> Result<Gradients<Floats>> {
+    let (kernel, Inputs { q, k, v, score, bias }) = (group.kernel(), *inputs);
     let mut sums = Gradients {
-        dq: kernel.zeros(rows * q.dim)?,
+        dq: kernel.zeros(q.tokens * q.heads * q.dim)?,
         dk: kernel.zeros(k.tokens * k.heads * k.dim)?,
         dv: kernel.zeros(k.tokens * k.heads * v.dim)?,
-        d_sinks,
+        d_sinks: Vec::new(),
         d_table: vec![0.0; score.table_len()],
         d_bias: bias_zeros(kernel, bias)?,
     };
     let parts = HeadPart::all(group, schedule, inputs)?;
     let mut results = Vec::new();
-    let mut under_way = parts.first().map(|part| part.send(inputs, Some(&saved))).transpose()?;
+    let mut under_way = parts.first().map(|part| part.send(inputs, Some(saved))).transpose()?;
     for (number, part) in parts.iter().enumerate() {
         let Some(sent) = under_way.take() else { break };
         let arrived = part.receive(sent, score)?;
-        under_way = parts.get(number + 1).map(|next| next.send(inputs, Some(&saved))).transpose()?;
+        under_way = parts.get(number + 1).map(|next| next.send(inputs, Some(saved))).transpose()?;
         let Some(saved) = arrived.saved(v.dim)? else { break };
         let part_sums = over_ring(group, schedule, &arrived.inputs(inputs)?, &saved)?;
         drop(arrived);
@@ -151,16 +162,16 @@ pub fn on_device(
 
 /// The contribution of this rank's queries to the gradient of the sinks: a sink is a key whose value is 0, so dS = -P
 /// delta.
-fn of_sinks(sinks: &[f32], [max, sum, delta]: [&[f32]; 3]) -> Vec<f32> {
+fn sink_gradients(sinks: &[f32], [max, sum, delta]: [&[f32]; 3]) -> Vec<f32> {
     let tokens = delta.len() / sinks.len().max(1);
-    let of_head = |(head, &sink): (usize, &f32)| {
+    let gradient = |(head, &sink): (usize, &f32)| {
         let share = |row: usize| match sink {
             f32::NEG_INFINITY => 0.0,
             _ => (f64::from(sink) - f64::from(max[row])).exp() / f64::from(sum[row]) * f64::from(delta[row]),
         };
         -(head * tokens..(head + 1) * tokens).map(share).sum::<f64>() as f32
     };
-    sinks.iter().enumerate().map(of_head).collect()
+    sinks.iter().enumerate().map(gradient).collect()
 }
 
 /// Runs the backward plan of this ring rank and returns the gradients of its tokens and heads.

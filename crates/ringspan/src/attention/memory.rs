@@ -103,7 +103,7 @@ pub fn backward_bytes(group: &Group, schedule: &Schedule, inputs: &Inputs, d_out
 }
 
 /// The tensors of a part whose exchange was started, and whether each is transposed when it arrives.
-type Sent = Vec<(ExchangeShape, bool)>;
+type PendingInputs = Vec<(ExchangeShape, bool)>;
 
 /// Bytes held now, and at most.
 #[derive(Debug, Default)]
@@ -129,13 +129,11 @@ impl Memory {
     }
 
     /// Starts the exchange of a part's inputs, and backward of the saved values.
-    fn send(&mut self, part: &HeadPart, inputs: &Inputs, d_out: Option<&View>) -> Sent {
+    fn send(&mut self, part: &HeadPart, inputs: &Inputs, d_out: Option<&View>) -> PendingInputs {
         let mut sent = Vec::new();
         if let Some(d_out) = d_out {
             let statistics = [(); 3].map(|()| part.query_exchange(1, Wire::F32));
             for statistic in statistics {
-                // Each is transposed from [heads, tokens], and packed.
-                self.touch(2 * f32_bytes(d_out.tokens * d_out.heads));
                 self.hold(statistic.local());
                 sent.push((statistic, true));
             }
@@ -157,7 +155,7 @@ impl Memory {
     }
 
     /// Receives what [`send`](Self::send) started, and returns the bytes of what arrived.
-    fn receive(&mut self, sent: Sent) -> u64 {
+    fn receive(&mut self, sent: PendingInputs) -> u64 {
         let mut arrived = 0;
         for (tensor, is_transposed) in sent {
             let own = tensor.heads[tensor.member].len();

@@ -9,10 +9,10 @@
 mod backward;
 mod block;
 mod decode;
+mod device_inputs;
 mod exchange;
 mod forward;
 mod group;
-mod held;
 mod memory;
 mod ulysses;
 mod wire;

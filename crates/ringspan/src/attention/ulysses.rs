@@ -26,7 +26,7 @@ pub(super) struct HeadPart<'a> {
 const TAGS: u64 = 16;
 
 /// The inputs of a part whose exchange has been started.
-pub(super) struct Sent {
+pub(super) struct PendingInputs {
     q: PendingExchange,
     k: PendingExchange,
     v: PendingExchange,
@@ -35,7 +35,7 @@ pub(super) struct Sent {
 }
 
 /// The inputs of a part after the exchange: this member's heads of all tokens of the group.
-pub(super) struct Arrived {
+pub(super) struct ExchangedInputs {
     q: Buffer,
     k: Buffer,
     v: Buffer,
@@ -71,16 +71,15 @@ impl<'a> HeadPart<'a> {
     }
 
     /// Starts the exchange of the inputs, and in the backward pass of the saved values, from tokens to heads.
-    pub(super) fn send(&self, inputs: &Inputs, saved: Option<&Saved>) -> Result<Sent> {
+    pub(super) fn send(&self, inputs: &Inputs, saved: Option<&Saved>) -> Result<PendingInputs> {
         let (q_heads, k_heads) = (&self.query_heads, &self.key_heads);
         let saved = match saved {
             None => None,
             Some(Saved { statistics: Statistics { max, sum }, delta, d_out }) => {
-                // Statistics are stored by head and exchanged by token, like all other tensors.
-                let (tokens, heads) = (d_out.tokens, d_out.heads);
-                let statistic = |values: Data, tag| {
-                    let by_token = self.kernel().transpose(values, heads, tokens)?;
-                    let by_token = stored(by_token.data(), tokens, heads, 1)?;
+                // Statistics are stored by head, `[H, T]`, and packed by token, like all other tensors.
+                let View { tokens, heads, .. } = *d_out;
+                let statistic = |data: Data, tag| {
+                    let by_token = View { data, tokens, heads, dim: 1, token_stride: 1, head_stride: tokens };
                     self.queries.to_heads(&by_token, q_heads, Wire::F32, tag)
                 };
                 let (max, sum) = (statistic(*max, self.tag + 5)?, statistic(*sum, self.tag + 6)?);
@@ -90,7 +89,7 @@ impl<'a> HeadPart<'a> {
         };
         let bias =
             inputs.bias.map(|bias| self.queries.to_heads(&bias, &self.bias_heads(&bias), Wire::F32, self.tag + 3));
-        Ok(Sent {
+        Ok(PendingInputs {
             q: self.queries.to_heads(&inputs.q, q_heads, self.wire, self.tag)?,
             k: self.keys.to_heads(&inputs.k, k_heads, self.wire, self.tag + 1)?,
             v: self.keys.to_heads(&inputs.v, k_heads, self.wire, self.tag + 2)?,
@@ -105,7 +104,7 @@ impl<'a> HeadPart<'a> {
     }
 
     /// Waits for the exchange that [`send`](Self::send) started.
-    pub(super) fn receive(&self, sent: Sent, score: &Score) -> Result<Arrived> {
+    pub(super) fn receive(&self, sent: PendingInputs, score: &Score) -> Result<ExchangedInputs> {
         let saved = match sent.saved {
             None => None,
             Some([d_out, max, sum, delta]) => {
@@ -120,7 +119,7 @@ impl<'a> HeadPart<'a> {
             }
         };
         let (map, score) = self.heads(score)?;
-        Ok(Arrived {
+        Ok(ExchangedInputs {
             q: self.queries.heads(sent.q)?,
             k: self.keys.heads(sent.k)?,
             v: self.keys.heads(sent.v)?,
@@ -208,7 +207,7 @@ impl<'a> HeadPart<'a> {
     }
 }
 
-impl Arrived {
+impl ExchangedInputs {
     /// The inputs of the kernel; `whole` gives the widths of the tensors.
     pub(super) fn inputs(&self, whole: &Inputs) -> Result<kernel::Inputs<'_>> {
         let (queries, keys) = self.tokens;

@@ -7,14 +7,14 @@ use std::sync::Arc;
 /// An all-to-all that was started by [`Communicator::start_all_to_all`].
 pub struct PendingAllToAll {
     sends: Vec<Box<dyn Pending>>,
-    /// What is still to be taken, in descending order of ranks.
-    parts: Vec<Part>,
+    /// The parts that the caller has not taken yet, in descending order of ranks.
+    parts: Vec<IncomingPart>,
 }
 
-/// What a rank sends here.
-enum Part {
+/// The part that a rank sends to this one.
+enum IncomingPart {
     Own(Arc<Buffer>),
-    Received(Box<dyn Pending>),
+    Pending(Box<dyn Pending>),
 }
 
 impl PendingAllToAll {
@@ -31,8 +31,8 @@ impl PendingAllToAll {
         let others = (1..ranks).map(|ahead| (rank + ahead) % ranks);
         let sends = others.map(|to| comm.send(to, tag, parts[to].clone())).collect::<Result<_>>()?;
         let part = |from: usize| match from == rank {
-            true => Ok(Part::Own(parts[rank].clone())),
-            false => comm.receive(from, tag).map(Part::Received),
+            true => Ok(IncomingPart::Own(parts[rank].clone())),
+            false => comm.receive(from, tag).map(IncomingPart::Pending),
         };
         Ok(Self { sends, parts: (0..ranks).rev().map(part).collect::<Result<_>>()? })
     }
@@ -45,8 +45,8 @@ impl PendingAllToAll {
     pub fn next_part(&mut self) -> Result<Option<Arc<Buffer>>> {
         match self.parts.pop() {
             None => Ok(None),
-            Some(Part::Own(part)) => Ok(Some(part)),
-            Some(Part::Received(pending)) => pending.wait(),
+            Some(IncomingPart::Own(part)) => Ok(Some(part)),
+            Some(IncomingPart::Pending(pending)) => pending.wait(),
         }
     }
 

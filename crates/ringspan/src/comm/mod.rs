@@ -15,7 +15,7 @@
 //!     let (rank, size) = (comm.rank(), comm.size());
 //!     let sent = comm.send((rank + 1) % size, 0, Buffer::U64(vec![rank as u64]).into())?;
 //!     let under_way = comm.receive((rank + size - 1) % size, 0)?;
-//! // A rank computes here.
+//!     // A rank computes here.
 //!     sent.wait()?;
 //!     Ok::<_, Error>(under_way.wait()?.map(|buffer| (*buffer).clone()))
 //! })?;

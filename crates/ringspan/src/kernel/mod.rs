@@ -32,6 +32,7 @@ mod team;
 mod terms;
 mod vector;
 mod view;
+mod visible;
 mod workers;
 
 #[cfg(test)]

@@ -229,7 +229,7 @@ impl<'a> ScoreTerms<'a> {
 
     /// Applies dropout to the weights `p` `[keys][lanes]`.
     #[inline(always)]
-    pub(super) fn drop(&self, frame: &BlockTerms, lanes: usize, p: &mut [f32]) {
+    pub(super) fn apply_dropout(&self, frame: &BlockTerms, lanes: usize, p: &mut [f32]) {
         let Some(dropout) = self.dropout else { return };
         let mut kept = [0.0; LANES];
         for (key, p) in p.chunks_exact_mut(lanes).enumerate().take(frame.keys) {

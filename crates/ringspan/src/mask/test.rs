@@ -11,7 +11,7 @@ fn side() -> impl Strategy<Value = Option<usize>> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(600))]
     #[test]
-    fn pieces_hold_every_visible_pair_once(
+    fn tiles_hold_every_visible_pair_once(
         (left, right, causal, end) in (side(), side(), any::<bool>(), any::<bool>()),
         (qs, ql, ks, kl, step) in (0usize..30, 0usize..9, 0usize..30, 0usize..9, 1usize..6),
         (frame_q, frame_k) in (75usize..95, 75usize..95),

@@ -191,7 +191,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_merge_and_count_in_what_is_kept() {
+    fn rows_merge_and_are_renumbered_without_gaps() {
         let rows = Rows::union(vec![8..12, 2..4, 4..5, 7..7, 10..14]);
         assert_eq!(rows.ranges(), [2..5, 8..14]);
         assert_eq!((rows.len(), rows.compact()(&(3..5)), rows.compact()(&(9..14))), (9, 1..3, 4..9));

@@ -217,7 +217,7 @@ fn a_send_ends_though_its_receiver_is_in_a_collective() {
 }
 
 #[test]
-fn what_nobody_waits_for_still_arrives() {
+fn messages_that_nobody_waits_for_still_arrive() {
     good(2, |comm| {
         if comm.rank() == 0 {
             drop(comm.send(1, 0, Arc::new(Cells::message(0, vec![5])))?);

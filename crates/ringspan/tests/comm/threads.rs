@@ -25,7 +25,7 @@ fn outcomes(size: usize, deadline: Duration, main: impl Fn(&Comm) -> Result<(), 
 const LONG: Duration = Duration::from_secs(60);
 
 #[test]
-fn collectives_give_what_their_names_say() {
+fn collectives_equal_their_definitions() {
     for size in [1, 2, 3, 5, 8] {
         run(size, Options::default(), |comm| ringspan_testing::comm::contract::collectives(&comm))
             .expect("nothing fails");

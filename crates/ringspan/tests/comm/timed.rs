@@ -7,7 +7,7 @@ use ringspan::comm::{Buffer, Communicator};
 use std::time::Duration;
 
 #[test]
-fn waits_of_all_groups_count_and_what_has_arrived_does_not() {
+fn waits_of_all_groups_count_and_arrived_messages_do_not() {
     const LATE: Duration = Duration::from_millis(30);
     let waited = threads::run(2, Options::default(), |comm| {
         let timed = Timed::new(comm);

@@ -24,7 +24,7 @@ fn open_valid(folder: &Path, key: u64) -> Corpus {
 }
 
 #[test]
-fn what_was_saved_is_found_under_its_key_and_under_no_other() {
+fn a_saved_file_is_found_under_its_key_and_under_no_other() {
     let folder = tempfile::tempdir().unwrap();
     assert!(matches!(open(&folder.path().join("none"), 7, true), Ok(CacheFile::Missing)));
     save(folder.path(), 7, &few_documents(), None);
@@ -66,7 +66,7 @@ fn a_file_with_any_byte_changed_or_missing_is_damaged() {
 }
 
 #[test]
-fn of_many_blocks_a_sample_is_compared_and_all_where_it_is_asked_for() {
+fn a_sample_of_many_blocks_is_compared_and_all_on_request() {
     assert_eq!(blocks_to_check(3, false), [0, 1, 2]);
     let sample = blocks_to_check(1000, false);
     assert_eq!((sample.len(), sample[0], sample[63]), (64, 0, 999));

@@ -82,7 +82,7 @@ fn both_parts_get_a_document_however_few_there_are() {
 }
 
 #[test]
-fn a_lone_text_gives_its_end_whatever_holds_it() {
+fn the_end_of_a_single_text_is_held_out_in_every_file_format() {
     let folder = tempfile::tempdir().unwrap();
     let text = "é".repeat(500);
     let cases: [(&str, Vec<u8>); 4] = [

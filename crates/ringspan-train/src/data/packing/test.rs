@@ -14,7 +14,7 @@ fn next(packer: &mut Packer) -> Sequence {
 
 proptest! {
     #[test]
-    fn every_token_comes_once_a_pass_in_order_and_targets_stay_in_their_piece(
+    fn every_token_comes_once_a_pass_in_order_and_targets_stay_in_their_segment(
         lengths in prop::collection::vec(1usize..90, 1..12), length in 2usize..70, seed: u64,
     ) {
         let documents = marked(&lengths);
@@ -27,7 +27,7 @@ proptest! {
             let mut at = 0;
             for &segment in &sequence.segment_lengths {
                 let tokens = &sequence.tokens[at..at + segment];
-                prop_assert!(segment > 0 && tokens.windows(2).all(|w| w[1] == w[0] + 1), "a piece is one document's");
+                prop_assert!(segment > 0 && tokens.windows(2).all(|w| w[1] == w[0] + 1), "a segment is one document's");
                 prop_assert_eq!(&sequence.targets[at..at + segment - 1], &tokens[1..]);
                 prop_assert_eq!(sequence.targets[at + segment - 1], IGNORE);
                 let (document, offset) = (tokens[0] as usize / 1000, tokens[0] as usize % 1000);

@@ -106,7 +106,7 @@ fn a_template_that_rewrites_what_came_before_is_refused() {
 }
 
 #[test]
-fn what_a_template_raises_and_what_it_cannot_do_is_said() {
+fn errors_of_a_template_and_unsupported_features_are_reported() {
     let render = |source: &str| template(source).render(&[say("user", "a")], &Value::Null);
     let message = render("{{ raise_exception('no user') }}").expect_err("refused");
     assert!(message.contains("no user"), "{message}");

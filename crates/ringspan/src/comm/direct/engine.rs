@@ -22,8 +22,8 @@ struct Peer {
     pending_note: Option<Box<dyn Pending>>,
     /// Whether the rank has said that it sends nothing more.
     gone: bool,
-    /// The rank's answer to the last question of what it does.
-    does: Option<String>,
+    /// The operation that the rank is in, by its last answer; `None` until it answers.
+    reported_operation: Option<String>,
     /// Blocks that were announced to the rank and that it has not answered yet, by number of the message.
     unanswered: VecDeque<(u64, Arc<dyn OnDevice>)>,
     /// Messages that the rank announced, in its order: one counts as arrived when all before it have.
@@ -136,14 +136,15 @@ impl Engine {
 
     /// Asks all other ranks what they do.
     pub(super) fn ask(&mut self) -> Result<()> {
-        self.peers.iter_mut().for_each(|peer| peer.does = None);
+        self.peers.iter_mut().for_each(|peer| peer.reported_operation = None);
         let others: Vec<usize> = (0..self.peers.len()).filter(|rank| *rank != self.rank()).collect();
         others.into_iter().filter(|to| !self.peers[*to].gone).try_for_each(|to| self.note(to, &Note::Question))
     }
 
     /// The first rank that has not answered the question of [`ask`](Self::ask).
     pub(super) fn silent(&self) -> Option<usize> {
-        let silent = |(rank, peer): &(usize, &Peer)| *rank != self.rank() && !peer.gone && peer.does.is_none();
+        let silent =
+            |(rank, peer): &(usize, &Peer)| *rank != self.rank() && !peer.gone && peer.reported_operation.is_none();
         self.peers.iter().enumerate().find(silent).map(|(rank, _)| rank)
     }
 
@@ -227,7 +228,7 @@ impl Engine {
                 self.boarding.entry(flight).or_default().push(FlightTransfer { transfer, number });
             }
             Note::Question => self.note(from, &Note::Doing { text: self.doing.clone() })?,
-            Note::Doing { text } => self.peers[from].does = Some(text),
+            Note::Doing { text } => self.peers[from].reported_operation = Some(text),
             Note::Bye => {
                 // Blocks that the rank has not answered are not wanted any more.
                 for (number, _) in std::mem::take(&mut self.peers[from].unanswered) {
@@ -337,8 +338,8 @@ impl Engine {
     /// Describes what is known of a rank that is waited for.
     pub(super) fn describe(&self, peer: usize) -> String {
         let with = |(_, transfers): &&(u64, Vec<FlightTransfer>)| transfers.iter().any(|p| p.transfer.peer() == peer);
-        let Peer { unanswered, incoming, gone, does, .. } = &self.peers[peer];
-        let doing = match does.as_deref() {
+        let Peer { unanswered, incoming, gone, reported_operation, .. } = &self.peers[peer];
+        let doing = match reported_operation.as_deref() {
             None => "it does not say what it does".into(),
             Some("") => "it computes".into(),
             Some(text) => format!("it waits in {text}"),

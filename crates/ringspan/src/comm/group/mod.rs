@@ -13,7 +13,7 @@ use crate::sync::AtomicU64;
 use mailbox::{Address, GroupId};
 use operation::{Call, Collective, Operation};
 use part::CollectivePart;
-use pending::{Receiving, Sent};
+use pending::{PendingReceive, PendingSend};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use transport::{Member, Transport};
@@ -140,13 +140,13 @@ impl<W: Transport> Communicator for Group<W> {
         self.check_memory(&data, &operation)?;
         let address = Address { group: self.id.clone(), from: self.own(), to, tag };
         let number = self.world.send(address.clone(), &operation, data)?;
-        Ok(Box::new(Sent { world: self.world.clone(), address, operation, number }))
+        Ok(Box::new(PendingSend { world: self.world.clone(), address, operation, number }))
     }
 
     fn receive(&self, from: usize, tag: u64) -> Result<Box<dyn Pending>> {
         let (from, operation) = self.peer(from, |from| Call::Receive { from, tag })?;
         let address = Address { group: self.id.clone(), from, to: self.own(), tag };
-        Ok(Box::new(Receiving::new(self.world.clone(), address, operation)?))
+        Ok(Box::new(PendingReceive::new(self.world.clone(), address, operation)?))
     }
 
     fn progress(&self) {

@@ -8,14 +8,14 @@ use crate::error::Result;
 use std::sync::Arc;
 
 /// A send, which ends when the message has left.
-pub(super) struct Sent<W> {
+pub(super) struct PendingSend<W> {
     pub(super) world: Arc<W>,
     pub(super) address: Address,
     pub(super) operation: Operation,
     pub(super) number: u64,
 }
 
-impl<W: Transport> Pending for Sent<W> {
+impl<W: Transport> Pending for PendingSend<W> {
     fn test(&mut self) -> Result<bool> {
         self.world.left(self.address.from, self.number, &self.operation)
     }
@@ -26,7 +26,7 @@ impl<W: Transport> Pending for Sent<W> {
 }
 
 /// A receive, matched by its ticket.
-pub(super) struct Receiving<W: Transport> {
+pub(super) struct PendingReceive<W: Transport> {
     world: Arc<W>,
     address: Address,
     operation: Operation,
@@ -34,14 +34,14 @@ pub(super) struct Receiving<W: Transport> {
     taken: bool,
 }
 
-impl<W: Transport> Receiving<W> {
+impl<W: Transport> PendingReceive<W> {
     pub(super) fn new(world: Arc<W>, address: Address, operation: Operation) -> Result<Self> {
         let ticket = world.post(&address, &operation)?;
         Ok(Self { world, address, operation, ticket, taken: false })
     }
 }
 
-impl<W: Transport> Pending for Receiving<W> {
+impl<W: Transport> Pending for PendingReceive<W> {
     fn test(&mut self) -> Result<bool> {
         self.world.has(&self.address, self.ticket, &self.operation)
     }
@@ -53,7 +53,7 @@ impl<W: Transport> Pending for Receiving<W> {
     }
 }
 
-impl<W: Transport> Drop for Receiving<W> {
+impl<W: Transport> Drop for PendingReceive<W> {
     fn drop(&mut self) {
         // Once the message has been taken, its ticket number may belong to a later receive, which must not be cancelled.
         if !self.taken {

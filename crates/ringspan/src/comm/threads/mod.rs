@@ -39,14 +39,14 @@ impl Default for Options {
 /// Bytes that a thread uses before it holds a tensor: the used part of its stack, its heap in the allocator, the buffers of
 /// a kernel. Measured with `ringspan attend` in pages of 4 KB, without plans: 0.4 MB each with 256 threads of five tokens,
 /// 0.6 with 1,024, 1.2 with 4,096. With heaps in large pages (2 MB) it was up to 6 MB.
-const OF_THREAD: u64 = 2 << 20;
+const BYTES_PER_THREAD: u64 = 2 << 20;
 
 /// Approximate number of bytes that `size` ranks use as threads before they hold a tensor: threads, and in a collective a
 /// part of every rank for every other.
 pub fn memory(size: usize) -> u64 {
     let pairs = (size as u64).saturating_mul(size as u64);
     let collective = pairs.saturating_mul(2 * size_of::<Option<super::group::part::CollectivePart>>() as u64);
-    collective.saturating_add(OF_THREAD.saturating_mul(size as u64))
+    collective.saturating_add(BYTES_PER_THREAD.saturating_mul(size as u64))
 }
 
 /// Refuses more threads than memory allows: the system would start them and later kill this process, or others.

@@ -3,10 +3,11 @@
 use super::super::KEY_BLOCK;
 use super::super::buffer::LINE;
 use super::super::micro::{accumulate, multiply};
-use super::super::plan::{self, TilePart};
-use super::super::terms::{self, Bounds, ScoreTerms, TermSums};
+use super::super::plan::TilePart;
+use super::super::terms::{Bounds, ScoreTerms, TermSums};
 use super::super::vector::{Simd, exp, prefetch_far};
 use super::super::view::Data;
+use super::super::visible::VisibleKeys;
 use super::buffers::{KeyBlock, QueryBlock, Sizes};
 use super::{Backward, ROWS};
 use std::ops::Range;
@@ -41,28 +42,59 @@ impl Backward<'_> {
         queries: &mut QueryBlock,
         at: &mut KeyBlock,
     ) {
-        let Pair { block, part, base, .. } = *pair;
-        let (lanes, keys) = (N * S::LANES, pair.keys.clone());
-        let mut bounds: Bounds = ([0.0; terms::LANES], [0.0; terms::LANES]);
-        let border = part.all.start > base + keys.start || part.all.end < base + keys.end;
+        let Pair { block, part, .. } = *pair;
+        let (lanes, keys, first) = (N * S::LANES, pair.keys.len(), pair.base + pair.keys.start);
+        let border = part.hides_some(first..first + keys);
         // If operands may be NaN, multiplying by a weight of 0 is not enough to hide them from lanes or keys that do not
         // see them.
         let mask_products = pair.has_non_finite && (border || self.plan.rows(block).len() < lanes);
+        let mut visible = VisibleKeys::<N>::all(keys);
         if border || mask_products {
-            let (low, high) = &mut bounds;
-            self.plan.bounds(block, part, base + keys.start, keys.len(), &mut low[..lanes], &mut high[..lanes]);
+            visible.find_bounds(self.plan, block, part, first, keys, lanes);
         }
-        let (low, high) = &bounds;
+        // At the border only vectors that see keys are computed, unless a later pass reads all pairs.
+        if border && !mask_products && self.terms.is_none() {
+            visible.skip_hidden(S::LANES, R);
+        }
+        // SAFETY: the contract of the caller, which is that of each of these.
+        unsafe {
+            self.multiply_common::<S, R, N>(simd, sizes, pair, &visible, queries, at);
+            self.multiply_border::<S, R, N>(simd, sizes, pair, &visible, queries, at);
+            if let Some(terms) = self.terms {
+                let bounds = (border || mask_products).then_some(&visible.bounds);
+                self.apply_terms::<S, N>(simd, terms, pair, bounds, queries, at);
+            }
+            if mask_products {
+                return self.add_seen(simd, sizes, pair, &visible.bounds, queries, at);
+            }
+            if S::PAIR > 1 {
+                self.round::<S, N>(simd, sizes, pair.keys.clone(), at);
+            }
+            self.add_key_gradients::<S, R, N>(simd, sizes, pair, &visible, queries, at);
+            self.add_query_gradients::<S, N>(simd, sizes, pair, &visible, queries, at);
+        }
+    }
+
+    /// Computes S^T and dP^T of the keys that are computed for all queries, and from them P^T and dS^T, or leaves the
+    /// products in their places if there are score terms.
+    ///
+    /// # Safety
+    /// As for [`pair`](Self::pair).
+    #[inline(always)]
+    unsafe fn multiply_common<S: Simd, const R: usize, const N: usize>(
+        &self,
+        simd: S,
+        sizes: Sizes,
+        pair: &Pair,
+        visible: &VisibleKeys<N>,
+        queries: &QueryBlock,
+        at: &mut KeyBlock,
+    ) {
+        let Pair { part, base, .. } = *pair;
+        let (lanes, keys, common) = (N * S::LANES, &pair.keys, &visible.common);
+        let (low, high) = &visible.bounds;
         let factor = simd.splat(self.scaling.products);
         let zero = [[simd.splat(0.0); N]; R];
-        // At the boundary only vectors that see keys are computed, unless a later pass reads all pairs.
-        let whole = 0..keys.len();
-        let spans: [Range<usize>; N] = match border && !mask_products && self.terms.is_none() {
-            true => plan::spans(low, high, S::LANES, R),
-            false => std::array::from_fn(|_| whole.clone()),
-        };
-        let start = spans.iter().map(|span| span.start).max().unwrap_or(0);
-        let common = start..spans.iter().map(|span| span.end).min().unwrap_or(0).max(start);
         // Prefetches are spread over the products, because a processor can only wait for a few cache lines at a time.
         let lines = (pair.next.len() * R).div_ceil(2 * KEY_BLOCK * LINE).max(1);
         let mut next = pair.next.chunks(lines * LINE);
@@ -111,10 +143,29 @@ impl Backward<'_> {
                 }
             }
         }
+    }
+
+    /// Computes P^T and dS^T, masked, of the keys at the border that only some vectors of queries see.
+    ///
+    /// # Safety
+    /// As for [`pair`](Self::pair).
+    #[inline(always)]
+    unsafe fn multiply_border<S: Simd, const R: usize, const N: usize>(
+        &self,
+        simd: S,
+        sizes: Sizes,
+        pair: &Pair,
+        visible: &VisibleKeys<N>,
+        queries: &QueryBlock,
+        at: &mut KeyBlock,
+    ) {
+        let (lanes, keys, factor) = (N * S::LANES, &pair.keys, simd.splat(self.scaling.products));
+        let VisibleKeys { bounds: (low, high), spans, common } = visible;
         for row in (0..common.start).chain(common.end..keys.len()).step_by(R) {
             for v in (0..N).filter(|&v| spans[v].contains(&row)) {
                 let (lane, key) = (v * S::LANES, keys.start + row);
-                // SAFETY: as above, for one vector of the lanes.
+                // SAFETY: panels are [D or Dv][R], Q^T and dO^T [D or Dv][lanes], p and ds [KEY_BLOCK][lanes], statistics
+                // [3][lanes]; low and high have 64 lanes; all for one vector of the lanes.
                 unsafe {
                     let (k, v) =
                         (at.k_panels.as_ptr().add(key * sizes.depth), at.v_panels.as_ptr().add(key * sizes.v_depth));
@@ -137,33 +188,32 @@ impl Backward<'_> {
                 }
             }
         }
-        if let Some(terms) = self.terms {
-            let bounds = (border || mask_products).then_some(&bounds);
-            // SAFETY: p, ds and the bias are [KEY_BLOCK][lanes], the statistics of all lanes.
-            unsafe { self.apply_terms::<S, N>(simd, terms, pair, bounds, queries, at) };
-        }
-        if mask_products {
-            return self.add_seen(simd, sizes, pair, &bounds, queries, at);
-        }
-        if S::PAIR > 1 {
-            // SAFETY: the buffers are those of `sizes`.
-            unsafe { self.round::<S, N>(simd, sizes, keys.clone(), at) };
-        }
-        let (wide, v_wide) = (sizes.wide, sizes.v_wide);
-        let row = if S::PAIR == 1 { lanes } else { sizes.half_row };
-        let (p, ds, across) = match S::PAIR {
-            1 => (at.p.as_ptr(), at.ds.as_ptr(), at.ds.as_ptr()),
-            _ => (at.p_halves.as_ptr(), at.ds_halves.as_ptr(), at.ds_pairs.as_ptr()),
-        };
-        // The vectors that see any of the keys from `key` on.
-        let seeing = |key: usize| {
-            let first = spans.iter().position(|span| span.contains(&key)).unwrap_or(0);
-            first..spans.iter().rposition(|span| span.contains(&key)).map_or(0, |last| last + 1)
+    }
+
+    /// Adds P^T dO to dV and dS^T Q to dK. Consecutive keys that the same vectors of queries see are one product.
+    ///
+    /// # Safety
+    /// As for [`pair`](Self::pair); P^T and dS^T are computed, and rounded if products take pairs.
+    #[inline(always)]
+    unsafe fn add_key_gradients<S: Simd, const R: usize, const N: usize>(
+        &self,
+        simd: S,
+        sizes: Sizes,
+        pair: &Pair,
+        visible: &VisibleKeys<N>,
+        queries: &QueryBlock,
+        at: &mut KeyBlock,
+    ) {
+        let (wide, v_wide, keys) = (sizes.wide, sizes.v_wide, &pair.keys);
+        let (p, ds, row) = match S::PAIR {
+            1 => (at.p.as_ptr(), at.ds.as_ptr(), N * S::LANES),
+            _ => (at.p_halves.as_ptr(), at.ds_halves.as_ptr(), sizes.half_row),
         };
         let mut key = 0;
         while key < keys.len() {
-            let vectors = seeing(key);
-            let end = (key..keys.len()).step_by(R).find(|&next| seeing(next) != vectors).unwrap_or(keys.len());
+            let vectors = visible.vectors_seeing(key);
+            let end = (key..keys.len()).step_by(R).find(|&next| visible.vectors_seeing(next) != vectors);
+            let end = end.unwrap_or(keys.len());
             let (from, depth) = (vectors.start * S::LANES / S::PAIR, vectors.len() * S::LANES / S::PAIR);
             // SAFETY: P^T and dS^T are [KEY_BLOCK][lanes], Q and dK [..][wide], dO and dV [..][v_wide], or pairs of them;
             // the rows `keys` are within KEY_BLOCK and a multiple of R, which is one of ROWS.
@@ -177,15 +227,33 @@ impl Backward<'_> {
             }
             key = end;
         }
-        let step = if common == whole { N } else { 1 };
+    }
+
+    /// Adds dS K to dQ, for all vectors of queries at once if they see the same keys.
+    ///
+    /// # Safety
+    /// As for [`add_key_gradients`](Self::add_key_gradients).
+    #[inline(always)]
+    unsafe fn add_query_gradients<S: Simd, const N: usize>(
+        &self,
+        simd: S,
+        sizes: Sizes,
+        pair: &Pair,
+        visible: &VisibleKeys<N>,
+        queries: &mut QueryBlock,
+        at: &KeyBlock,
+    ) {
+        let (lanes, wide, keys) = (N * S::LANES, sizes.wide, &pair.keys);
+        let ds = if S::PAIR == 1 { at.ds.as_ptr() } else { at.ds_pairs.as_ptr() };
+        let step = if visible.common == (0..keys.len()) { N } else { 1 };
         for v in (0..N).step_by(step) {
-            let (span, lane) = (&spans[v], v * S::LANES);
+            let (span, lane) = (&visible.spans[v], v * S::LANES);
             // SAFETY: dS^T is [KEY_BLOCK][lanes], K and dQ [..][wide], or pairs of them; LANES is a multiple of ROWS.
             unsafe {
                 let from = (keys.start + span.start) / S::PAIR;
-                let (across, k) = (across.add(from * lanes + lane), at.k.as_ptr().add(from * wide));
+                let (ds, k) = (ds.add(from * lanes + lane), at.k.as_ptr().add(from * wide));
                 let dq = queries.dq.as_mut_ptr().add(lane * wide);
-                accumulate::<S, ROWS>(simd, (step * S::LANES, span.len() / S::PAIR, wide), across, 1, lanes, k, dq);
+                accumulate::<S, ROWS>(simd, (step * S::LANES, span.len() / S::PAIR, wide), ds, 1, lanes, k, dq);
             }
         }
     }

@@ -18,6 +18,14 @@ pub(super) struct TilePart {
     joined: Option<Vec<Range<usize>>>,
 }
 
+impl TilePart {
+    /// Whether some query of the block does not see some key of the rows `keys`, so that they need a mask.
+    #[inline(always)]
+    pub(super) fn hides_some(&self, keys: Range<usize>) -> bool {
+        self.all.start > keys.start || self.all.end < keys.end
+    }
+}
+
 /// The intersection of a block of queries and a block of keys of a tile.
 #[derive(Clone)]
 pub(super) struct BlockPair {
@@ -288,22 +296,6 @@ impl Cover {
         };
         self.changes.into_iter().scan(0, count).collect()
     }
-}
-
-/// For each vector of lanes, the keys that any of its lanes sees, with bounds rounded outwards to multiples of `r`.
-#[inline(always)]
-pub(super) fn spans<const N: usize>(low: &[f32], high: &[f32], vector: usize, r: usize) -> [Range<usize>; N] {
-    std::array::from_fn(|v| {
-        let (mut start, mut end) = (f32::INFINITY, 0.0f32);
-        for lane in v * vector..(v + 1) * vector {
-            if low[lane] < high[lane] {
-                (start, end) = (start.min(low[lane]), end.max(high[lane]));
-            }
-        }
-        let end = (end as usize).next_multiple_of(r);
-        // Without any key the range is empty: the infinite start is limited to `end`.
-        (start as usize).min(end) / r * r..end
-    })
 }
 
 #[cfg(test)]

@@ -167,7 +167,7 @@ fn check_layouts<A: Element + Default + Into<f64>, B: Element + Default + Into<f
 }
 
 #[test]
-fn products_equal_f64_however_their_factors_lie_and_are_stored() {
+fn products_equal_f64_for_all_strides_and_types() {
     for sizes @ (m, n, k) in SIZES {
         let (a, b) = (values(m * k, 3), values(k * n, 5));
         let (narrow_a, narrow_b) = (rounded(&a), rounded(&b));

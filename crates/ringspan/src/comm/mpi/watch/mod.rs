@@ -36,7 +36,7 @@ const ALONE: Duration = Duration::from_secs(1);
 #[derive(Debug, Clone)]
 struct Doing {
     /// The operation that the rank waits in; empty if it computes.
-    does: String,
+    operation: String,
     /// The ranks that it waits for.
     misses: Vec<usize>,
     since: Instant,
@@ -73,7 +73,7 @@ impl Watch {
     pub(super) fn start(place: &RankAddress, options: &Options) -> io::Result<Arc<Self>> {
         let streams = place.connect()?;
         let (rank, size) = (place.rank, place.size);
-        let own = Doing { does: String::new(), misses: Vec::new(), since: Instant::now() };
+        let own = Doing { operation: String::new(), misses: Vec::new(), since: Instant::now() };
         let known = Known {
             doing: (0..size).map(|rank| (rank, own.clone())).collect(),
             left: vec![false; size],
@@ -122,8 +122,8 @@ impl Watch {
     }
 
     /// Records what this rank waits for, and the ranks it waits for; an empty text means that it computes.
-    pub(super) fn note(&self, does: String, misses: Vec<usize>) {
-        self.known().doing.insert(self.rank, Doing { does, misses, since: Instant::now() });
+    pub(super) fn note(&self, operation: String, misses: Vec<usize>) {
+        self.known().doing.insert(self.rank, Doing { operation, misses, since: Instant::now() });
     }
 
     /// Describes what another rank does.
@@ -139,10 +139,10 @@ impl Watch {
                 known = self.wait(known, ANSWER.saturating_sub(asked.elapsed()));
             }
         }
-        let Some(Doing { does, since, .. }) = known.doing.get(&rank) else { return "does not answer".into() };
-        match does.as_str() {
+        let Some(Doing { operation, since, .. }) = known.doing.get(&rank) else { return "does not answer".into() };
+        match operation.as_str() {
             "" => format!("has computed for {:.1?}", since.elapsed()),
-            does => does.to_owned(),
+            operation => operation.to_owned(),
         }
     }
 
@@ -204,15 +204,15 @@ impl Watch {
                 }
             };
             match signal {
-                Signal::Beat { does, misses, for_ms } => {
+                Signal::Beat { operation, misses, for_ms } => {
                     let since = Instant::now().checked_sub(Duration::from_millis(for_ms));
-                    let doing = Doing { does, misses, since: since.unwrap_or_else(Instant::now) };
+                    let doing = Doing { operation, misses, since: since.unwrap_or_else(Instant::now) };
                     self.known().doing.insert(peer, doing);
                 }
                 Signal::Failed(failure) => self.adopt(failure, Some(peer)),
-                Signal::Ask(rank) => self.tell(peer, &Signal::Does(rank, self.describe(rank))),
-                Signal::Does(rank, does) => {
-                    self.known().doing.insert(rank, Doing { does, misses: Vec::new(), since: Instant::now() });
+                Signal::Ask(rank) => self.tell(peer, &Signal::Answer(rank, self.describe(rank))),
+                Signal::Answer(rank, operation) => {
+                    self.known().doing.insert(rank, Doing { operation, misses: Vec::new(), since: Instant::now() });
                 }
                 Signal::Left => self.known().left[peer] = true,
                 Signal::Over => self.known().over = true,
@@ -240,10 +240,10 @@ impl Watch {
                     known.late = Some(Instant::now());
                 }
                 known.beat = Instant::now();
-                let Some(Doing { does, misses, since }) = known.doing.get(&self.rank) else { return };
+                let Some(Doing { operation, misses, since }) = known.doing.get(&self.rank) else { return };
                 let for_ms = since.elapsed().as_millis() as u64;
                 let late = !known.left[self.rank] && known.failed.is_some_and(|failed| failed.elapsed() > last_look);
-                (Signal::Beat { does: does.clone(), misses: misses.clone(), for_ms }, late)
+                (Signal::Beat { operation: operation.clone(), misses: misses.clone(), for_ms }, late)
             };
             self.writers.keys().for_each(|peer| self.tell(*peer, &signal));
             let problem = if self.rank == 0 { deadlock(&self.known().doing) } else { None };
@@ -293,7 +293,8 @@ fn deadlock(doing: &BTreeMap<usize, Doing>) -> Option<String> {
         }
         left.retain(|rank, _| !out.contains(rank));
     }
-    let words: Vec<String> = left.iter().take(16).map(|(rank, doing)| format!("rank {rank} {}", doing.does)).collect();
+    let words: Vec<String> =
+        left.iter().take(16).map(|(rank, doing)| format!("rank {rank} {}", doing.operation)).collect();
     (!words.is_empty()).then(|| format!("deadlock: {}", words.join("; ")))
 }
 
@@ -314,7 +315,7 @@ mod tests {
     fn doing(ranks: &[(&[usize], u64)]) -> BTreeMap<usize, Doing> {
         let one = |(rank, (misses, seconds)): (usize, &(&[usize], u64))| {
             let since = Instant::now().checked_sub(Duration::from_secs(*seconds)).expect("the clock is old enough");
-            (rank, Doing { does: format!("waits for {misses:?}"), misses: misses.to_vec(), since })
+            (rank, Doing { operation: format!("waits for {misses:?}"), misses: misses.to_vec(), since })
         };
         ranks.iter().enumerate().map(one).collect()
     }

@@ -16,13 +16,13 @@ pub(super) enum Signal {
     /// The first signal on a connection: the rank of the sender, and the world's secret.
     Hello { rank: usize, secret: [u64; 2] },
     /// A sign of life: what the rank does, the ranks it waits for, and for how many milliseconds.
-    Beat { does: String, misses: Vec<usize>, for_ms: u64 },
+    Beat { operation: String, misses: Vec<usize>, for_ms: u64 },
     /// The world has failed.
     Failed(Failure),
     /// Asks what a rank does.
     Ask(usize),
     /// The answer: what that rank does.
-    Does(usize, String),
+    Answer(usize, String),
     /// The sender has reported its error and is ready to end.
     Left,
     /// All ranks are ready to end.
@@ -56,8 +56,8 @@ impl Signal {
         let kind = |kind: u64| Writer::default().number(kind);
         let message = match self {
             Self::Hello { rank, secret } => kind(0).number(*rank as u64).number(secret[0]).number(secret[1]),
-            Self::Beat { does, misses, for_ms } => {
-                let start = kind(1).number(*for_ms).text(cut(does));
+            Self::Beat { operation, misses, for_ms } => {
+                let start = kind(1).number(*for_ms).text(cut(operation));
                 // A shortened list may only delay the detection of a cycle.
                 misses.iter().take(MOST_MISSES).fold(start, |signal, rank| signal.number(*rank as u64))
             }
@@ -68,7 +68,7 @@ impl Signal {
             }
             Self::Failed(Failure::Deadlock { problem }) => kind(4).text(cut(problem)),
             Self::Ask(rank) => kind(5).number(*rank as u64),
-            Self::Does(rank, does) => kind(6).number(*rank as u64).text(cut(does)),
+            Self::Answer(rank, operation) => kind(6).number(*rank as u64).text(cut(operation)),
             Self::Left => kind(7),
             Self::Over => kind(8),
             Self::Bye => kind(9),
@@ -82,9 +82,9 @@ impl Signal {
             0 => Self::Hello { rank: reader.index()?, secret: [reader.number()?, reader.number()?] },
             1 => {
                 let for_ms = reader.number()?;
-                let does = reader.text()?;
+                let operation = reader.text()?;
                 let misses = (0..reader.0.len() / 8).map(|_| reader.index()).collect::<Option<_>>()?;
-                Self::Beat { does, misses, for_ms }
+                Self::Beat { operation, misses, for_ms }
             }
             2 => Self::Failed(Failure::Rank { peer: reader.index()?, message: reader.text()? }),
             3 => {
@@ -93,7 +93,7 @@ impl Signal {
             }
             4 => Self::Failed(Failure::Deadlock { problem: reader.text()? }),
             5 => Self::Ask(reader.index()?),
-            6 => Self::Does(reader.index()?, reader.text()?),
+            6 => Self::Answer(reader.index()?, reader.text()?),
             7 => Self::Left,
             8 => Self::Over,
             9 => Self::Bye,
@@ -122,12 +122,12 @@ mod tests {
         let failure = Failure::Mismatch { ranks: [1, 2], operations: ["barrier #1".into(), "split #1".into()] };
         let signals = [
             Signal::Hello { rank: 3, secret: [u64::MAX, 1] },
-            Signal::Beat { does: "waits".into(), misses: vec![2, 0], for_ms: 7 },
+            Signal::Beat { operation: "waits".into(), misses: vec![2, 0], for_ms: 7 },
             Signal::Failed(Failure::Rank { peer: 5, message: "lost".into() }),
             Signal::Failed(failure),
             Signal::Failed(Failure::Deadlock { problem: "a circle".into() }),
             Signal::Ask(9),
-            Signal::Does(9, "computes".into()),
+            Signal::Answer(9, "computes".into()),
             Signal::Left,
             Signal::Over,
             Signal::Bye,

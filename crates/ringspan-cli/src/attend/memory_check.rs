@@ -8,7 +8,7 @@ use ringspan::mesh::Grid;
 use ringspan::schedule::Pass;
 
 /// Bytes that all ranks of a process take together.
-struct Needs {
+struct MemoryNeeds {
     threads: u64,
     lists: u64,
     tensors: u64,
@@ -18,7 +18,7 @@ struct Needs {
 pub(super) fn check(plan: &Plan, sizes: &Sizes, backward: bool, place: &Ranks) -> Result<()> {
     let Some(free) = ringspan::memory::available().filter(|_| place.local().is_none()) else { return Ok(()) };
     let ranks = plan.schedule.query().ranks();
-    let needs = Needs {
+    let needs = MemoryNeeds {
         threads: threads::memory(ranks),
         lists: lists(plan, backward),
         tensors: tensors(plan, sizes, backward),
@@ -26,7 +26,7 @@ pub(super) fn check(plan: &Plan, sizes: &Sizes, backward: bool, place: &Ranks) -
     needs.fit(free, plan.schedule.grid())
 }
 
-impl Needs {
+impl MemoryNeeds {
     fn fit(&self, free: u64, grid: Grid) -> Result<()> {
         let Self { threads, lists, tensors } = *self;
         let needed = threads.saturating_add(lists).saturating_add(tensors);
@@ -76,8 +76,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_does_not_fit_is_refused_with_its_numbers() {
-        let needs = Needs { threads: 2_000_000_000, lists: 3_000_000_000, tensors: 100_000_000 };
+    fn ranks_that_do_not_fit_into_memory_are_refused_with_the_numbers() {
+        let needs = MemoryNeeds { threads: 2_000_000_000, lists: 3_000_000_000, tensors: 100_000_000 };
         let grid = Grid::new(512, 2);
         assert!(needs.fit(5_100_000_000, grid).is_ok());
         let message = needs.fit(5_099_999_999, grid).expect_err("a byte too little").to_string();

@@ -5,7 +5,7 @@ use crate::error::Result;
 use crate::kernel::{DeviceTensor, Kernel, Score};
 
 /// Inputs on the kernel's device: borrowed if they were there, copied if not.
-pub(super) struct HeldInputs<'a> {
+pub(super) struct DeviceInputs<'a> {
     q: DeviceTensor<'a>,
     k: DeviceTensor<'a>,
     v: DeviceTensor<'a>,
@@ -14,14 +14,14 @@ pub(super) struct HeldInputs<'a> {
 }
 
 impl<'a> Inputs<'a> {
-    pub(super) fn hold(&self, kernel: &Kernel) -> Result<HeldInputs<'a>> {
+    pub(super) fn hold(&self, kernel: &Kernel) -> Result<DeviceInputs<'a>> {
         let Self { q, k, v, score, bias } = *self;
         let bias = bias.map(|bias| kernel.hold(bias)).transpose()?;
-        Ok(HeldInputs { q: kernel.hold(q)?, k: kernel.hold(k)?, v: kernel.hold(v)?, bias, score })
+        Ok(DeviceInputs { q: kernel.hold(q)?, k: kernel.hold(k)?, v: kernel.hold(v)?, bias, score })
     }
 }
 
-impl HeldInputs<'_> {
+impl DeviceInputs<'_> {
     pub(super) fn inputs(&self) -> Inputs<'_> {
         let Self { q, k, v, bias, score } = self;
         Inputs { q: q.view(), k: k.view(), v: v.view(), score, bias: bias.as_ref().map(DeviceTensor::view) }

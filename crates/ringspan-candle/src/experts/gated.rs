@@ -15,7 +15,7 @@ use crate::weight::Weight;
 use candle_core::{DType, Device, Result, Tensor};
 
 /// One expert with its tokens, without graphs.
-pub(super) struct GatedPart {
+pub(super) struct RoutedGatedExpert {
     expert: GatedExpert,
     /// Which of gate, up and down need gradients; the matrices of adapters always do.
     trained: [bool; 3],
@@ -26,7 +26,7 @@ pub(super) struct GatedPart {
     slots: Vec<u32>,
 }
 
-impl GatedPart {
+impl RoutedGatedExpert {
     /// The expert with the tokens of these `slots`, which are indices in `[T, K]`; each token has `top` of them.
     pub(super) fn new(expert: &GatedExpert, dropout: Option<&InputDropout>, slots: Vec<u32>, top: usize) -> Self {
         let tokens: Vec<u32> = slots.iter().map(|slot| slot / top as u32).collect();

@@ -7,14 +7,14 @@ use ringspan::{Documents, Layout, LayoutKind};
 pub(crate) const RANKS: usize = 2;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Sight {
+pub(crate) enum AttentionReach {
     /// Keys and values go around the ring: every token sees all tokens before it.
     Ring,
     /// The control. Each rank's half of a text is a document of its own, so no token sees across the border.
     Cut,
 }
 
-impl Sight {
+impl AttentionReach {
     pub(crate) const BOTH: [Self; 2] = [Self::Ring, Self::Cut];
 
     pub(crate) fn name(self) -> &'static str {
@@ -60,8 +60,8 @@ mod tests {
 
     #[test]
     fn both_deal_halves_and_only_the_ring_leaves_them_one_document() {
-        for (sight, documents) in [(Sight::Ring, 1), (Sight::Cut, 2)] {
-            let layout = sight.layout(4096).expect("a layout");
+        for (reach, documents) in [(AttentionReach::Ring, 1), (AttentionReach::Cut, 2)] {
+            let layout = reach.layout(4096).expect("a layout");
             assert_eq!(layout.documents().len(), documents);
             assert_eq!(layout.rows(0), (0..2048).collect::<Vec<_>>());
             assert_eq!(layout.rows(1), (2048..4096).collect::<Vec<_>>());
