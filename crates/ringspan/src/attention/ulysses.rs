@@ -79,7 +79,8 @@ impl<'a> HeadPart<'a> {
                 // Statistics are stored by head, `[H, T]`, and packed by token, like all other tensors.
                 let View { tokens, heads, .. } = *d_out;
                 let statistic = |data: Data, tag| {
-                    let by_token = View { data, tokens, heads, dim: 1, token_stride: 1, head_stride: tokens };
+                    let by_token =
+                        View { data, tokens, heads, dim: 1, token_stride: 1, head_stride: tokens, rows: None };
                     self.queries.to_heads(&by_token, q_heads, Wire::F32, tag)
                 };
                 let (max, sum) = (statistic(*max, self.tag + 5)?, statistic(*sum, self.tag + 6)?);
