@@ -1,7 +1,6 @@
 //! The collectives for tensors on GPUs that are handed over without a copy through CPU memory: between ranks that are
 //! threads, and between processes whose communicator sends from GPU to GPU.
 
-#[path = "message.rs"]
 mod message;
 
 use crate::cast::cast;

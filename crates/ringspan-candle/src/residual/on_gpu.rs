@@ -1,6 +1,5 @@
 //! The residual sum on a GPU, where an f32 tensor may be added to a bf16 one: the sum is rounded once.
 
-#[path = "normed.rs"]
 mod normed;
 
 pub(super) use normed::residual_norm;
