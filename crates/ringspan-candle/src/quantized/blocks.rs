@@ -100,23 +100,6 @@ macro_rules! with_block {
 }
 pub(super) use with_block;
 
-/// Converts a half-precision number to f32. It avoids the processor's instruction for it, around which loops do not
-/// vectorise.
-#[inline(always)]
-pub(super) fn half(bytes: [u8; 2]) -> f32 {
-    let bits = u32::from(u16::from_le_bytes(bytes));
-    let (sign, size) = ((bits & 0x8000) << 16, bits & 0x7fff);
-    // The mantissa has 13 bits fewer than that of f32, and the exponent has a bias of 15 instead of 127.
-    let moved = size << 13;
-    let normal = moved.wrapping_add(112 << 23);
-    // Read as if it were normal with the smallest exponent, a subnormal number is too large by 2^-14.
-    let subnormal = (f32::from_bits(moved.wrapping_add(113 << 23)) - f32::from_bits(113 << 23)).to_bits();
-    let infinite = moved | 0x7f80_0000;
-    let size = if size < 0x400 { subnormal } else { normal };
-    let size = if bits & 0x7c00 == 0x7c00 { infinite } else { size };
-    f32::from_bits(sign | size)
-}
-
 /// Defines a format whose blocks are one number: as many as there are lanes are decoded together.
 macro_rules! plain {
     ($name:ident, $widen:ident) => {

@@ -6,8 +6,6 @@
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-use super::blocks::half;
-
 /// The operations of an instruction set that the machine has. They are inlined into the function that [`dispatch`] calls.
 pub(super) trait Lanes: Copy {
     /// A vector of 16 numbers.
@@ -176,7 +174,7 @@ impl Lanes for Portable {
 
     #[inline(always)]
     fn widen_half(self, numbers: [[u8; 2]; 16]) -> [f32; 16] {
-        numbers.map(half)
+        numbers.map(f16_to_f32)
     }
 
     #[inline(always)]
@@ -201,7 +199,7 @@ impl Lanes for Portable {
 
     #[inline(always)]
     fn splat_half(self, x: [u8; 2]) -> [f32; 16] {
-        self.splat(half(x))
+        self.splat(f16_to_f32(x))
     }
 
     #[inline(always)]
@@ -228,6 +226,23 @@ impl Lanes for Portable {
     fn sum(self, x: [f32; 16]) -> f32 {
         x.iter().sum()
     }
+}
+
+/// Converts a half-precision number to f32. It avoids the processor's instruction for it, around which loops do not
+/// vectorise.
+#[inline(always)]
+pub(super) fn f16_to_f32(bytes: [u8; 2]) -> f32 {
+    let bits = u32::from(u16::from_le_bytes(bytes));
+    let (sign, size) = ((bits & 0x8000) << 16, bits & 0x7fff);
+    // The mantissa has 13 bits fewer than that of f32, and the exponent has a bias of 15 instead of 127.
+    let moved = size << 13;
+    let normal = moved.wrapping_add(112 << 23);
+    // Read as if it were normal with the smallest exponent, a subnormal number is too large by 2^-14.
+    let subnormal = (f32::from_bits(moved.wrapping_add(113 << 23)) - f32::from_bits(113 << 23)).to_bits();
+    let infinite = moved | 0x7f80_0000;
+    let size = if size < 0x400 { subnormal } else { normal };
+    let size = if bits & 0x7c00 == 0x7c00 { infinite } else { size };
+    f32::from_bits(sign | size)
 }
 
 #[cfg(test)]

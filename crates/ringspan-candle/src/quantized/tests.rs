@@ -1,5 +1,5 @@
-use super::blocks::{self, Block, with_block};
-use super::lanes::{Lanes, VectorWork, on_each};
+use super::blocks::{Block, with_block};
+use super::lanes::{Lanes, VectorWork, f16_to_f32, on_each};
 use super::{Format, QuantizedMatrix, linear_quantized, linear_quantized_recomputed};
 use crate::cotangent::backward;
 use crate::linear::linear;
@@ -136,7 +136,7 @@ fn gpt_oss_matrices_are_those_of_transformers() -> Result<()> {
 #[test]
 fn every_f16_and_bf16_number_is_decoded() {
     for number in 0..=u16::MAX {
-        let (got, wanted) = (blocks::half(number.to_le_bytes()), half::f16::from_bits(number).to_f32());
+        let (got, wanted) = (f16_to_f32(number.to_le_bytes()), half::f16::from_bits(number).to_f32());
         assert!(
             got.to_bits() == wanted.to_bits() || got.is_nan() && wanted.is_nan(),
             "{number:x}: {got}, not {wanted}"

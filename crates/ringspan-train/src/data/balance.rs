@@ -8,7 +8,7 @@
 //! Nothing here depends on the mesh. Sequences are then ordered so that contiguous parts of them, which copies of the model and
 //! micro-batches take, cost about the same as well: first halves, then quarters.
 
-use super::{Sequence, packing::Span};
+use super::{Sequence, sequence::Span};
 use std::{cmp::Reverse, collections::BinaryHeap};
 
 #[derive(Debug, Clone, Default)]

@@ -1,6 +1,6 @@
 //! The input of one forward pass: rows of tokens, the segments of documents in them, and the targets.
 
-use super::{IGNORE, packing::Sequence};
+use super::{IGNORE, Sequence};
 use crate::error::Result;
 use ringspan::Documents;
 use std::ops::Range;

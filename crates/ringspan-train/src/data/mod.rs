@@ -18,6 +18,7 @@ mod packing;
 #[cfg(feature = "parquet")]
 mod parquet;
 mod progress;
+mod sequence;
 mod skipped;
 mod source_files;
 mod template;
@@ -33,12 +34,14 @@ pub use document_store::DocumentStore;
 pub use encode::{Encoder, NOT_LEARNED};
 pub use mixture::{Mixture, SourcePosition};
 pub use overlong::{Overlong, PackableSpans};
-pub use packing::{Packer, PackerPosition, Packing, Sequence};
+pub use packing::{Packer, PackerPosition, Packing};
 pub use progress::{ProgressCallback, ignore_progress};
+pub use sequence::Sequence;
 pub use skipped::{Skipped, SkippedFiles};
 pub use source_files::{SourceDocument, SourceDocuments, read};
 pub use template::{Rendered, Template};
 pub use token_file::read_tokens;
 
-/// The target of a token that takes no part in the loss: the last one of a segment, one before a token that is not learned, and padding.
+/// The target of a token that takes no part in the loss: the last one of a segment, one before a token that is not learned, and
+/// padding.
 pub const IGNORE: u32 = u32::MAX;

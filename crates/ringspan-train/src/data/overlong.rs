@@ -1,6 +1,6 @@
 //! Decides what is packed of each document: all of it, or less where it is longer than a sequence.
 
-use super::{DocumentStore, encode::NOT_LEARNED, packing::Span};
+use super::{DocumentStore, encode::NOT_LEARNED, sequence::Span};
 use crate::human_readable::grouped;
 use std::{fmt, str::FromStr, sync::Arc};
 

@@ -1,7 +1,10 @@
 //! Packs documents into sequences of S tokens, in which no document sees another. Text fills sequences to the last token;
 //! documents that must stay whole leave padding at their ends.
 
-use super::{DocumentStore, IGNORE, PackableSpans, balance, best_fit, encode::NOT_LEARNED};
+use super::{
+    DocumentStore, PackableSpans, balance, best_fit,
+    sequence::{Sequence, Span},
+};
 use crate::fingerprint::fingerprint;
 use rand_chacha::{
     ChaCha8Rng,
@@ -42,26 +45,6 @@ impl FromStr for Packing {
             _ => Err(ringspan::Error::Unknown { what: "packing", given: given.into(), possible: "in-order, balanced" }),
         }
     }
-}
-
-/// A stretch of one document.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Span {
-    pub(super) document: usize,
-    pub(super) start: usize,
-    pub(super) len: usize,
-}
-
-/// One sequence: segments of documents, end to end.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Sequence {
-    /// S tokens (fewer only at the end of an evaluation).
-    pub tokens: Vec<u32>,
-    /// For each token the one that follows it in its segment; [`IGNORE`] for the last token of a segment, and where the next one is
-    /// given, not learned.
-    pub targets: Vec<u32>,
-    /// Lengths of the segments, in order; their sum is the number of tokens.
-    pub segment_lengths: Vec<usize>,
 }
 
 /// Packs documents into sequences, shuffled anew in each pass. Text longer than the room in a sequence goes on in the next one as
@@ -260,19 +243,6 @@ impl Packer {
         }
         sequences.retain(|s| !s.tokens.is_empty());
         sequences
-    }
-}
-
-impl Sequence {
-    fn with_capacity(length: usize) -> Self {
-        Self { tokens: Vec::with_capacity(length), targets: Vec::with_capacity(length), segment_lengths: Vec::new() }
-    }
-
-    fn push(&mut self, segment: &[u32]) {
-        self.tokens.extend(segment.iter().map(|word| word & !NOT_LEARNED));
-        self.targets.extend(segment[1..].iter().map(|&word| if word & NOT_LEARNED == 0 { word } else { IGNORE }));
-        self.targets.push(IGNORE);
-        self.segment_lengths.push(segment.len());
     }
 }
 

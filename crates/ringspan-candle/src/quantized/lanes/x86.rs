@@ -1,7 +1,6 @@
 //! The vector operations on x86-64, with AVX-512, and with AVX2 and FMA.
 
-use super::{Lanes, VectorWork};
-use crate::quantized::blocks::half;
+use super::{Lanes, VectorWork, f16_to_f32};
 use bytemuck::cast;
 use pulp::NullaryFnOnce;
 use pulp::x86::{V3, V4};
@@ -181,7 +180,7 @@ impl Lanes for V3 {
     fn widen_half(self, numbers: [[u8; 2]; 16]) -> [__m256; 2] {
         let mut wide = [0.0; 16];
         for (wide, number) in wide.iter_mut().zip(numbers) {
-            *wide = half(number);
+            *wide = f16_to_f32(number);
         }
         cast(wide)
     }
@@ -212,7 +211,7 @@ impl Lanes for V3 {
 
     #[inline(always)]
     fn splat_half(self, x: [u8; 2]) -> [__m256; 2] {
-        self.splat(half(x))
+        self.splat(f16_to_f32(x))
     }
 
     #[inline(always)]

@@ -1,5 +1,5 @@
 use super::*;
-use crate::data::Overlong;
+use crate::data::{IGNORE, NOT_LEARNED, Overlong};
 use proptest::prelude::*;
 
 /// Documents whose tokens tell their document and their offset in it.
