@@ -9,6 +9,8 @@ use crate::tape::{self, Reads};
 use crate::{gpu, pool};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor, WithDType, bail};
+use std::cell::RefCell;
+use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
 
 /// Cosines and sines `[T, D/2]` of the angles of T tokens, shared by all heads and layers.
@@ -34,6 +36,17 @@ impl RotaryTable {
         });
         let (cos, sin): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
         Self { cos: cos.concat().into(), sin: sin.concat().into(), half, uploaded: Arc::default() }
+    }
+}
+
+/// The tables of a forward pass: layers whose rotary embeddings have the same id share one.
+#[derive(Debug, Default)]
+pub struct Rotations(RefCell<HashMap<usize, RotaryTable>>);
+
+impl Rotations {
+    /// The table of the rotary embedding `id`; `make` computes it on the first call.
+    pub(crate) fn table(&self, id: usize, make: impl FnOnce() -> RotaryTable) -> RotaryTable {
+        self.0.borrow_mut().entry(id).or_insert_with(make).clone()
     }
 }
 

@@ -286,4 +286,12 @@ mod tests {
         assert!(!Data::Bf16(&[bf16::ONE, bf16::NEG_INFINITY]).is_finite() && !Data::F16(&[f16::NAN]).is_finite());
         assert!(!Data::F32(&[f32::NAN]).is_finite() && Data::F32(&[f32::MAX]).is_finite());
     }
+
+    #[test]
+    fn rows_beyond_the_elements_have_no_end_inside_them() {
+        let (values, rows) = (vec![0.0; 40], [3, 9, 0]);
+        let view = View::new(&values, 10, 2, 2).expect("its size").with_rows(&rows);
+        assert_eq!((view.tokens, view.end()), (3, Some(40)));
+        assert!(View::new(&values, 10, 2, 2).expect("its size").with_rows(&[10]).end() > Some(values.len()));
+    }
 }

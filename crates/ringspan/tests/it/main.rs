@@ -5,9 +5,11 @@ mod matrix;
 
 mod attention_bytes;
 mod attention_meshes;
+mod attention_paged;
 mod attention_pairwise;
 mod attention_shapes;
 mod cpu_kernel;
+mod kernel_rows;
 mod large_scores;
 mod layout_properties;
 mod matrix_2d;
