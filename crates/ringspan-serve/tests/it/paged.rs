@@ -2,12 +2,13 @@
 
 use crate::support::*;
 use candle_core::{DType, Tensor};
+use proptest::prelude::*;
 use ringspan::{Documents, Group, Layout, LayoutKind, StrategyKind};
-use ringspan_candle::Context;
-use ringspan_serve::engine::step::{Outputs, Step, StepSequence};
+use ringspan_candle::{Context, Weight};
+use ringspan_serve::engine::step::{Outputs, PageCopy, Step, StepSequence};
 use ringspan_serve::paged::{PagedCache, execute};
-use ringspan_serve::{Model, Result};
-use std::sync::Arc;
+use ringspan_serve::{Error, Model, Result};
+use std::sync::{Arc, Mutex};
 
 /// The longest sequence of the tests; embeddings that depend on the length are made for it.
 const LENGTH: usize = 160;
@@ -164,5 +165,186 @@ fn steps_give_the_hidden_states_of_whole_sequences_for_every_kind_of_layer() {
 fn steps_give_the_hidden_states_of_whole_sequences_for_every_family() {
     for (name, seed) in ["gpt_oss", "deepseek_v3", "gemma2", "phi3_longrope", "smollm3", "glm4"].into_iter().zip(1..) {
         check(name, &of_fixture(name), 1e-5, 100 * seed);
+    }
+}
+
+/// The same model, computing in bf16.
+fn in_bf16(model: &Model) -> Model {
+    let round = |(name, weight): (&String, &Weight)| {
+        let weight = weight.to_tensor().and_then(|weight| weight.to_dtype(DType::BF16)).expect("dense");
+        (name.clone(), weight)
+    };
+    Model::new(model.decoder().clone(), model.weights(0).iter().map(round).collect()).expect("a whole model")
+}
+
+#[test]
+fn a_cache_in_bf16_gives_what_its_model_gives_up_to_rounding() {
+    check("bf16", &in_bf16(&gemma3()), 0.03, 7);
+    let (narrow, wide) = (in_bf16(&qwen3()), qwen3());
+    let bytes = |model: &Model| PagedCache::new(model, 3, 16).expect("a cache").bytes();
+    // Keys and values of 2 layers with 2 heads of width 8.
+    assert_eq!((bytes(&narrow), bytes(&wide)), (3 * 16 * 2 * 2 * 2 * 8 * 2, 3 * 16 * 2 * 2 * 2 * 8 * 4));
+    assert_eq!(PagedCache::bytes_per_page(&wide, 16) * 3, bytes(&wide));
+}
+
+/// A sequence's outputs alone in its steps, and with others that come and go.
+#[test]
+fn outputs_do_not_depend_on_batch_mates() {
+    for (name, model) in [("gemma3", gemma3()), ("qwen3_moe", qwen3_moe())] {
+        for (ranks, bound) in [(1, 1e-6), (3, 1e-5)] {
+            let mut pages = Pages::new(ranks, 200, 4, &mut Random(3));
+            let steps = |mates: bool, pages: &mut Pages| -> Vec<Step> {
+                let mut random = Random(8);
+                let (mut text, mut others) = (Text::new(70, 1), [Text::new(150, 2), Text::new(150, 3)]);
+                let step = |number: usize| {
+                    let count = if number < 2 { 25 } else { 1 };
+                    let mut sequences = vec![text.next(count, Outputs::All, pages)];
+                    for other in others.iter_mut().filter(|_| mates) {
+                        let count = 1 + random.below(12);
+                        sequences.insert(random.below(2), other.next(count, Outputs::None, pages));
+                    }
+                    Step { copies: Vec::new(), sequences }
+                };
+                (0..12).map(step).collect()
+            };
+            let alone = executed(&model, (ranks, 1), (200, 4), &steps(false, &mut pages));
+            let mixed = executed(&model, (ranks, 1), (200, 4), &steps(true, &mut pages));
+            for (step, (alone, mixed)) in alone.iter().zip(&mixed).enumerate() {
+                let apart = apart(&mixed.0, &alone.0);
+                assert!(apart <= bound, "{name}, {ranks} ranks, step {step}: {apart:.1e} apart");
+            }
+        }
+    }
+}
+
+/// A decoding step sends a softmax state of each new token and layer to each other rank, and nothing that grows with the context.
+#[test]
+fn a_decoding_step_sends_as_much_behind_a_long_context_as_behind_a_short_one() {
+    let model = qwen3();
+    let bytes = |ranks: usize, before: usize, streams: usize| {
+        let mut pages = Pages::new(ranks, 200, 4, &mut Random(3));
+        let mut texts: Vec<Text> = (0..streams).map(|seed| Text::new(before + 1, seed as u64)).collect();
+        let read = texts.iter_mut().map(|text| text.next(before, Outputs::None, &mut pages)).collect();
+        let decode = texts.iter_mut().map(|text| text.next(1, Outputs::Last, &mut pages)).collect();
+        let steps = [read, decode].map(|sequences| Step { copies: Vec::new(), sequences });
+        executed(&model, (ranks, 1), (200, 4), &steps)[1].1.clone()
+    };
+    // 2 layers, 4 heads, values of width 8, a maximum and a sum.
+    let state = 2 * 4 * (8 + 2) * 4;
+    for ranks in [1, 2, 4] {
+        for (before, streams) in [(3, 1), (150, 1), (3, 5), (150, 5)] {
+            let wanted = (ranks - 1) * streams * state;
+            assert_eq!(bytes(ranks, before, streams), vec![wanted as u64; ranks], "{ranks} ranks, {before} before");
+        }
+    }
+}
+
+/// Two sequences begin with the same 10 tokens: the second takes their full pages, and a copy of the page that both go on with.
+#[test]
+fn copied_and_shared_pages_continue_a_common_beginning() {
+    let model = gemma3();
+    for ranks in [1, 2, 3] {
+        let mut pages = Pages::new(ranks, 60, 4, &mut Random(5));
+        let mut first = Text::new(30, 1);
+        let mut second = Text::new(34, 2);
+        second.tokens[..10].copy_from_slice(&first.tokens[..10]);
+        let read = Step { copies: Vec::new(), sequences: vec![first.next(17, Outputs::None, &mut pages)] };
+        second.pages = first.pages[..2].to_vec();
+        pages.extend(&mut second.pages, 10);
+        second.done = 10;
+        let copy = PageCopy { rank: 2 % ranks, from: first.pages[2], to: second.pages[2], rows: 2 };
+        let both = vec![second.next(24, Outputs::Last, &mut pages), first.next(13, Outputs::Last, &mut pages)];
+        let got = executed(&model, (ranks, 1), (60, 4), &[read, Step { copies: vec![copy], sequences: both }]);
+        let wanted: Vec<f32> =
+            [&second, &first].iter().flat_map(|text| plain(&model, &text.tokens).pop().expect("tokens")).collect();
+        let apart = apart(&got[1].0, &wanted);
+        assert!(apart <= 1e-5, "{ranks} ranks: {apart:.1e} apart");
+    }
+}
+
+#[test]
+fn steps_that_do_not_fit_are_refused_on_all_ranks() {
+    let model = qwen3();
+    let refused = |change: &dyn Fn(&mut Step)| {
+        let sequence = StepSequence { start: 5, tokens: vec![1, 2], pages: vec![0, 0], outputs: Outputs::Last };
+        let mut step = Step { copies: Vec::new(), sequences: vec![sequence] };
+        change(&mut step);
+        let result = mesh(2, 1).run(|group| {
+            let mut cache = PagedCache::new(&model, 4, 4)?.with_max_length(20);
+            execute(&group, &model, &mut cache, &step).map(drop)
+        });
+        result.map_or_else(|error| error.to_string(), |_| "executed".into())
+    };
+    assert_eq!(refused(&|_| {}), "executed");
+    let cases: [(&dyn Fn(&mut Step), &str); 8] = [
+        (&|step| step.sequences[0].tokens.clear(), "sequence 0 of the step has no new tokens"),
+        (&|step| step.sequences[0].tokens[1] = 97, "token 97 at position 1"),
+        (&|step| step.sequences[0].pages = vec![0], "has 1 pages; 7 tokens need 2 of 4 tokens"),
+        (&|step| step.sequences[0].pages[1] = 4, "has page 4; a rank has 4"),
+        (&|step| step.sequences[0].start = 19, "grows to 21 tokens; possible are 20"),
+        (&|step| step.sequences[0].start = usize::MAX, "possible are 20"),
+        (&|step| step.sequences.push(step.sequences[0].clone()), "writes page 0 of rank 1, which is written already"),
+        (&|step| step.copies.push(PageCopy { rank: 1, from: 0, to: 4, rows: 1 }), "2 ranks of 4 pages of 4 tokens"),
+    ];
+    for (change, wanted) in cases {
+        let message = refused(change);
+        assert!(message.contains(wanted), "{message}");
+    }
+    for (pages, page) in [(0, 16), (4, 0), (usize::MAX, 2), (1 << 20, 1 << 20)] {
+        let message = PagedCache::new(&model, pages, page).expect_err("no such cache").to_string();
+        assert!(message.contains(&format!("{pages} pages of {page} tokens")), "{message}");
+    }
+}
+
+/// The other ranks wait in an exchange for a rank that has failed: they return an error that names it.
+#[test]
+fn a_rank_that_fails_is_named() {
+    let model = qwen3();
+    let mut pages = Pages::new(3, 60, 4, &mut Random(5));
+    let mut text = Text::new(40, 1);
+    let steps = [20, 1, 19]
+        .map(|count| Step { copies: Vec::new(), sequences: vec![text.next(count, Outputs::Last, &mut pages)] });
+    for failing in 0..3 {
+        for rank_fails_at in 1..3 {
+            let errors = Mutex::new(Vec::new());
+            let result = mesh(3, 1).run(|group| {
+                let mut cache = PagedCache::new(&model, 60, 4)?;
+                for (number, step) in steps.iter().enumerate() {
+                    if (group.rank(), number) == (failing, rank_fails_at) {
+                        return Err(Error::Tokenizer("gone".into()));
+                    }
+                    execute(&group, &model, &mut cache, step)
+                        .inspect_err(|error| errors.lock().expect("no panic").push(error.to_string()))?;
+                }
+                Ok(())
+            });
+            assert!(result.expect_err("a rank failed").to_string().contains("gone"));
+            let errors = errors.into_inner().expect("no panic");
+            assert!(!errors.is_empty(), "others wait for rank {failing}");
+            assert!(errors.iter().all(|error| error.contains(&format!("rank {failing}"))), "{errors:?}");
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+
+    /// Any lengths, pages, ranks and chunks.
+    #[test]
+    fn any_steps_give_the_hidden_states_of_whole_sequences(
+        lengths in prop::collection::vec(1usize..60, 1..4),
+        page in 1usize..20,
+        ranks in 1usize..5,
+        seed in any::<u64>(),
+    ) {
+        let model = mistral(9);
+        let mut texts: Vec<Text> = lengths.iter().zip(seed % 1000..).map(|(len, seed)| Text::new(*len, seed)).collect();
+        let wanted: Vec<Vec<Vec<f32>>> = texts.iter().map(|text| plain(&model, &text.tokens)).collect();
+        let (steps, outputs) = script(&mut texts, ranks, page, &mut Random(seed));
+        let pages = texts.len() * (LENGTH / page / ranks + 2);
+        for ((got, _), of) in executed(&model, (ranks, 1), (pages, page), &steps).iter().zip(&outputs) {
+            let wanted: Vec<f32> = of.iter().flat_map(|&(text, position)| wanted[text][position].clone()).collect();
+            prop_assert!(apart(got, &wanted) <= 1e-5);
+        }
     }
 }
