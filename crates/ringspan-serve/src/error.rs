@@ -72,6 +72,9 @@ pub enum Error {
         /// What went wrong.
         problem: String,
     },
+    /// A step of the engine, or its cache, does not fit: what was asked, and what is possible.
+    #[error("{0}")]
+    Step(String),
     /// Tokens could not be decoded to text.
     #[error("tokenizer: {0}")]
     Tokenizer(String),

@@ -7,6 +7,7 @@ pub mod engine;
 mod error;
 mod generate;
 mod model;
+pub mod paged;
 mod sampler;
 mod score;
 mod text;

@@ -3,6 +3,7 @@
 use super::client::Client;
 use super::executor::Executor;
 use super::lead::Lead;
+use super::model_executor::{AdaptedModels, ModelExecutor};
 use super::options::{EngineOptions, EngineSizes};
 use super::pages::Pages;
 use super::prefix_cache::PrefixCache;
@@ -11,9 +12,11 @@ use super::request::Limits;
 use super::scheduler::{Bounds, Scheduler};
 use super::shared::{Ending, Shared};
 use crate::error::{Error, Result};
-use crate::model::Mesh;
+use crate::model::{Mesh, Model};
+use crate::paged::PagedCache;
 use ringspan::attention::Group;
 use ringspan::comm::timed::Timed;
+use ringspan::schedule::HeadShare;
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -33,6 +36,30 @@ pub struct Engine {
 }
 
 impl Engine {
+    /// Starts an engine for a model on a mesh of ranks.
+    ///
+    /// # Errors
+    /// Options that do not fit, a mesh that the model's heads do not allow, a model on a GPU, and failures of ranks while they
+    /// start.
+    pub fn start(model: impl Into<Arc<Model>>, mesh: Mesh, options: &EngineOptions) -> Result<Self> {
+        let model: Arc<Model> = model.into();
+        let config = model.decoder().config();
+        HeadShare::all(config.num_attention_heads, config.num_key_value_heads(), (mesh.ring, mesh.ulysses).into())?;
+        let sizes = EngineSizes {
+            vocabulary: model.vocabulary(),
+            hidden_size: config.hidden_size,
+            ranks: mesh.size(),
+            local_ranks: mesh.ranks.local().unwrap_or(mesh.size()),
+            page_bytes: PagedCache::bytes_per_page(&model, options.page) as u64,
+            trained_length: config.max_position_embeddings,
+        };
+        let (adapted, devices) = (Arc::new(AdaptedModels::default()), mesh.devices.clone());
+        Self::start_with(mesh, options, &sizes, move |group, limits| {
+            let executor = ModelExecutor::new(group, model.clone(), adapted.clone(), devices.clone(), limits)?;
+            Ok(Box::new(executor))
+        })
+    }
+
     /// Starts an engine whose ranks compute with the executors that `make` makes, one on each rank.
     ///
     /// # Errors

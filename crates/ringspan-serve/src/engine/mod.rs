@@ -13,6 +13,7 @@ mod engine_handle;
 mod executor;
 mod lead;
 mod logprobs;
+mod model_executor;
 mod options;
 mod order;
 mod pages;

@@ -5,3 +5,4 @@ mod support;
 
 mod generate;
 mod known_failures;
+mod paged;
