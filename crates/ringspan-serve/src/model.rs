@@ -152,10 +152,7 @@ impl Mesh {
     ///
     /// # Errors
     /// As for [`run`](Self::run).
-    pub(crate) fn run_timed<T: Send>(
-        &self,
-        work: impl Fn(Arc<Group>, &Timed) -> Result<T> + Sync,
-    ) -> Result<Vec<T>> {
+    pub(crate) fn run_timed<T: Send>(&self, work: impl Fn(Arc<Group>, &Timed) -> Result<T> + Sync) -> Result<Vec<T>> {
         self.run_with(|comm| {
             let timed = Arc::new(Timed::new(comm));
             self.on_rank(timed.clone(), |group| work(group, &timed))
@@ -172,7 +169,11 @@ impl Mesh {
         self.ranks.run(self.size(), options, work)
     }
 
-    fn on_rank<T: Send>(&self, comm: Arc<dyn Communicator>, work: impl Fn(Arc<Group>) -> Result<T> + Sync) -> Result<T> {
+    fn on_rank<T: Send>(
+        &self,
+        comm: Arc<dyn Communicator>,
+        work: impl Fn(Arc<Group>) -> Result<T> + Sync,
+    ) -> Result<T> {
         let kernel = self.devices.of(comm.rank()).kernel(self.threads)?;
         let group = Arc::new(Group::new(comm, (self.ring, self.ulysses), kernel)?);
         pool::run(self.threads, || work(group))?

@@ -169,7 +169,7 @@ where
 {
     let executor = make(group, &shared.limits)?;
     group.cp().barrier()?;
-    let mut rank = EngineRank { group: group.clone(), timed, executor };
+    let mut rank = EngineRank::new(group.clone(), timed, executor);
     // The receiver waits for the first message only.
     let _ = ready.send(());
     if group.rank() == 0 {

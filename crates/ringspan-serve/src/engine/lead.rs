@@ -79,8 +79,8 @@ impl<'a> Lead<'a> {
     pub(super) fn run(&mut self, ranks: &mut EngineRank) -> Result<()> {
         let mut idle = true;
         loop {
-            let (commands, ending) = self.shared.take(idle.then_some(self.heartbeat));
-            let nothing_came = commands.is_empty();
+            let wait = self.heartbeat.saturating_sub(ranks.since_order());
+            let (commands, ending) = self.shared.take(idle.then_some(wait));
             for command in commands {
                 self.handle(command, ranks)?;
             }
@@ -97,7 +97,7 @@ impl<'a> Lead<'a> {
             let passes = self.scheduler.next();
             if passes.is_empty() {
                 self.publish();
-                if idle && nothing_came {
+                if ranks.since_order() >= self.heartbeat {
                     ranks.order(&Order::Wait)?;
                 }
                 idle = true;
@@ -122,6 +122,7 @@ impl<'a> Lead<'a> {
             Command::CheckHealth { reply } => {
                 self.compute_one_token(ranks)?;
                 self.count(ranks)?;
+                self.publish();
                 // A client that has left needs no answer.
                 let _ = reply.send(());
             }
@@ -338,4 +339,3 @@ fn output_rows(passes: &[Pass]) -> impl Iterator<Item = (usize, u64, usize)> {
     let sequences = passes.iter().flat_map(|pass| pass.arrivals.iter().zip(&pass.step.sequences));
     sequences.flat_map(of_sequence).enumerate().map(|(row, (arrival, position))| (row, arrival, position))
 }
-

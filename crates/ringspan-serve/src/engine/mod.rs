@@ -23,12 +23,12 @@ pub mod request;
 mod scheduler;
 mod sequence;
 mod shared;
-pub mod step;
 mod token_sampler;
 
 #[cfg(test)]
 mod test;
 
+pub use crate::step;
 pub use client::Client;
 pub use engine_handle::Engine;
 pub use executor::Executor;

@@ -96,9 +96,9 @@ impl EngineOptions {
         }
         let pages_per_rank = self.pages(sizes)?;
         let holds = pages_per_rank.saturating_mul(sizes.ranks).saturating_mul(page);
-        let asked = self.max_model_len.unwrap_or(holds.min(sizes.trained_length.unwrap_or(usize::MAX)));
-        if holds < asked.max(1) {
-            let needed = asked.max(1).div_ceil(page).div_ceil(sizes.ranks);
+        let asked = self.max_model_len.unwrap_or(holds.min(sizes.trained_length.unwrap_or(usize::MAX))).max(1);
+        if holds < asked {
+            let needed = asked.div_ceil(page).div_ceil(sizes.ranks);
             let EngineSizes { ranks, page_bytes, .. } = *sizes;
             return Err(Error::CacheTooSmall { asked, page, ranks, needed, pages_per_rank, page_bytes, holds });
         }

@@ -11,10 +11,7 @@ pub(super) enum Order {
     /// Nothing: the engine waits for requests, and shows the others that it is there.
     Wait,
     /// Compute steps, each with the weights of an adapter, then logits of as many rows in each block.
-    Compute {
-        passes: Vec<(AdapterSlot, Step)>,
-        blocks: Vec<usize>,
-    },
+    Compute { passes: Vec<(AdapterSlot, Step)>, blocks: Vec<usize> },
     /// Read an adapter.
     Load { slot: u64, folder: PathBuf },
     /// Forget an adapter.
@@ -157,8 +154,7 @@ mod tests {
     #[test]
     fn orders_arrive_as_they_were_sent() {
         let copies = vec![PageCopy { rank: 2, from: 3, to: 4, rows: 5 }];
-        let sequence =
-            |outputs| StepSequence { start: 9, tokens: vec![1, 2, u32::MAX], pages: vec![7, 0], outputs };
+        let sequence = |outputs| StepSequence { start: 9, tokens: vec![1, 2, u32::MAX], pages: vec![7, 0], outputs };
         let sequences = [Outputs::None, Outputs::Last, Outputs::All].map(sequence).to_vec();
         let step = Step { copies, sequences };
         for order in [

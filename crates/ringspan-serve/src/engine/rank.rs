@@ -7,12 +7,15 @@ use candle_core::Tensor;
 use ringspan::attention::Group;
 use ringspan::comm::{Buffer, timed::Timed};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 /// A rank, with what computes on it.
 pub(super) struct EngineRank<'a> {
     pub(super) group: Arc<Group>,
-    pub(super) timed: &'a Timed,
+    timed: &'a Timed,
     pub(super) executor: Box<dyn Executor + 'a>,
+    /// When rank 0 last gave an order.
+    ordered: Instant,
 }
 
 /// What came of an order.
@@ -26,7 +29,16 @@ pub(super) enum Outcome {
     Counted(Vec<[u64; 2]>),
 }
 
-impl EngineRank<'_> {
+impl<'a> EngineRank<'a> {
+    pub(super) fn new(group: Arc<Group>, timed: &'a Timed, executor: Box<dyn Executor + 'a>) -> Self {
+        Self { group, timed, executor, ordered: Instant::now() }
+    }
+
+    /// Time since the last order.
+    pub(super) fn since_order(&self) -> Duration {
+        self.ordered.elapsed()
+    }
+
     /// Carries out orders until the one to end.
     pub(super) fn follow(&mut self) -> Result<()> {
         loop {
@@ -48,6 +60,7 @@ impl EngineRank<'_> {
     /// the caller.
     pub(super) fn order(&mut self, order: &Order) -> Result<Outcome> {
         self.group.cp().broadcast(0, Some(order.to_buffer()))?;
+        self.ordered = Instant::now();
         self.carry_out(order)
     }
 

@@ -2,7 +2,7 @@
 
 use super::elements::Elements;
 use super::page_map::PageMap;
-use crate::engine::step::{PageCopy, Step, StepSequence};
+use crate::step::{PageCopy, Step, StepSequence};
 use crate::error::{Error, Result};
 use crate::model::Model;
 use candle_core::DType;

@@ -3,7 +3,7 @@
 use super::cache::PagedCache;
 use super::elements::{Elements, of_message};
 use super::page_map::PageMap;
-use crate::engine::step::StepSequence;
+use crate::step::StepSequence;
 use crate::error::{Error, Result};
 use candle_core::DType;
 use ringspan::attention::{Group, Inputs, on_device};

@@ -2,7 +2,7 @@
 
 use super::cache::PagedCache;
 use super::page_map::PageMap;
-use crate::engine::step::StepSequence;
+use crate::step::StepSequence;
 use crate::error::Result;
 use ringspan::attention::{DecodeTiles, Group, Inputs, Merge, Tokens, on_device};
 use ringspan::kernel::{Data, View};

@@ -6,7 +6,7 @@ use super::chunks::received;
 use super::elements::{Elements, of_tensor};
 use super::page_map::PageMap;
 use super::step_plan::StepPlan;
-use crate::engine::step::Step;
+use crate::step::Step;
 use crate::error::Result;
 use crate::model::Model;
 use candle_core::Tensor;

@@ -33,9 +33,8 @@ fn kept(params: &SamplingParams, logits: &[f32]) -> BTreeSet<u32> {
     };
     if let Some(p) = params.top_p {
         let mut before = 0.0;
-        let probabilities = softmax(&rows);
-        let count = probabilities.iter().take_while(|q| std::mem::replace(&mut before, before + **q) < f64::from(p));
-        let count = count.count().max(1);
+        let mut is_needed = |q: f64| std::mem::replace(&mut before, before + q) < f64::from(p);
+        let count = softmax(&rows).into_iter().take_while(|q| is_needed(*q)).count().max(1);
         rows.truncate(count);
     }
     if let Some(share) = params.min_p {
@@ -137,8 +136,7 @@ proptest! {
 fn stop_tokens_cannot_be_drawn_too_early() {
     let request = Request { min_tokens: 2, stop_token_ids: vec![1], ..request(&[0], 5) };
     let mut sampler = TokenSampler::new(&request);
-    let tokens: Vec<u32> =
-        (0..4).map(|_| sampler.draw(&mut [0.0, 9.0, 1.0]).expect("a token").token).collect();
+    let tokens: Vec<u32> = (0..4).map(|_| sampler.draw(&mut [0.0, 9.0, 1.0]).expect("a token").token).collect();
     assert_eq!(tokens, [2, 2, 1, 1]);
 }
 
@@ -175,8 +173,8 @@ impl TokenConstraint for Alternating {
 
 #[test]
 fn a_constraint_restricts_the_tokens_and_ends_the_text() {
-    let mut sampler =
-        sampler(SamplingParams { temperature: 0.0, ..SamplingParams::default() }, &[0]).with_constraint(Some(Box::new(Alternating(0))));
+    let mut sampler = sampler(SamplingParams { temperature: 0.0, ..SamplingParams::default() }, &[0])
+        .with_constraint(Some(Box::new(Alternating(0))));
     let mut draw = || sampler.draw(&mut [1.0, 5.0, 2.0, 4.0]);
     let first = draw().expect("a token");
     assert_eq!((first.token, first.ends), (2, false));

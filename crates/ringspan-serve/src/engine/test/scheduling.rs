@@ -58,7 +58,9 @@ impl Memory {
 /// The token that follows a text.
 fn next(text: &[u32], adapter: AdapterSlot) -> u32 {
     let seed = adapter.map_or(7, |slot| slot + 11);
-    let hash = text.iter().fold(seed, |hash: u64, token| (hash ^ u64::from(*token)).wrapping_mul(0x0100_0000_01b3) ^ (hash >> 29));
+    let hash = text
+        .iter()
+        .fold(seed, |hash: u64, token| (hash ^ u64::from(*token)).wrapping_mul(0x0100_0000_01b3) ^ (hash >> 29));
     (hash >> 17) as u32 % VOCABULARY
 }
 
