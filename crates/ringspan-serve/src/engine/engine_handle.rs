@@ -74,6 +74,9 @@ impl Engine {
         let EngineOptions { page, max_running, prefill_chunk, .. } = *options;
         let scheduler = Scheduler::new(cache, Bounds { page, max_running, prefill_chunk });
         let shared = Arc::new(Shared::new(limits, options.deadline));
+        if !mesh.ranks.lead() {
+            shared.stop("requests are taken by the process with rank 0, not by this one");
+        }
         let (ready, is_ready) = channel();
         let thread = {
             let shared = shared.clone();

@@ -7,7 +7,8 @@ use std::time::Duration;
 /// Settings of an engine.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EngineOptions {
-    /// Tokens of a page of the cache.
+    /// Tokens of a page of the cache: more of them make longer runs of keys on a rank, fewer distribute short texts more evenly over
+    /// the ranks.
     pub page: usize,
     /// Memory of the cache.
     pub kv_cache: KvCache,
@@ -41,7 +42,7 @@ pub enum KvCache {
 impl Default for EngineOptions {
     fn default() -> Self {
         Self {
-            page: 16,
+            page: 64,
             kv_cache: KvCache::Share(0.5),
             max_model_len: None,
             max_running: 64,

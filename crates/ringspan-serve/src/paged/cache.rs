@@ -2,9 +2,9 @@
 
 use super::elements::Elements;
 use super::page_map::PageMap;
-use crate::step::{PageCopy, Step, StepSequence};
 use crate::error::{Error, Result};
 use crate::model::Model;
+use crate::step::{PageCopy, Step, StepSequence};
 use candle_core::DType;
 use ringspan::kernel::{Data, View};
 use std::collections::HashSet;

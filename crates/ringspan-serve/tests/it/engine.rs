@@ -26,7 +26,11 @@ fn small() -> EngineOptions {
 }
 
 fn start(model: &Arc<Model>, ring: usize, options: &EngineOptions) -> Engine {
-    let mesh = Mesh { deadline: Duration::from_secs(60), ..mesh(ring, 1) };
+    start_on(model, (ring, 1), options)
+}
+
+fn start_on(model: &Arc<Model>, (ring, ulysses): (usize, usize), options: &EngineOptions) -> Engine {
+    let mesh = Mesh { deadline: Duration::from_secs(60), ..mesh(ring, ulysses) };
     Engine::start(model.clone(), mesh, options).expect("an engine")
 }
 
@@ -218,8 +222,8 @@ fn what_a_request_hears_does_not_depend_on_its_batch_mates() {
     let alone = start(&model, 1, &options);
     let expected: Vec<Heard> =
         prompts.iter().enumerate().map(|(i, prompt)| ask(&alone, sampled(i as u64, prompt))).collect();
-    for ring in [1, 2, 3] {
-        let engine = start(&model, ring, &options);
+    for place in MESHES {
+        let engine = start_on(&model, place, &options);
         let client = engine.client();
         let all: Vec<Events> = prompts
             .iter()
@@ -228,7 +232,7 @@ fn what_a_request_hears_does_not_depend_on_its_batch_mates() {
             .collect();
         for (i, (events, expected)) in all.into_iter().zip(&expected).enumerate() {
             let heard = hear(events);
-            assert_eq!(heard.tokens, expected.tokens, "{ring} ranks, request {i}");
+            assert_eq!(heard.tokens, expected.tokens, "{place:?}, request {i}");
             close(&heard.logprobs, &expected.logprobs);
         }
     }
@@ -404,7 +408,8 @@ fn an_engine_that_cannot_start_says_why() {
     };
     let few = error(mesh(2, 1), EngineOptions { kv_cache: KvCache::Pages(3), ..small() });
     assert!(few.contains("400 tokens") && few.contains("50 pages") && few.contains("24 tokens"), "{few}");
-    assert!(error(mesh(1, 3), small()).contains('3'));
+    let heads = error(mesh(1, 5), small());
+    assert!(heads.contains("ulysses 5") && heads.contains('4'), "{heads}");
 }
 
 /// Final-normed hidden states of all tokens, on one rank without a cache.

@@ -33,7 +33,11 @@ fn kept(params: &SamplingParams, logits: &[f32]) -> BTreeSet<u32> {
     };
     if let Some(p) = params.top_p {
         let mut before = 0.0;
-        let mut is_needed = |q: f64| std::mem::replace(&mut before, before + q) < f64::from(p);
+        let mut is_needed = |q: f64| {
+            let needed = before < f64::from(p);
+            before += q;
+            needed
+        };
         let count = softmax(&rows).into_iter().take_while(|q| is_needed(*q)).count().max(1);
         rows.truncate(count);
     }

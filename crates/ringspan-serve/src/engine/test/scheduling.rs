@@ -200,7 +200,7 @@ impl Harness {
             if client.events.is_some() {
                 assert_eq!((client.heard.as_slice(), client.end), (expected, Some(FinishReason::Length)));
             } else {
-                assert!(expected.starts_with(&client.heard) && client.end.is_none());
+                assert!(expected.starts_with(&client.heard));
             }
             if let Some(logprobs) = &client.prompt_logprobs {
                 let tokens: Vec<u32> = logprobs.iter().flatten().map(|logprobs| logprobs.token).collect();
@@ -350,12 +350,12 @@ fn requests_with_a_common_beginning_share_its_pages_while_they_run() {
     for last in 0..4 {
         let mut prompt = vec![3; 16];
         prompt.push(last);
-        harness.submit(request(&prompt, 6), None, None);
+        harness.submit(request(&prompt, 30), None, None);
         harness.step();
         harness.step();
     }
-    // 4 common pages, and one or two of each request.
-    assert!(harness.scheduler.cache().pages().used(0) <= 4 + 2 * 4);
+    // 4 common pages, and one to three of each request, of which the first has generated most.
+    assert!(harness.scheduler.cache().pages().used(0) <= 4 + 3 + 2 + 2 + 1);
     assert_eq!(harness.scheduler.sizes().0, 4);
     harness.finish();
 }
