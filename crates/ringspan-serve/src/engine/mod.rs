@@ -32,4 +32,4 @@ pub use crate::step;
 pub use client::Client;
 pub use engine_handle::Engine;
 pub use executor::Executor;
-pub use options::{EngineOptions, EngineSizes, KvCache};
+pub use options::{EngineOptions, EngineSizes, KvCache, MIXED_CHUNK};

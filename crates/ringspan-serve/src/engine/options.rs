@@ -18,15 +18,21 @@ pub struct EngineOptions {
     pub max_running: usize,
     /// Largest number of requests that wait.
     pub max_waiting: usize,
-    /// Largest number of prompts' tokens in one step: more of them make prompts faster, fewer make the time between the tokens of
-    /// other requests shorter.
+    /// Largest number of prompts' tokens in one step.
     pub prefill_chunk: usize,
+    /// The same for steps in which other requests generate: more of them make prompts faster, fewer make the time between the tokens
+    /// of the others shorter. `None` for [`MIXED_CHUNK`], or `prefill_chunk` if that is less.
+    pub mixed_chunk: Option<usize>,
     /// Keeps the keys and values of texts as long as there is room, so that texts with the same beginning need not compute it
     /// again.
     pub prefix_cache: bool,
     /// Longest wait of a client for the answer to a health check or the loading of an adapter.
     pub deadline: Duration,
 }
+
+/// Prompts' tokens in a step in which other requests generate, unless the options say another number: so many that products are
+/// not slower by the token than in longer chunks.
+pub const MIXED_CHUNK: usize = 64;
 
 /// Memory for keys and values on each rank.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -48,6 +54,7 @@ impl Default for EngineOptions {
             max_running: 64,
             max_waiting: 1024,
             prefill_chunk: 512,
+            mixed_chunk: None,
             prefix_cache: true,
             deadline: Duration::from_secs(60),
         }
@@ -85,10 +92,18 @@ impl EngineOptions {
             ("max-running", max_running),
             ("max-waiting", max_waiting),
             ("prefill-chunk", prefill_chunk),
+            ("mixed-chunk", self.mixed_chunk.unwrap_or(1)),
         ] {
             if given == 0 {
                 return wrong(option, "0".into(), "a number of at least 1");
             }
+        }
+        if let Some(mixed) = self.mixed_chunk.filter(|mixed| *mixed > prefill_chunk) {
+            return wrong(
+                "mixed-chunk",
+                mixed.to_string(),
+                "at most prefill-chunk: no step has more tokens of prompts",
+            );
         }
         if let KvCache::Share(share) = self.kv_cache
             && !(share > 0.0 && share <= 1.0)
@@ -113,6 +128,11 @@ impl EngineOptions {
             page,
             pages_per_rank,
         })
+    }
+
+    /// Largest number of prompts' tokens in a step in which other requests generate.
+    pub(super) fn mixed_chunk(&self) -> usize {
+        self.mixed_chunk.unwrap_or(MIXED_CHUNK).min(self.prefill_chunk)
     }
 
     fn pages(&self, sizes: &EngineSizes) -> Result<usize> {
@@ -175,5 +195,7 @@ mod tests {
         assert!(refused(|options| options.max_running = 0).starts_with("max-running 0"));
         assert!(refused(|options| options.max_waiting = 0).starts_with("max-waiting 0"));
         assert!(refused(|options| options.prefill_chunk = 0).starts_with("prefill-chunk 0"));
+        assert!(refused(|options| options.mixed_chunk = Some(0)).starts_with("mixed-chunk 0"));
+        assert!(refused(|options| options.mixed_chunk = Some(513)).contains("at most prefill-chunk"));
     }
 }

@@ -77,6 +77,11 @@ impl PrefixCache {
         &self.pages
     }
 
+    /// Whether it keeps pages.
+    pub(super) fn is_enabled(&self) -> bool {
+        self.enabled
+    }
+
     /// The rank that has page `index` of a sequence.
     pub(super) fn rank_of(&self, index: usize) -> usize {
         index % self.pages.ranks()

@@ -1,7 +1,8 @@
 //! Decides which sequences compute which tokens in the next step, and in which pages.
 //!
 //! Requests are admitted in the order in which they came. A step has one token of every sequence that is generating, and
-//! prompts' next tokens up to a limit, so that a long prompt delays the others by a bounded time only. A sequence holds pages
+//! prompts' next tokens up to a limit, so that a long prompt delays the others by a bounded time only. A request waits while another
+//! reads the same beginning, and then finds it in the cache. A sequence holds pages
 //! for all of its tokens from its admission on; if a further page is missing, the youngest sequence is put back into the queue
 //! and computed again later, from its tokens.
 
@@ -21,6 +22,8 @@ pub(super) struct Bounds {
     pub(super) max_running: usize,
     /// Largest number of prompts' tokens in a step.
     pub(super) prefill_chunk: usize,
+    /// The same for a step in which other requests generate.
+    pub(super) mixed_chunk: usize,
 }
 
 /// The requests of the engine, and the pages that they hold.
@@ -107,7 +110,8 @@ impl Scheduler {
         self.end_abandoned();
         self.grow();
         let mut chunks: Vec<usize> = Vec::with_capacity(self.running.len());
-        let mut budget = self.bounds.prefill_chunk;
+        let generates = self.running.iter().any(|sequence| sequence.remaining() == 1);
+        let mut budget = if generates { self.bounds.mixed_chunk } else { self.bounds.prefill_chunk };
         let chunk_of = |sequence: &Sequence, budget: &mut usize| match sequence.remaining() {
             1 => 1,
             remaining => {
@@ -190,6 +194,10 @@ impl Scheduler {
                 placed.computed += rows;
             }
             placed.pages = hit.pages;
+            if self.is_being_read(&sequence, placed.computed) {
+                self.release_pages(&mut placed);
+                return Err(sequence);
+            }
         }
         let pages = sequence.tokens.len().div_ceil(page);
         // While others run, a page of each rank is left to them, so that they do not have to be put back at once.
@@ -222,6 +230,19 @@ impl Scheduler {
         }
         sequence.placed = placed;
         Ok(sequence)
+    }
+
+    /// Whether a running sequence is reading more of this one's beginning than the `cached` first tokens, so that waiting for it costs
+    /// less than reading the same.
+    fn is_being_read(&self, sequence: &Sequence, cached: usize) -> bool {
+        let known = &sequence.tokens[..sequence.tokens.len() - 1];
+        let is_reading = |other: &&Sequence| other.adapter == sequence.adapter && other.remaining() > 1;
+        self.cache.is_enabled()
+            && self.running.iter().filter(is_reading).any(|other| {
+                let common = known.iter().zip(&other.tokens).take_while(|(a, b)| a == b).count();
+                let full_pages = common / self.bounds.page * self.bounds.page;
+                full_pages > cached && full_pages > other.placed.computed
+            })
     }
 
     /// Whether the ranks have the pages with these indices, and `spare` more each.

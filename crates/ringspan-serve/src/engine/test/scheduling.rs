@@ -121,6 +121,8 @@ impl Harness {
 
     /// One step; returns whether there was anything to compute.
     fn step(&mut self) -> bool {
+        let running = self.scheduler.running().iter().filter(|sequence| sequence.remaining() == 1);
+        let generating: Vec<u64> = running.map(|sequence| sequence.arrival).collect();
         let passes = self.scheduler.next();
         self.scheduler.check();
         let (running, _) = self.scheduler.sizes();
@@ -128,6 +130,9 @@ impl Harness {
         let chunks = passes.iter().flat_map(|pass| &pass.step.sequences).map(|sequence| sequence.tokens.len());
         let prompts: usize = chunks.filter(|tokens| *tokens > 1).sum();
         assert!(prompts <= self.bounds.prefill_chunk, "{prompts} tokens of prompts");
+        if passes.iter().flat_map(|pass| &pass.arrivals).any(|arrival| generating.contains(arrival)) {
+            assert!(prompts <= self.bounds.mixed_chunk, "{prompts} tokens of prompts delay others");
+        }
         self.memory.execute(&passes);
         for pass in &passes {
             for (arrival, sequence) in pass.arrivals.iter().zip(&pass.step.sequences) {
@@ -215,7 +220,7 @@ impl Harness {
 }
 
 fn bounds(page: usize) -> Bounds {
-    Bounds { page, max_running: 4, prefill_chunk: 6 }
+    Bounds { page, max_running: 4, prefill_chunk: 6, mixed_chunk: 3 }
 }
 
 #[derive(Debug, Clone)]
@@ -264,7 +269,7 @@ proptest! {
         // The longest of the sequences just fits.
         let longest = arrivals.iter().map(|one| one.shared + one.own.len() + one.max_tokens).max().expect("one");
         let pages = longest.div_ceil(page).div_ceil(ranks) as u32 + extra;
-        let mut harness = Harness::new(ranks, pages, Bounds { page, max_running, prefill_chunk }, prefix_cache);
+        let mut harness = Harness::new(ranks, pages, Bounds { page, max_running, prefill_chunk, mixed_chunk: prefill_chunk.div_ceil(2) }, prefix_cache);
         let beginning: Vec<u32> = (0..12).map(|i| i * i % VOCABULARY).collect();
         for at in 0..60 {
             for one in arrivals.iter().filter(|one| one.at == at) {
@@ -346,7 +351,7 @@ fn a_client_that_leaves_frees_its_pages_at_the_next_step() {
 
 #[test]
 fn requests_with_a_common_beginning_share_its_pages_while_they_run() {
-    let mut harness = Harness::new(1, 40, Bounds { page: 4, max_running: 8, prefill_chunk: 16 }, true);
+    let mut harness = Harness::new(1, 40, Bounds { page: 4, max_running: 8, prefill_chunk: 20, mixed_chunk: 20 }, true);
     for last in 0..4 {
         let mut prompt = vec![3; 16];
         prompt.push(last);
@@ -358,4 +363,17 @@ fn requests_with_a_common_beginning_share_its_pages_while_they_run() {
     assert!(harness.scheduler.cache().pages().used(0) <= 4 + 3 + 2 + 2 + 1);
     assert_eq!(harness.scheduler.sizes().0, 4);
     harness.finish();
+}
+
+/// Several texts for one prompt are asked for at once: it is read once, save for its last page.
+#[test]
+fn a_prompt_that_is_asked_for_several_times_at_once_is_read_once() {
+    let mut harness = Harness::new(2, 40, Bounds { page: 4, max_running: 8, prefill_chunk: 9, mixed_chunk: 9 }, true);
+    let prompt: Vec<u32> = (0..30).map(|i| i * i % VOCABULARY).collect();
+    for _ in 0..4 {
+        harness.submit(request(&prompt, 5), None, None);
+    }
+    let harness = harness.finish();
+    let counts = harness.scheduler.counts();
+    assert_eq!(counts.prefix_hits, 3 * 28, "all full pages");
 }
