@@ -122,14 +122,16 @@ impl Scheduler {
         };
         chunks.extend(self.running.iter().map(|sequence| chunk_of(sequence, &mut budget)));
         while budget > 0 && self.running.len() < self.bounds.max_running {
-            let Some(sequence) = self.waiting.pop_front() else { break };
-            match self.admit(sequence) {
-                Ok(sequence) => {
+            let Some(mut sequence) = self.waiting.pop_front() else { break };
+            match self.place(&sequence) {
+                Some(placed) => {
+                    self.count_found(&mut sequence, placed.computed);
+                    sequence.placed = placed;
                     let at = self.running.partition_point(|other| other.arrival < sequence.arrival);
                     chunks.insert(at, chunk_of(&sequence, &mut budget));
                     self.running.insert(at, sequence);
                 }
-                Err(sequence) => {
+                None => {
                     self.waiting.push_front(sequence);
                     break;
                 }
@@ -178,12 +180,11 @@ impl Scheduler {
         self.waiting.insert(at, sequence);
     }
 
-    /// Gives a waiting sequence its pages, those of the prefix cache first, or returns it as it was if there are not enough.
-    fn admit(&mut self, mut sequence: Sequence) -> Result<Sequence, Sequence> {
+    /// The pages of a waiting sequence, those of the prefix cache first; `None` if there are not enough, or it should wait.
+    fn place(&mut self, sequence: &Sequence) -> Option<Placed> {
         let page = self.bounds.page;
         let mut placed = Placed::default();
-        let looks_up = !sequence.needs_whole_prompt();
-        if looks_up {
+        if !sequence.needs_whole_prompt() {
             // The last token's hidden state is needed, so it is always computed.
             let known = &sequence.tokens[..sequence.tokens.len() - 1];
             let hit = self.cache.hold_prefix(sequence.adapter, known);
@@ -194,9 +195,9 @@ impl Scheduler {
                 placed.computed += rows;
             }
             placed.pages = hit.pages;
-            if self.is_being_read(&sequence, placed.computed) {
+            if self.is_being_read(sequence, placed.computed) {
                 self.release_pages(&mut placed);
-                return Err(sequence);
+                return None;
             }
         }
         let pages = sequence.tokens.len().div_ceil(page);
@@ -210,7 +211,7 @@ impl Scheduler {
             }
             if !self.has_room(placed.pages.len()..pages, spare) {
                 self.release_pages(&mut placed);
-                return Err(sequence);
+                return None;
             }
         }
         for index in placed.pages.len()..pages {
@@ -218,18 +219,20 @@ impl Scheduler {
                 Some(page) => placed.pages.push(page),
                 None => {
                     self.release_pages(&mut placed);
-                    return Err(sequence);
+                    return None;
                 }
             }
         }
+        Some(placed)
+    }
+
+    /// Counts the tokens of a prompt that were found in the cache when it is first admitted.
+    fn count_found(&mut self, sequence: &mut Sequence, found: usize) {
         if sequence.cached.is_none() {
-            let found = placed.computed.min(sequence.prompt);
             sequence.cached = Some(found);
             self.counts.prefix_hits += found as u64;
-            self.counts.prefix_queries += if looks_up { sequence.prompt as u64 } else { 0 };
+            self.counts.prefix_queries += if sequence.needs_whole_prompt() { 0 } else { sequence.prompt as u64 };
         }
-        sequence.placed = placed;
-        Ok(sequence)
     }
 
     /// Whether a running sequence is reading more of this one's beginning than the `cached` first tokens, so that waiting for it costs

@@ -404,7 +404,7 @@ fn health_is_a_token_through_every_rank_and_metrics_count_what_they_send() {
 fn an_engine_that_cannot_start_says_why() {
     let model = Arc::new(qwen3());
     let error = |mesh: Mesh, options: EngineOptions| {
-        Engine::start(model.clone(), mesh, &options).err().expect("it cannot start").to_string()
+        Engine::start(model.clone(), mesh, &options).expect_err("it cannot start").to_string()
     };
     let few = error(mesh(2, 1), EngineOptions { kv_cache: KvCache::Pages(3), ..small() });
     assert!(few.contains("400 tokens") && few.contains("50 pages") && few.contains("24 tokens"), "{few}");

@@ -203,6 +203,6 @@ fn a_factory_that_fails_on_a_rank_is_an_error_of_the_start() {
         1 => Err(Error::Tokenizer("no memory".into())),
         _ => Ok(Box::new(Scripted { group, accident: Accident::Nothing, at: (0, 0), steps: 0 })),
     });
-    let problem = made.err().expect("it cannot start").to_string();
+    let problem = made.expect_err("it cannot start").to_string();
     assert!(problem.contains("rank 1") && problem.contains("no memory"), "{problem}");
 }
