@@ -8,7 +8,7 @@ use crate::experts::{self, Expert, Experts, Load, RouterGradient, Routing};
 use crate::gated_mlp::{GateUpActivations, gated_mlp, gated_mlp_recomputed, gated_mlp_saving};
 use crate::linear_adapted::FrozenLinear;
 use crate::offload::Offload;
-use crate::rope::RotaryTable;
+use crate::rope::Rotations;
 use crate::stored_activation::{Storage, StoredActivation};
 use crate::tensor_parallel::TensorParallel;
 use crate::tiled::{RowFunction, tiled, tiled_again};
@@ -102,8 +102,7 @@ pub struct ActivationStore<'a> {
     products: RefCell<BTreeMap<String, StoredActivation>>,
     wide: RefCell<BTreeMap<String, GateUpActivations>>,
     mixtures: RefCell<BTreeMap<usize, experts::SavedExperts>>,
-    /// Sines and cosines by the id of the model's rotary embedding, which all layers share.
-    rotations: RefCell<BTreeMap<usize, RotaryTable>>,
+    rotations: Rotations,
 }
 
 impl<'a> ActivationStore<'a> {
@@ -120,7 +119,7 @@ impl<'a> ActivationStore<'a> {
             products: RefCell::default(),
             wide: RefCell::default(),
             mixtures: RefCell::default(),
-            rotations: RefCell::default(),
+            rotations: Rotations::default(),
         }
     }
 
@@ -276,11 +275,6 @@ impl<'a> ActivationStore<'a> {
         let again = |known| tiled_again(x, function.clone(), known);
         self.product(name, needs_values, self.keep(needs_values), || tiled(x, function.clone()), again)
     }
-
-    /// The sines and cosines of the model's rotary embedding `id`; `make` computes them on the first call.
-    pub(crate) fn rotation(&self, id: usize, make: impl FnOnce() -> RotaryTable) -> RotaryTable {
-        self.rotations.borrow_mut().entry(id).or_insert_with(make).clone()
-    }
 }
 
 impl Attend for ActivationStore<'_> {
@@ -299,6 +293,10 @@ impl Attend for ActivationStore<'_> {
 
     fn positions(&self) -> &[usize] {
         self.attend.positions()
+    }
+
+    fn rotations(&self) -> Option<&Rotations> {
+        Some(&self.rotations)
     }
 
     fn length(&self) -> usize {

@@ -4,6 +4,7 @@ pub use crate::attention::AttentionInputs;
 use crate::attention::SavedAttention;
 use crate::dropout::InputDropout;
 use crate::experts::Experts;
+use crate::rope::Rotations;
 use crate::tensor_parallel::TensorParallel;
 use candle_core::{Result, Tensor};
 use ringspan::{Mask, Score};
@@ -37,6 +38,12 @@ pub trait Attend {
 
     /// The position of each of the T tokens inside its document.
     fn positions(&self) -> &[usize];
+
+    /// The angles of the tokens, where layers find those that others have made; `None` if each layer makes its own. A wrapper
+    /// around another `Attend` returns those of that one.
+    fn rotations(&self) -> Option<&Rotations> {
+        None
+    }
 
     /// The length in tokens of the longest document that there is or will be on any rank. It must be equal on every rank, and
     /// for all calls whose keys meet in one attention: rotary embeddings whose frequencies depend on the length are made for

@@ -11,6 +11,8 @@ use crate::{gpu, pool};
 use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, WithDType, bail};
+use std::cell::RefCell;
+use std::collections::HashMap;
 use std::sync::Arc;
 
 /// Cosines and sines `[T, D/2]` of the angles of T tokens, shared by all heads and layers.
@@ -42,6 +44,17 @@ impl RotaryTable {
             #[cfg(feature = "cuda")]
             uploaded: Arc::default(),
         }
+    }
+}
+
+/// The tables of a forward pass: layers whose rotary embeddings have the same id share one.
+#[derive(Debug, Default)]
+pub struct Rotations(RefCell<HashMap<usize, RotaryTable>>);
+
+impl Rotations {
+    /// The table of the rotary embedding `id`; `make` computes it on the first call.
+    pub(crate) fn table(&self, id: usize, make: impl FnOnce() -> RotaryTable) -> RotaryTable {
+        self.0.borrow_mut().entry(id).or_insert_with(make).clone()
     }
 }
 

@@ -7,6 +7,7 @@ use ringspan::kernel::Score;
 use ringspan::{Mask, Run};
 use ringspan_candle::decode::decode;
 use ringspan_candle::experts::Local;
+use ringspan_candle::rope::Rotations;
 use ringspan_candle::tensor_parallel::NO_TENSOR_PARALLEL;
 use ringspan_candle::{Attend, AttentionInputs, Context, Experts, InputDropout, TensorParallel};
 use std::cell::RefCell;
@@ -33,6 +34,10 @@ impl Attend for Prefill<'_> {
 
     fn positions(&self) -> &[usize] {
         self.context.positions()
+    }
+
+    fn rotations(&self) -> Option<&Rotations> {
+        self.context.rotations()
     }
 
     fn length(&self) -> usize {

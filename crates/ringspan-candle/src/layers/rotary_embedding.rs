@@ -53,7 +53,7 @@ impl RotaryEmbedding {
             return Ok(x);
         }
         let make = || self.rotation(pass.attend().positions(), pass.attend().length());
-        let rotation = pass.store().map_or_else(make, |store| store.rotation(self.id, make));
+        let rotation = pass.attend().rotations().map_or_else(make, |tables| tables.table(self.id, make));
         let pairs = self.frequencies.len();
         let mut turned = if 2 * pairs == dim { x.clone() } else { x.narrow(2, 0, 2 * pairs)? };
         if self.interleaved {

@@ -10,6 +10,7 @@ use ringspan::kernel::{Data, View};
 use ringspan::{Mask, Score};
 use ringspan_candle::cast::cast;
 use ringspan_candle::experts::Local;
+use ringspan_candle::rope::Rotations;
 use ringspan_candle::tensor_parallel::NO_TENSOR_PARALLEL;
 use ringspan_candle::{Attend, AttentionInputs, Experts, InputDropout, TensorParallel};
 use std::cell::RefCell;
@@ -22,12 +23,13 @@ pub(super) struct PagedAttention<'a> {
     plan: &'a StepPlan,
     /// The most tokens that a sequence may have.
     length: usize,
+    rotations: Rotations,
 }
 
 impl<'a> PagedAttention<'a> {
     pub(super) fn new(group: &'a Group, cache: &'a mut PagedCache, plan: &'a StepPlan) -> Self {
         let length = cache.max_length().unwrap_or(0);
-        Self { group, cache: RefCell::new(cache), plan, length }
+        Self { group, cache: RefCell::new(cache), plan, length, rotations: Rotations::default() }
     }
 
     /// Writes the new keys and values to the ranks' pages.
@@ -97,6 +99,10 @@ impl Attend for PagedAttention<'_> {
 
     fn positions(&self) -> &[usize] {
         &self.plan.positions
+    }
+
+    fn rotations(&self) -> Option<&Rotations> {
+        Some(&self.rotations)
     }
 
     fn length(&self) -> usize {

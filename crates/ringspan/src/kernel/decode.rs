@@ -97,12 +97,13 @@ impl Decode<'_> {
             if let Some(terms) = self.terms {
                 terms.score_single_query(simd, head, &block_pair, seen);
             }
-            // Vectors may extend beyond the last key; exp turns these scores into exact zeros.
-            rest.fill(f32::NEG_INFINITY);
+            // The last vector may extend beyond the last key; exp turns these scores into exact zeros.
+            let whole = rows.len().next_multiple_of(S::LANES);
+            rest[..whole - rows.len()].fill(f32::NEG_INFINITY);
             let max = seen.iter().fold(f32::NEG_INFINITY, |max, x| max.max(*x));
             let finite = simd.splat(max.max(f32::MIN));
             let mut sum = simd.splat(0.0);
-            for scores in scores.chunks_exact_mut(S::LANES) {
+            for scores in scores[..whole].chunks_exact_mut(S::LANES) {
                 // SAFETY: the chunk has LANES numbers.
                 unsafe {
                     let x = exp(simd, simd.sub(simd.load(scores.as_ptr()), finite));

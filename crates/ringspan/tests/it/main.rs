@@ -8,6 +8,7 @@ mod support;
 mod attention_bytes;
 mod attention_decode;
 mod attention_meshes;
+mod attention_paged;
 mod attention_pairwise;
 mod attention_shapes;
 mod large_scores;

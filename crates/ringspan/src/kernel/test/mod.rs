@@ -3,6 +3,7 @@
 mod blocks;
 mod faults;
 mod moves;
+mod rows;
 mod storage;
 mod terms;
 

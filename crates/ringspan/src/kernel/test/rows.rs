@@ -1,0 +1,132 @@
+//! Keys and values that are read through a table of rows, as from the pages of a cache.
+
+use super::*;
+
+/// Numbers below `limit` in random order, `count` of them.
+fn some_of(limit: usize, count: usize, seed: u64) -> Vec<u32> {
+    let mut keyed: Vec<(u32, u32)> =
+        random(limit, seed).iter().zip(0..).map(|(x, row)| (x.to_bits().wrapping_mul(0x9e37_79b9), row)).collect();
+    keyed.sort_unstable();
+    keyed.into_iter().take(count).map(|(_, row)| row).collect()
+}
+
+/// A tensor of `room` rows, of which `rows` hold those of `values`, and the others NaN.
+fn scattered(values: &[f32], width: usize, rows: &[u32], room: usize) -> Vec<f32> {
+    let mut all = vec![f32::NAN; room * width];
+    for (row, values) in rows.iter().zip(values.chunks_exact(width)) {
+        all[*row as usize * width..][..width].copy_from_slice(values);
+    }
+    all
+}
+
+fn view(data: Data<'_>, tokens: usize, heads: usize, dim: usize) -> View<'_> {
+    View::stored(data, tokens, heads, dim).expect("its size")
+}
+
+/// Calls `each` with every instruction set, with one and with three threads.
+fn on_every_kernel(mut each: impl FnMut(&Kernel)) {
+    for isa in Isa::available() {
+        for threads in [1, 3] {
+            each(&Kernel::with_isa(threads, isa).expect("available"));
+        }
+    }
+}
+
+#[test]
+fn scattered_keys_give_the_bits_of_keys_in_order() {
+    for storage in [Storage::F32, Storage::Bf16, Storage::F16] {
+        for (queries, keys, kv_heads) in [(1, 2500, 1), (70, 300, 2), (1, 37, 4)] {
+            let mut problem = Problem::new(queries, keys, (4, kv_heads), (24, 40), Band { lo: -260, hi: i64::MAX });
+            problem.storage = storage;
+            let (values, tiles) = (problem.values(), &problem.blocks[0].1);
+            let map = HeadMap::new(problem.kv_of.clone(), kv_heads).expect("heads in order");
+            let rows = some_of(keys + 50, keys, 9);
+            let spread = |values: &[f32], dim: usize| scattered(values, kv_heads * dim, &rows, keys + 50);
+            let (k_spread, v_spread) = (spread(&values.k, 24), spread(&values.v, 40));
+            let [q, k, v] = [&values.q, &values.k, &values.v].map(|x| storage.store(x));
+            let (k_spread, v_spread) = (storage.store(&k_spread), storage.store(&v_spread));
+            let (q, d_out) = (view(q.data(), queries, 4, 24), view(Data::F32(&values.d_out), queries, 4, 40));
+            let (k, v) = (view(k.data(), keys, kv_heads, 24), view(v.data(), keys, kv_heads, 40));
+            let in_order = Inputs { q, k, v, heads: &map, score: &problem.score, bias: None };
+            let (k, v) =
+                (view(k_spread.data(), keys + 50, kv_heads, 24), view(v_spread.data(), keys + 50, kv_heads, 40));
+            let by_rows = Inputs { k: k.with_rows(&rows), v: v.with_rows(&rows), ..in_order };
+            on_every_kernel(|kernel| {
+                let computed = |inputs: &Inputs| {
+                    let (mut forward, mut decoded) = (Partial::new(queries, 4, 40), Partial::new(queries, 4, 40));
+                    kernel.forward(inputs, tiles, &mut forward).expect("no failure");
+                    kernel.decode(inputs, tiles, &mut decoded).expect("no failure");
+                    let (out, statistics) = forward.clone().finish(queries, 4, 40, None);
+                    let delta = kernel.delta(view(Data::F32(&out), queries, 4, 40), d_out).expect("no failure");
+                    let mut sums = [values.q.len(), values.k.len(), values.v.len()].map(|len| vec![0.0; len]);
+                    let [dq, dk, dv] = &mut sums;
+                    let (d_table, d_bias) = ((&mut [][..]).into(), (&mut [][..]).into());
+                    let mut targets = Sums { dq: dq.into(), dk: dk.into(), dv: dv.into(), d_table, d_bias };
+                    let saved = Saved { statistics: statistics.data(), delta: Data::F32(&delta), d_out };
+                    kernel.backward(inputs, tiles, &saved, &mut targets).expect("no failure");
+                    (forward, decoded, sums)
+                };
+                let what = format!("{kernel:?}, {storage:?}, {queries} queries, {keys} keys");
+                assert!(computed(&by_rows) == computed(&in_order), "{what}");
+            });
+        }
+    }
+}
+
+#[test]
+fn many_queries_with_keys_of_their_own_give_the_bits_of_each_alone() {
+    let counts = [700, 1, 0, 2100, 64, 1025];
+    let keys: usize = counts.iter().sum();
+    let mut problem = Problem::new(counts.len(), keys, (6, 2), (24, 40), FULL);
+    (problem.score.softcap, problem.bias_heads) = (Some(0.7), 6);
+    let values = problem.values();
+    let map = HeadMap::new(problem.kv_of.clone(), 2).expect("heads in order");
+    let view = |data, tokens, heads, dim| view(Data::F32(data), tokens, heads, dim);
+    let all = Inputs {
+        q: view(&values.q, counts.len(), 6, 24),
+        k: view(&values.k, keys, 2, 24),
+        v: view(&values.v, keys, 2, 40),
+        heads: &map,
+        score: &problem.score,
+        bias: Some(view(&values.bias, counts.len(), 6, keys)),
+    };
+    let mut first = 0;
+    let of_query = |(query, count): (usize, &usize)| {
+        first += count;
+        let place = TilePosition { key: first - count, ..TilePosition::START };
+        Tile { place, ..tile(query..query + 1, first - count..first, FULL) }
+    };
+    let tiles: Vec<Tile> = counts.iter().enumerate().map(of_query).collect();
+    on_every_kernel(|kernel| {
+        let mut together = Partial::new(counts.len(), 6, 40);
+        kernel.decode(&all, &tiles, &mut together).expect("no failure");
+        assert!(kernel.held() <= kernel.decode_workspace(&all, &tiles), "{} bytes", kernel.held());
+        for (query, tile) in tiles.iter().enumerate() {
+            let alone = Inputs {
+                q: view(&values.q[query * 6 * 24..][..6 * 24], 1, 6, 24),
+                bias: Some(view(&values.bias[query * 6 * keys..][..6 * keys], 1, 6, keys)),
+                ..all
+            };
+            let mut single = Partial::new(1, 6, 40);
+            kernel.decode(&alone, &[Tile { q: 0..1, ..tile.clone() }], &mut single).expect("no failure");
+            assert_eq!(together.out[query * 6 * 40..][..6 * 40], single.out, "{kernel:?}, query {query}");
+            for head in 0..6 {
+                let at = head * counts.len() + query;
+                assert_eq!([together.max[at], together.sum[at]], [single.max[head], single.sum[head]]);
+            }
+        }
+        let mut forward = Partial::new(counts.len(), 6, 40);
+        kernel.forward(&all, &tiles, &mut forward).expect("no failure");
+        let (out, _) = together.finish(counts.len(), 6, 40, None);
+        let (wanted, _) = forward.finish(counts.len(), 6, 40, None);
+        out.iter().zip(&wanted).for_each(|(got, wanted)| assert!((got - wanted).abs() < 1e-5, "{got} for {wanted}"));
+    });
+}
+
+#[test]
+fn rows_beyond_the_elements_have_no_end_inside_them() {
+    let (values, rows) = (vec![0.0; 40], [3, 9, 0]);
+    let view = View::new(&values, 10, 2, 2).expect("its size").with_rows(&rows);
+    assert_eq!((view.tokens, view.end()), (3, Some(40)));
+    assert!(View::new(&values, 10, 2, 2).expect("its size").with_rows(&[10]).end() > Some(values.len()));
+}
