@@ -412,6 +412,70 @@ fn an_engine_that_cannot_start_says_why() {
     assert!(heads.contains("ulysses 5") && heads.contains('4'), "{heads}");
 }
 
+/// Weights are read once for all sequences of a step.
+#[test]
+#[ignore = "measures time; run it alone"]
+fn sixteen_streams_together_are_faster_than_one() {
+    let model = Arc::new(large());
+    for (ring, threads) in [(1, 2), (2, 1)] {
+        let mesh = Mesh { threads, ..mesh(ring, 1) };
+        let options = EngineOptions { kv_cache: KvCache::Pages(200), max_model_len: Some(400), ..small() };
+        let engine = Engine::start(model.clone(), mesh, &EngineOptions { page: 64, ..options }).expect("an engine");
+        let client = engine.client();
+        let speed = |streams: u64| {
+            let began = std::time::Instant::now();
+            let all: Vec<Events> = (0..streams)
+                .map(|seed| client.submit(Request { logprobs: None, ..greedy(&tokens(2, seed), 60) }).expect("taken"))
+                .collect();
+            let generated: usize = all.into_iter().map(|events| hear(events).tokens.len()).sum();
+            generated as f64 / began.elapsed().as_secs_f64()
+        };
+        speed(1);
+        let (one, sixteen) = (speed(1), speed(16));
+        println!(
+            "{ring} ranks of {threads} threads: {one:.0} tokens/s, 16 streams {sixteen:.0}, {:.1} times",
+            sixteen / one
+        );
+        assert!(sixteen > 2.0 * one);
+    }
+}
+
+/// Between the tokens of a request that generates is a bounded time, however long the prompts that others send.
+#[test]
+#[ignore = "measures time; run it alone"]
+fn a_long_prompt_does_not_stall_who_generates() {
+    let model = Arc::new(large());
+    let options = EngineOptions { kv_cache: KvCache::Pages(200), max_model_len: Some(8000), page: 64, ..small() };
+    let options = EngineOptions { prefill_chunk: 512, ..options };
+    let engine = Engine::start(model, Mesh { threads: 2, ..mesh(1, 1) }, &options).expect("an engine");
+    let client = engine.client();
+    let mut events = client.submit(greedy(&tokens(2, 1), 100)).expect("taken");
+    let mut times = Vec::new();
+    let mut reading = None;
+    let mut last = std::time::Instant::now();
+    while let Some(event) = events.blocking_recv() {
+        if let Event::Token(..) = event {
+            times.push(std::mem::replace(&mut last, std::time::Instant::now()).elapsed().as_secs_f64());
+        }
+        if times.len() == 20 && reading.is_none() {
+            reading = Some(client.submit(greedy(&tokens(4000, 2), 1)).expect("taken"));
+        }
+    }
+    assert_eq!(hear(reading.expect("submitted")).tokens.len(), 1);
+    let mut alone = times[5..20].to_vec();
+    let mut beside = times[22..82].to_vec();
+    alone.sort_by(f64::total_cmp);
+    beside.sort_by(f64::total_cmp);
+    let (usual, median, longest) = (alone[7], beside[30], beside[59]);
+    println!(
+        "{:.0} ms alone, beside the prompt {:.0} ms (median) to {:.0} ms",
+        usual * 1e3,
+        median * 1e3,
+        longest * 1e3
+    );
+    assert!(longest < 3.0 * median, "{longest} s, median {median} s");
+}
+
 /// Final-normed hidden states of all tokens, on one rank without a cache.
 fn normed(model: &Model, tokens: &[u32]) -> Vec<Vec<f32>> {
     use ringspan::{Documents, Layout, LayoutKind, StrategyKind};
