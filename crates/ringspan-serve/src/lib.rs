@@ -10,6 +10,7 @@ mod model;
 pub mod paged;
 mod sampler;
 mod score;
+pub mod step;
 mod text;
 
 pub use cache::{BLOCK, Cache, owner};

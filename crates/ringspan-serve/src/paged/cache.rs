@@ -2,9 +2,9 @@
 
 use super::elements::Elements;
 use super::page_map::PageMap;
-use crate::engine::step::{PageCopy, Step, StepSequence};
 use crate::error::{Error, Result};
 use crate::model::Model;
+use crate::step::{PageCopy, Step, StepSequence};
 use candle_core::DType;
 use ringspan::kernel::{Data, View};
 use std::collections::HashSet;
@@ -154,10 +154,10 @@ impl PagedCache {
             if let Some(page) = pages.iter().find(|page| **page as usize >= self.pages) {
                 return wrong(format!("has page {page}; a rank has {}", self.pages));
             }
-            for index in start / self.page..pages.len() {
-                if !written.insert((index % map.ranks, pages[index])) {
+            for (index, page) in pages.iter().enumerate().skip(start / self.page) {
+                if !written.insert((index % map.ranks, *page)) {
                     let owner = index % map.ranks;
-                    return wrong(format!("writes page {} of rank {owner}, which is written already", pages[index]));
+                    return wrong(format!("writes page {page} of rank {owner}, which is written already"));
                 }
             }
         }

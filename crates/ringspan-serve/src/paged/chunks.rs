@@ -3,8 +3,8 @@
 use super::cache::PagedCache;
 use super::elements::{Elements, of_message};
 use super::page_map::PageMap;
-use crate::engine::step::StepSequence;
 use crate::error::{Error, Result};
+use crate::step::StepSequence;
 use candle_core::DType;
 use ringspan::attention::{Group, Inputs, on_device};
 use ringspan::kernel::{Data, View};

@@ -2,8 +2,8 @@
 
 use super::cache::PagedCache;
 use super::page_map::PageMap;
-use crate::engine::step::StepSequence;
 use crate::error::Result;
+use crate::step::StepSequence;
 use ringspan::attention::{DecodeTiles, Group, Inputs, Merge, Tokens, on_device};
 use ringspan::kernel::{Data, View};
 use ringspan::{Mask, Run, Score};

@@ -3,8 +3,8 @@
 use super::chunks::Chunks;
 use super::decodes::Decodes;
 use super::page_map::PageMap;
-use crate::engine::step::{Outputs, Step, StepSequence};
 use crate::error::Result;
+use crate::step::{Outputs, Step, StepSequence};
 
 /// The rows that a rank computes in a step: its share of the chunks' tokens, then the new tokens of all decoding sequences.
 pub(super) struct StepPlan {

@@ -50,6 +50,14 @@ pub fn dynamic(trained: usize) -> Model {
     model(serde_json::json!({ "model_type": "llama", "max_position_embeddings": trained, "rope_scaling": rope }))
 }
 
+/// A Qwen3 whose 40 million weights do not fit into a processor's cache.
+pub fn large() -> Model {
+    model(serde_json::json!({
+        "model_type": "qwen3", "vocab_size": 16000, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64
+    }))
+}
+
 /// The tiny model of a family, from the fixtures that are compared with Hugging Face.
 pub fn of_fixture(name: &str) -> Model {
     let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../ringspan-models/tests/fixtures");
