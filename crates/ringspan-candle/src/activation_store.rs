@@ -13,7 +13,7 @@ use crate::stored_activation::{Storage, StoredActivation};
 use crate::tensor_parallel::TensorParallel;
 use crate::tiled::{RowFunction, tiled, tiled_recomputed};
 use crate::weight::Weight;
-use candle_core::{Result, Tensor};
+use candle_core::{Result, Tensor, bail};
 use ringspan::{Mask, Score};
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -28,7 +28,7 @@ use std::{fmt, str::FromStr};
 /// heads, are:
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Recompute {
-    /// Recomputes the whole layer: only its input is stored, C numbers.
+    /// Recomputes the whole layer: only its input is stored, C numbers. On a CPU, attention's inputs are computed twice again.
     Full,
     /// Recomputes all but attention: C + H (Dv + 2) numbers are stored. The longer the sequence, the more of a layer is
     /// attention.
@@ -275,11 +275,33 @@ impl<'a> ActivationStore<'a> {
         let recomputed = |known| tiled_recomputed(x, function.clone(), known);
         self.product(name, needs_values, self.keep(needs_values), || tiled(x, function.clone()), recomputed)
     }
+
+    /// Takes out the output of a layer's attention, `[T, H, Dv]`, if it is stored;
+    /// [`attention_gradient`](Self::attention_gradient) must follow.
+    ///
+    /// # Errors
+    /// An output that was taken out before.
+    pub fn take_attention(&self, layer: usize) -> Result<Option<Tensor>> {
+        self.attentions.borrow_mut().get_mut(&layer).map_or(Ok(None), SavedAttention::take_output)
+    }
+
+    /// Announces the gradient of the output that was taken out, both `[T, H, Dv]` on the CPU. After it attention can be
+    /// recorded for its gradients, once, without the output.
+    ///
+    /// # Errors
+    /// An output that is not stored, tensors of different shapes.
+    pub fn attention_gradient(&self, layer: usize, output: &Tensor, gradient: &Tensor) -> Result<()> {
+        match self.attentions.borrow_mut().get_mut(&layer) {
+            Some(memory) => memory.output_gradient(output, gradient),
+            None => bail!("the gradient of the attention of layer {layer}, whose output is not stored"),
+        }
+    }
 }
 
 impl Attend for ActivationStore<'_> {
     fn layer_attention(&self, layer: usize, inputs: &AttentionInputs, mask: &Mask, score: &Score) -> Result<Tensor> {
-        if self.policy.recompute == Recompute::Full {
+        // The first part of a recomputation needs attention's output, and the last its inputs.
+        if self.policy.recompute == Recompute::Full && !(self.is_recomputing.get() && inputs.q.device().is_cpu()) {
             return self.attend.layer_attention(layer, inputs, mask, score);
         }
         let mut layers = self.attentions.borrow_mut();

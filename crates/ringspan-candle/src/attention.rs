@@ -60,19 +60,30 @@ pub fn attention(
     attention_saving(group, schedule, inputs, score, &mut SavedAttention::default())
 }
 
-/// The stored result of attention: output `[T, H, Dv]`, and the softmax's maxima and sums `[H, T]` on the device that
-/// computed them.
-#[derive(Debug, Clone)]
-pub struct StoredAttention {
-    out: stored_activation::StoredActivation,
+/// The stored result of attention: the softmax's maxima and sums `[H, T]` on the device that computed them, and what else the
+/// backward pass reads.
+struct StoredAttention {
+    out: StoredOutput,
     statistics: OnTheWay,
+    /// The group whose kernel computed it.
+    group: Arc<Group>,
+}
+
+/// The output of attention, or what the backward pass reads of it.
+enum StoredOutput {
+    /// The output `[T, H, Dv]`.
+    Values(stored_activation::StoredActivation),
+    /// The output was taken out, and its gradient is not known yet.
+    Taken,
+    /// For each row the dot product of output and gradient, `[H, T]`.
+    Delta(Floats),
 }
 
 /// The softmax statistics, shared by the forward pass, which sets them, and the backward pass, which takes them out.
 type OnTheWay = Arc<Mutex<Option<Statistics<Tensor>>>>;
 
 /// Holds the output of one layer's attention between its first computation and its recomputation.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub struct SavedAttention {
     /// The type in which the output is stored; the statistics, two numbers for each token and head, are never rounded.
     storage: Stored,
@@ -92,9 +103,42 @@ impl SavedAttention {
     /// # Errors
     /// As for [`stored_activation::StoredActivation::offload`].
     pub fn offload(&mut self, offload: &Offload) -> Result<()> {
-        if let Some(StoredAttention { out, statistics }) = self.kept.take() {
-            self.kept = Some(StoredAttention { out: out.offload(offload)?, statistics });
+        if let Some(StoredAttention { out, statistics, group }) = self.kept.take() {
+            let out = match out {
+                StoredOutput::Values(out) => StoredOutput::Values(out.offload(offload)?),
+                out => out,
+            };
+            self.kept = Some(StoredAttention { out, statistics, group });
         }
+        Ok(())
+    }
+
+    /// Takes the output `[T, H, Dv]` out, if it is stored; [`output_gradient`](Self::output_gradient) must follow.
+    ///
+    /// # Errors
+    /// Failures of a device to which the output was offloaded.
+    pub(crate) fn take_output(&mut self) -> Result<Option<Tensor>> {
+        let Some(StoredAttention { out, .. }) = &mut self.kept else { return Ok(None) };
+        match std::mem::replace(out, StoredOutput::Taken) {
+            StoredOutput::Values(out) => out.tensor().map(Some),
+            _ => bail!("the output of an attention was taken out before"),
+        }
+    }
+
+    /// Stores what the backward pass reads of the output that was taken out, from its gradient, both `[T, H, Dv]` on the CPU.
+    /// So neither the output nor a copy of it is in memory when queries, keys and values are.
+    ///
+    /// # Errors
+    /// Tensors of different shapes or on other devices.
+    pub(crate) fn output_gradient(&mut self, output: &Tensor, gradient: &Tensor) -> Result<()> {
+        let Some(StoredAttention { out: stored, group, .. }) = &mut self.kept else {
+            bail!("the gradient of an attention's output that is not stored");
+        };
+        let (output, gradient) = (output.contiguous()?, gradient.contiguous()?);
+        let guards = [&output, &gradient].map(Tensor::storage_and_layout);
+        let [out, d_out] = guards.each_ref().map(|(storage, layout)| Loan::new(group.kernel(), storage, layout));
+        let delta = on_device::delta(group, out?.data()?, d_out?.view()?).map_err(candle_core::Error::wrap)?;
+        *stored = StoredOutput::Delta(delta);
         Ok(())
     }
 
@@ -120,7 +164,13 @@ pub fn attention_saving(
 ) -> Result<Tensor> {
     let before = memory.kept.take();
     let first = before.is_none();
-    let (out, statistics) = before.map_or((None, Arc::default()), |kept| (Some(kept.out), kept.statistics));
+    let (out, delta, statistics) = match before {
+        None => (None, None, Arc::default()),
+        Some(StoredAttention { out: StoredOutput::Values(out), statistics, .. }) => (Some(out), None, statistics),
+        Some(StoredAttention { out: StoredOutput::Delta(delta), statistics, .. }) => (None, Some(delta), statistics),
+        Some(_) => bail!("attention is computed again before the gradient of its output is known"),
+    };
+    let is_differentiated = delta.is_some();
     let readable = |tensor: &Tensor| loan::readable(group.kernel(), tensor);
     let (d_sinks, d_bias) = (LinkedGradient::default(), LinkedGradient::default());
     let op = Attention {
@@ -129,6 +179,7 @@ pub fn attention_saving(
         score: with_sinks(score, sinks)?,
         bias: bias.map(|bias| readable(&bias.detach())).transpose()?,
         out: Mutex::new(out),
+        delta: Mutex::new(delta),
         statistics: statistics.clone(),
         d_sinks: d_sinks.clone(),
         d_bias: d_bias.clone(),
@@ -139,10 +190,18 @@ pub fn attention_saving(
             linked = tape::apply(Link { gradient }, [&linked.contiguous()?, &extra.contiguous()?], Reads::Nothing)?;
         }
     }
-    let out = tape::apply(op, [&readable(&linked)?, &readable(k)?, &readable(v)?], Reads::InputsAndOutput)?;
+    let inputs = [&readable(&linked)?, &readable(k)?, &readable(v)?];
+    if is_differentiated {
+        if !tape::is_recording() {
+            bail!("the output of this attention was differentiated, so that it has no values");
+        }
+        let shape = Shape::from(&out_shape(q.layout(), v.layout())?[..]);
+        return tape::apply_unused(op, inputs, Reads::Inputs, (shape, q.dtype()));
+    }
+    let out = tape::apply(op, inputs, Reads::InputsAndOutput)?;
     if first {
-        memory.kept =
-            Some(StoredAttention { out: stored_activation::StoredActivation::new(&out, memory.storage)?, statistics });
+        let out = StoredOutput::Values(stored_activation::StoredActivation::new(&out, memory.storage)?);
+        memory.kept = Some(StoredAttention { out, statistics, group: group.clone() });
     }
     out.to_device(q.device())
 }
@@ -196,6 +255,8 @@ struct Attention {
     bias: Option<Tensor>,
     /// The stored output, if this call is a recomputation.
     out: Mutex<Option<stored_activation::StoredActivation>>,
+    /// The dot products of output and gradient, if they are known already; then the output has no values.
+    delta: Mutex<Option<Floats>>,
     statistics: OnTheWay,
     d_sinks: LinkedGradient,
     d_bias: LinkedGradient,
@@ -291,19 +352,26 @@ impl CustomOp3 for Attention {
         else {
             bail!("the backward pass of an attention whose statistics are gone: it was differentiated before");
         };
-        let kernel = self.group.kernel();
-        let guards = [q, k, v, out, &d_out, &max, &sum].map(Tensor::storage_and_layout);
+        let (kernel, group) = (self.group.kernel(), &*self.group);
+        let guards = [q, k, v, &d_out, &max, &sum].map(Tensor::storage_and_layout);
         let loans = guards.each_ref().map(|(storage, layout)| Loan::new(kernel, storage, layout));
-        let [q_loan, k_loan, v_loan, out, d_out, max, sum] = loans;
+        let [q_loan, k_loan, v_loan, d_out, max, sum] = loans;
         let (q_loan, k_loan, v_loan) = (q_loan?, k_loan?, v_loan?);
-        let (out, d_out, max, sum) = (out?, d_out?, max?, sum?);
+        let (d_out, max, sum) = (d_out?, max?, sum?);
         let bias_guard = self.bias.as_ref().map(Tensor::storage_and_layout);
         let bias = bias_guard.as_ref().map(|(storage, layout)| Loan::new(kernel, storage, layout)).transpose()?;
         let inputs = Inputs::new(q_loan.view()?, k_loan.view()?, v_loan.view()?, &self.score);
         let inputs = Inputs { bias: bias.as_ref().map(Loan::view).transpose()?, ..inputs };
-        let statistics = Statistics { max: max.data()?, sum: sum.data()? };
-        let saved = Forward { out: out.data()?, statistics };
-        let gradients = on_device::backward(&self.group, &self.schedule, &inputs, &saved, d_out.view()?)
+        let (statistics, d_out) = (Statistics { max: max.data()?, sum: sum.data()? }, d_out.view()?);
+        let delta = match self.delta.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            Some(delta) => Ok(delta),
+            None => {
+                let (storage, layout) = out.storage_and_layout();
+                on_device::delta(group, Loan::new(kernel, &storage, layout)?.data()?, d_out)
+            }
+        };
+        let delta = delta.map_err(candle_core::Error::wrap)?;
+        let gradients = on_device::backward_with_delta(group, &self.schedule, &inputs, statistics, delta.data(), d_out)
             .map_err(candle_core::Error::wrap)?;
         let leave = |link: &LinkedGradient, gradient| {
             *link.lock().unwrap_or_else(PoisonError::into_inner) = Some(gradient);

@@ -22,9 +22,10 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     if weight.dims() != [width] {
         candle_core::bail!("rms_norm of {:?} needs a weight [{width}], given {:?}", x.shape(), weight.shape());
     }
-    tape::apply(RmsNorm { eps }, [&gpu::readable(x)?, &weight.contiguous()?], Reads::Inputs)
+    tape::apply_again(RmsNorm { eps }, [&gpu::readable(x)?, &weight.contiguous()?], Reads::Inputs)
 }
 
+#[derive(Clone)]
 struct RmsNorm {
     eps: f64,
 }

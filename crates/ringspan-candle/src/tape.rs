@@ -14,16 +14,19 @@
 //! the same collectives, in the same order.
 
 mod operation;
+mod recomputed;
 #[cfg(test)]
 mod test;
 
 use crate::cotangent;
 use crate::sum::{add_in_place, sum};
 use candle_core::op::BackpropOp;
-use candle_core::{DType, Result, Shape, Storage, Tensor, TensorId, Var, bail};
+use candle_core::{DType, Device, Result, Shape, Storage, Tensor, TensorId, Var, bail};
 pub(crate) use operation::Operation;
+use recomputed::{Held, Recomputed};
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
+use std::rc::Rc;
 
 /// The values that an operation's backward pass reads besides the gradient of its output. For a value that is not read, the
 /// tape holds a tensor of the same shape, type and device without its memory.
@@ -45,6 +48,8 @@ pub struct Tape {
     graphs: HashSet<TensorId>,
     /// Outputs of [`apply_unused`], which have no values; each is mapped to the scalar that it is a broadcast view of.
     unused: HashMap<TensorId, TensorId>,
+    /// The outputs of [`apply_again`] that entries hold without their memory; `None` if entries hold all values.
+    recomputed: Option<HashMap<TensorId, Rc<Recomputed>>>,
 }
 
 enum Entry {
@@ -86,11 +91,31 @@ impl Tape {
     pub fn record<E>(
         compute: impl FnOnce() -> std::result::Result<Tensor, E>,
     ) -> std::result::Result<(Tensor, Self), E> {
-        let before = Restored(RECORDING.replace(Some(Self::default())));
+        Self::default().recording(compute)
+    }
+
+    /// Like [`record`](Self::record), but the tape does not hold the outputs of norms: where a backward pass reads one, it is
+    /// computed again.
+    ///
+    /// # Errors
+    /// Errors of `compute`.
+    pub fn record_without_norms<E>(
+        compute: impl FnOnce() -> std::result::Result<Tensor, E>,
+    ) -> std::result::Result<(Tensor, Self), E> {
+        Self { recomputed: Some(HashMap::new()), ..Self::default() }.recording(compute)
+    }
+
+    fn recording<E>(
+        self,
+        compute: impl FnOnce() -> std::result::Result<Tensor, E>,
+    ) -> std::result::Result<(Tensor, Self), E> {
+        let before = Restored(RECORDING.replace(Some(self)));
         let output = compute()?;
         let mut tape = RECORDING.take().unwrap_or_default();
         drop(before);
         tape.add_graph(&output);
+        // From here on only the entries refer to what is computed again, so the last of them frees it.
+        tape.recomputed = None;
         Ok((output, tape))
     }
 
@@ -100,11 +125,18 @@ impl Tape {
     /// # Errors
     /// A `dy` of another shape than the output, a model that read the values of an output that was not computed, and what the
     /// operations fail with.
-    pub fn backward(mut self, output: Tensor, dy: Tensor) -> Result<Gradients> {
+    pub fn backward(self, output: Tensor, dy: Tensor) -> Result<Gradients> {
+        self.backward_from(Gradients::default(), output, dy)
+    }
+
+    /// Like [`backward`](Self::backward), and adds the gradients to those of other tapes that recorded the same variables.
+    ///
+    /// # Errors
+    /// As for [`backward`](Self::backward).
+    pub fn backward_from(mut self, mut gradients: Gradients, output: Tensor, dy: Tensor) -> Result<Gradients> {
         if output.shape() != dy.shape() {
             bail!("a gradient of {:?} for {:?}", dy.shape(), output.shape());
         }
-        let mut gradients = Gradients::default();
         gradients.0.insert(output.id(), dy.detach());
         drop((output, dy));
         while let Some(entry) = self.entries.pop() {
@@ -146,6 +178,27 @@ pub(crate) fn apply<const N: usize>(op: impl Operation<N>, inputs: [&Tensor; N],
     Ok(output)
 }
 
+/// Like [`apply`], for an operation that costs little and is computed again where a backward pass reads its output, if the
+/// tape is one of [`Tape::record_without_norms`]. Its own backward pass must read its inputs.
+///
+/// # Errors
+/// As for [`apply`].
+pub(crate) fn apply_again<const N: usize>(
+    op: impl Operation<N> + Clone,
+    inputs: [&Tensor; N],
+    reads: Reads,
+) -> Result<Tensor> {
+    let output = apply(op.clone(), inputs, reads)?;
+    RECORDING.with_borrow_mut(|tape| {
+        if let Some(recomputed) = tape.as_mut().and_then(|tape| tape.recomputed.as_mut())
+            && can_be_taped(inputs)
+        {
+            recomputed.insert(output.id(), Rc::new(Recomputed::new(op, inputs)));
+        }
+    });
+    Ok(output)
+}
+
 /// Like [`apply`], for an operation whose output values nothing reads: while a tape records, the operation is recorded and
 /// not computed. Its output, of this shape and type, has no memory, and can only be an input of
 /// [`residual`](crate::residual::residual) or the output of the recording.
@@ -161,17 +214,27 @@ pub(crate) fn apply_unused<const N: usize>(
     if !is_recording() || !can_be_taped(inputs) {
         return apply(op, inputs, reads);
     }
-    let zero = Var::from_tensor(&Tensor::zeros((), dtype, inputs[0].device())?)?;
-    let output = zero.broadcast_as(shape)?;
     RECORDING.with_borrow_mut(|tape| {
         if let Some(tape) = tape {
             inputs.iter().for_each(|input| tape.add_graph(input));
+        }
+    });
+    let output = unused_output(shape.into(), dtype)?;
+    push(op, inputs, &output, reads)?;
+    Ok(output)
+}
+
+/// The output of an operation that is not computed: a tensor without memory of its own.
+fn unused_output(shape: Shape, dtype: DType) -> Result<Tensor> {
+    let zero = Var::from_tensor(&Tensor::zeros((), dtype, &Device::Cpu)?)?;
+    let output = zero.broadcast_as(shape)?;
+    RECORDING.with_borrow_mut(|tape| {
+        if let Some(tape) = tape {
             // Candle takes the broadcast for a graph of its own, which must not be differentiated.
             tape.graphs.insert(output.id());
             tape.unused.insert(output.id(), zero.id());
         }
     });
-    push(op, inputs, &output, reads)?;
     Ok(output)
 }
 
@@ -192,14 +255,24 @@ fn can_be_taped<const N: usize>(inputs: [&Tensor; N]) -> bool {
 
 /// Appends an operation to the tape of this thread.
 fn push<const N: usize>(op: impl Operation<N>, inputs: [&Tensor; N], output: &Tensor, reads: Reads) -> Result<()> {
-    let held = |tensor: &Tensor, is_read: bool| if is_read { Ok(tensor.clone()) } else { stand_in(tensor) };
+    let held = |tensor: &Tensor, is_read: bool| {
+        let recomputed = RECORDING.with_borrow(|tape| tape.as_ref()?.recomputed.as_ref()?.get(&tensor.id()).cloned());
+        Ok::<_, candle_core::Error>(match recomputed {
+            _ if !is_read => Held::Tensor(stand_in(tensor)?),
+            Some(recomputed) => Held::Recomputed(recomputed),
+            None => Held::Tensor(tensor.clone()),
+        })
+    };
     let read_inputs =
         inputs.into_iter().map(|input| held(input, reads != Reads::Nothing)).collect::<Result<Vec<_>>>()?;
     let read_output = held(output, reads == Reads::InputsAndOutput)?;
     let recorded = Recorded {
         output: output.id(),
         inputs: inputs.iter().map(|input| input.track_op().then(|| input.id())).collect(),
-        backward: Box::new(move |d| op.gradients(&read_inputs, &read_output, d)),
+        backward: Box::new(move |d| {
+            let read_inputs = read_inputs.into_iter().map(Held::tensor).collect::<Result<Vec<_>>>()?;
+            op.gradients(&read_inputs, &read_output.tensor()?, d)
+        }),
     };
     RECORDING.with_borrow_mut(|tape| {
         if let Some(tape) = tape {
@@ -215,7 +288,22 @@ fn push<const N: usize>(op: impl Operation<N>, inputs: [&Tensor; N], output: &Te
 /// # Errors
 /// A shape of another number of elements.
 pub(crate) fn reshape(x: &Tensor, shape: impl Into<Shape>) -> Result<Tensor> {
-    let (before, view) = (x.shape().clone(), x.reshape(shape.into())?);
+    let before = x.shape().clone();
+    if is_unused(x) {
+        let view = unused_output(shape.into(), x.dtype())?;
+        if view.elem_count() != before.elem_count() {
+            bail!("{before:?} cannot be reshaped to {:?}", view.shape());
+        }
+        let backward: Backward = Box::new(move |d| Ok(vec![Some(d.reshape(before)?)]));
+        let recorded = Recorded { output: view.id(), inputs: vec![Some(x.id())], backward };
+        RECORDING.with_borrow_mut(|tape| {
+            if let Some(tape) = tape {
+                tape.entries.push(Entry::Operation(recorded));
+            }
+        });
+        return Ok(view);
+    }
+    let view = x.reshape(shape.into())?;
     if view.track_op() && view.id() != x.id() && x.device().is_cpu() {
         RECORDING.with_borrow_mut(|tape| {
             let Some(tape) = tape else { return };

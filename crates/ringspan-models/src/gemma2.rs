@@ -103,10 +103,13 @@ impl GemmaLayer {
 }
 
 impl Layer for GemmaLayer {
-    fn forward(&self, x: &Tensor, pass: &ForwardPass) -> candle_core::Result<Tensor> {
+    fn attention_inputs(&self, x: &Tensor, pass: &ForwardPass) -> candle_core::Result<[Tensor; 3]> {
         let [q, k, v] = self.qkv_proj.forward(&self.input_layernorm.forward(x, pass)?, pass)?;
-        let (q, k) = (self.rope.forward(q, pass)?, self.rope.forward(k, pass)?);
-        let attended = self.o_proj.forward(&self.attention.forward(&q, &k, &v, pass)?, pass)?;
+        Ok([self.rope.forward(q, pass)?, self.rope.forward(k, pass)?, v])
+    }
+
+    fn output(&self, x: &Tensor, attended: &Tensor, pass: &ForwardPass) -> candle_core::Result<Tensor> {
+        let attended = self.o_proj.forward(attended, pass)?;
         let attended = self.post_attention_layernorm.forward(&attended, pass)?;
         let (x, h) = self.pre_feedforward_layernorm.add_and_norm(x, &attended, pass)?;
         let fed = self.post_feedforward_layernorm.forward(&self.mlp.forward(&h, pass)?, pass)?;

@@ -5,7 +5,7 @@ mod graph;
 use crate::decoder::Decoder;
 use crate::error::{Error, Result};
 use crate::parameters::Parameters;
-use candle_core::Tensor;
+use candle_core::{Tensor, Var};
 use graph::Graph;
 use ringspan_candle::layers::ForwardPass;
 use ringspan_candle::model::constant;
@@ -47,10 +47,6 @@ pub fn loss_and_gradients<'a>(
     let (embedding, head, tensor_parallel) = (model.embedding(), model.head(), attend.tensor_parallel());
     let store = ActivationStore::new(attend, policy.into(), layers);
     let trains = |name: &str| decoder.trains(name);
-    let forward = |index: usize, weights: &StoredWeights, x: &Tensor| {
-        let pass = ForwardPass::storing(weights, decoder.adapter_sizes(), &store);
-        Ok(model.layer(index).forward(x, &pass)?)
-    };
     let mut inputs = Vec::with_capacity(layers);
     let mut x = {
         let weights = parameters.unit(decoder, Unit::Embedding)?;
@@ -62,17 +58,22 @@ pub fn loss_and_gradients<'a>(
         parameters.prefetch(after(layers, Some(index)))?;
         store.forward(index)?;
         inputs.push(store.input(&x)?);
-        x = forward(index, &constant(weights), &x)?;
+        let weights = constant(weights);
+        x = model.layer(index).forward(&x, &ForwardPass::storing(&weights, decoder.adapter_sizes(), &store))?;
     }
     attend.experts().forward_ended(decoder.experts())?;
 
     let weights = decoder.head_parameters(parameters)?;
     parameters.prefetch(before(layers))?;
-    let norm = weights.get_key_value(decoder.norm_name()).map(|(name, weight)| (name.clone(), weight.clone()));
-    let norm = Graph::new(x, norm.into_iter().collect(), trains, |local, x| decoder.norm(local, x))?;
-    let loss = head.loss(&norm.output(), targets, scale, trains(head.weight_name()), &weights, tensor_parallel)?;
-    drop(weights);
-    let (mut dx, mut gradients) = norm.backward(loss.d_hidden)?;
+    let hidden = decoder.norm(&weights, &x)?.detach();
+    let loss = head.loss(&hidden, targets, scale, trains(head.weight_name()), &weights, tensor_parallel)?;
+    drop(hidden);
+    let norm: StoredWeights = weights.into_iter().filter(|(name, _)| name == decoder.norm_name()).collect();
+    let (mut last, x) = (Graph::new(norm, trains)?, variable(x)?);
+    let normed = last.record(|weights| decoder.norm(weights, &x))?;
+    last.differentiate(normed, loss.d_hidden)?;
+    let (mut dx, mut gradients) = (last.take(&x)?, last.finish()?);
+    drop(x);
     let mut d_head = loss.d_head;
     if !head.is_tied() {
         gradients.extend(d_head.take().map(|d_head| (head.weight_name().to_owned(), d_head)));
@@ -85,11 +86,11 @@ pub fn loss_and_gradients<'a>(
             parameters.prefetch(before(index))?;
         }
         store.backward(index)?;
-        let x = input.tensor()?;
+        let x = variable(input.tensor()?)?;
         drop(input);
-        let layer = Graph::new(x, weights, trains, |local, x| forward(index, local, x))?;
-        let (d_input, gradients) = layer.backward(dx)?;
-        dx = d_input;
+        let mut graph = Graph::new(weights, trains)?;
+        dx = backward_of_layer(decoder, index, &store, &mut graph, x, dx)?;
+        let gradients = graph.finish()?;
         on_gradients(Unit::Layer(index), gradients)?;
     }
 
@@ -103,6 +104,55 @@ pub fn loss_and_gradients<'a>(
     }
     on_gradients(Unit::Embedding, gradients)?;
     Ok(loss.nll_sum)
+}
+
+/// Differentiates layer `index` for its input x and the gradient dy of its output; returns the gradient of x.
+///
+/// On a CPU, what follows attention is differentiated first, and then, with queries, keys and values computed again, attention
+/// and what is before it. So the activations of one part are in memory while those of the other are not, and the output of
+/// attention is freed before its inputs are computed.
+fn backward_of_layer(
+    decoder: &Decoder,
+    index: usize,
+    store: &ActivationStore,
+    graph: &mut Graph,
+    x: Tensor,
+    dy: Tensor,
+) -> Result<Tensor> {
+    let layer = decoder.model().layer(index);
+    let pass = |weights: &StoredWeights, f: &dyn Fn(&ForwardPass) -> candle_core::Result<Tensor>| {
+        Ok(f(&ForwardPass::storing(weights, decoder.adapter_sizes(), store))?)
+    };
+    let mut attended = if x.device().is_cpu() { store.take_attention(index)? } else { None };
+    if attended.is_none() && x.device().is_cpu() {
+        let input = x.detach();
+        graph.compute(|weights| pass(weights, &|pass| layer.attended(&input, pass)))?;
+        attended = store.take_attention(index)?;
+    }
+    let Some(output_of_attention) = attended else {
+        let whole = graph.record(|weights| pass(weights, &|pass| layer.forward(&x, pass)))?;
+        graph.differentiate(whole, dy)?;
+        return graph.take(&x);
+    };
+
+    let (tokens, heads, dim) = output_of_attention.dims3()?;
+    let attended = variable(output_of_attention.reshape((tokens, heads * dim))?)?;
+    drop(output_of_attention);
+    let output = graph.record(|weights| pass(weights, &|pass| layer.output(&x, &attended, pass)))?;
+    graph.differentiate(output, dy)?;
+    let d_attended = graph.take(&attended)?;
+    let of_heads = |flat: &Tensor| flat.detach().reshape((tokens, heads, dim));
+    store.attention_gradient(index, &of_heads(&attended)?, &of_heads(&d_attended)?)?;
+    drop(attended);
+
+    let attended = graph.record_without_norms(|weights| pass(weights, &|pass| layer.attended(&x, pass)))?;
+    graph.differentiate(attended, d_attended)?;
+    graph.take(&x)
+}
+
+/// A variable with the values of x, which is freed: the values are copied.
+fn variable(x: Tensor) -> Result<Tensor> {
+    Ok(Var::from_tensor(&x)?.into_inner())
 }
 
 /// Gradients by the names of their parameters.

@@ -66,11 +66,15 @@ impl OlmoLayer {
 }
 
 impl Layer for OlmoLayer {
-    fn forward(&self, x: &Tensor, pass: &ForwardPass) -> candle_core::Result<Tensor> {
+    fn attention_inputs(&self, x: &Tensor, pass: &ForwardPass) -> candle_core::Result<[Tensor; 3]> {
         let [q, k, v] = self.qkv_proj.forward(x, pass)?;
         let q = self.rope.forward(self.q_norm.forward(&q, pass)?, pass)?;
         let k = self.rope.forward(self.k_norm.forward(&k, pass)?, pass)?;
-        let attended = self.o_proj.forward(&self.attention.forward(&q, &k, &v, pass)?, pass)?;
+        Ok([q, k, v])
+    }
+
+    fn output(&self, x: &Tensor, attended: &Tensor, pass: &ForwardPass) -> candle_core::Result<Tensor> {
+        let attended = self.o_proj.forward(attended, pass)?;
         let x = residual(x, &self.post_attention_layernorm.forward(&attended, pass)?)?;
         let fed = self.mlp.forward(&x, pass)?;
         residual(&x, &self.post_feedforward_layernorm.forward(&fed, pass)?)

@@ -80,10 +80,13 @@ impl Phi3Layer {
 }
 
 impl Layer for Phi3Layer {
-    fn forward(&self, x: &Tensor, pass: &ForwardPass) -> candle_core::Result<Tensor> {
+    fn attention_inputs(&self, x: &Tensor, pass: &ForwardPass) -> candle_core::Result<[Tensor; 3]> {
         let [q, k, v] = self.qkv_proj.forward(&self.input_layernorm.forward(x, pass)?, pass)?;
-        let (q, k) = (self.rope.forward(q, pass)?, self.rope.forward(k, pass)?);
-        let attended = self.o_proj.forward(&self.attention.forward(&q, &k, &v, pass)?, pass)?;
+        Ok([self.rope.forward(q, pass)?, self.rope.forward(k, pass)?, v])
+    }
+
+    fn output(&self, x: &Tensor, attended: &Tensor, pass: &ForwardPass) -> candle_core::Result<Tensor> {
+        let attended = self.o_proj.forward(attended, pass)?;
         let (x, h) = self.post_attention_layernorm.add_and_norm(x, &attended, pass)?;
         self.mlp.add_to(&x, &h, pass)
     }

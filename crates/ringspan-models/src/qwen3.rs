@@ -38,8 +38,12 @@ struct Qwen3Layer {
 }
 
 impl Layer for Qwen3Layer {
-    fn forward(&self, x: &Tensor, pass: &ForwardPass) -> candle_core::Result<Tensor> {
-        let attended = self.self_attn.forward(&self.input_layernorm.forward(x, pass)?, pass)?;
+    fn attention_inputs(&self, x: &Tensor, pass: &ForwardPass) -> candle_core::Result<[Tensor; 3]> {
+        self.self_attn.inputs(&self.input_layernorm.forward(x, pass)?, pass)
+    }
+
+    fn output(&self, x: &Tensor, attended: &Tensor, pass: &ForwardPass) -> candle_core::Result<Tensor> {
+        let attended = self.self_attn.o_proj.forward(attended, pass)?;
         let (x, h) = self.post_attention_layernorm.add_and_norm(x, &attended, pass)?;
         self.mlp.add_to(&x, &h, pass)
     }
@@ -57,7 +61,7 @@ pub(crate) struct Qwen3Attention {
     k_norm: RmsNorm,
     rope: Arc<RotaryEmbedding>,
     pub(crate) attention: Attention,
-    o_proj: RowLinear,
+    pub(crate) o_proj: RowLinear,
 }
 
 impl Qwen3Attention {
@@ -75,10 +79,11 @@ impl Qwen3Attention {
         }
     }
 
-    pub(crate) fn forward(&self, x: &Tensor, pass: &ForwardPass) -> candle_core::Result<Tensor> {
+    /// Queries, keys and values of x, with norms and rotations.
+    pub(crate) fn inputs(&self, x: &Tensor, pass: &ForwardPass) -> candle_core::Result<[Tensor; 3]> {
         let [q, k, v] = self.qkv_proj.forward(x, pass)?;
         let q = self.rope.forward(self.q_norm.forward(&q, pass)?, pass)?;
         let k = self.rope.forward(self.k_norm.forward(&k, pass)?, pass)?;
-        self.o_proj.forward(&self.attention.forward(&q, &k, &v, pass)?, pass)
+        Ok([q, k, v])
     }
 }

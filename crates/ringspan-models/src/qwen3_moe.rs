@@ -92,8 +92,12 @@ enum FeedForward {
 }
 
 impl Layer for Qwen3MoeLayer {
-    fn forward(&self, x: &Tensor, pass: &ForwardPass) -> candle_core::Result<Tensor> {
-        let attended = self.self_attn.forward(&self.input_layernorm.forward(x, pass)?, pass)?;
+    fn attention_inputs(&self, x: &Tensor, pass: &ForwardPass) -> candle_core::Result<[Tensor; 3]> {
+        self.self_attn.inputs(&self.input_layernorm.forward(x, pass)?, pass)
+    }
+
+    fn output(&self, x: &Tensor, attended: &Tensor, pass: &ForwardPass) -> candle_core::Result<Tensor> {
+        let attended = self.self_attn.o_proj.forward(attended, pass)?;
         let (x, h) = self.post_attention_layernorm.add_and_norm(x, &attended, pass)?;
         match &self.mlp {
             FeedForward::Dense(mlp) => mlp.add_to(&x, &h, pass),

@@ -101,12 +101,16 @@ impl SmolLayer {
 }
 
 impl Layer for SmolLayer {
-    fn forward(&self, x: &Tensor, pass: &ForwardPass) -> candle_core::Result<Tensor> {
+    fn attention_inputs(&self, x: &Tensor, pass: &ForwardPass) -> candle_core::Result<[Tensor; 3]> {
         let [mut q, mut k, v] = self.qkv_proj.forward(&self.input_layernorm.forward(x, pass)?, pass)?;
         if let Some(rope) = &self.rope {
             (q, k) = (rope.forward(q, pass)?, rope.forward(k, pass)?);
         }
-        let attended = self.o_proj.forward(&self.attention.forward(&q, &k, &v, pass)?, pass)?;
+        Ok([q, k, v])
+    }
+
+    fn output(&self, x: &Tensor, attended: &Tensor, pass: &ForwardPass) -> candle_core::Result<Tensor> {
+        let attended = self.o_proj.forward(attended, pass)?;
         let (x, h) = self.post_attention_layernorm.add_and_norm(x, &attended, pass)?;
         self.mlp.add_to(&x, &h, pass)
     }

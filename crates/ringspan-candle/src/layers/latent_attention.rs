@@ -102,11 +102,11 @@ impl LatentAttention {
         &self.attention
     }
 
-    /// x `[rows, C]` to `[rows, C]`.
+    /// Queries and keys `[T, H, D]` and values `[T, H, Dv]` of x `[rows, C]`, for this rank's heads.
     ///
     /// # Errors
     /// Missing parameters, failures of other ranks.
-    pub fn forward(&self, x: &Tensor, pass: &ForwardPass) -> Result<Tensor> {
+    pub fn inputs(&self, x: &Tensor, pass: &ForwardPass) -> Result<[Tensor; 3]> {
         let LatentWidths { key_values, nope, rope, value, .. } = self.widths;
         let q = match &self.q_a {
             Some((linear, norm)) => self.q_b.forward(&norm.forward(&linear.forward(x, pass)?, pass)?, pass)?,
@@ -124,7 +124,15 @@ impl LatentAttention {
         let shared = for_heads(&self.rope.forward(shared.unsqueeze(1)?, pass)?, (tokens, heads, rope))?;
         let k = Tensor::cat(&[kv.narrow(2, 0, nope)?, shared], 2)?;
         let v = kv.narrow(2, nope, value)?.contiguous()?;
-        self.o_proj.forward(&self.attention.forward(&q, &k, &v, pass)?, pass)
+        Ok([q, k, v])
+    }
+
+    /// The projection of attention's output `[T, H * Dv]` to `[rows, C]`.
+    ///
+    /// # Errors
+    /// Missing parameters, failures of other ranks.
+    pub fn output(&self, attended: &Tensor, pass: &ForwardPass) -> Result<Tensor> {
+        self.o_proj.forward(attended, pass)
     }
 }
 

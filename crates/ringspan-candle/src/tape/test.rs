@@ -1,7 +1,7 @@
 use super::*;
 use crate::linear::linear;
 use crate::norm::rms_norm;
-use crate::residual::residual;
+use crate::residual::{residual, residual_unseen};
 use candle_core::{CpuStorage, CustomOp1, Device, Layout};
 use std::sync::{Arc, Mutex, Weak};
 
@@ -37,17 +37,65 @@ fn gradients_are_those_of_candles_graph() -> Result<()> {
         let dy = wave(&[tokens, 6], 0.9)?;
         let plain = mixed(inputs)?;
         let wanted = cotangent::backward(&plain, &dy)?;
-        let (taped, tape) = Tape::record(|| mixed(inputs))?;
-        assert_eq!(numbers(&taped)?, numbers(&plain)?);
-        let mut gradients = tape.backward(taped, dy.clone())?;
-        for (index, variable) in inputs.into_iter().enumerate() {
-            let got = gradients.remove(variable).map_or_else(|| variable.zeros_like(), Ok)?;
+        let mut recorded = vec![];
+        for (taped, tape) in [Tape::record(|| mixed(inputs))?, Tape::record_without_norms(|| mixed(inputs))?] {
+            assert_eq!(numbers(&taped)?, numbers(&plain)?);
+            let mut gradients = tape.backward(taped, dy.clone())?;
+            recorded.push(inputs.map(|variable| gradients.remove(variable)));
+        }
+        let [held, again] = <[_; 2]>::try_from(recorded).expect("two recordings");
+        for (held, again) in held.iter().zip(&again) {
+            let bits = |gradient: &Option<Tensor>| gradient.as_ref().map(numbers).transpose();
+            assert_eq!(bits(held)?, bits(again)?, "a norm that is computed again has the same bits");
+        }
+        for ((index, variable), got) in inputs.into_iter().enumerate().zip(held) {
+            let got = got.map_or_else(|| variable.zeros_like(), Ok)?;
             let wanted = wanted.get(variable).map_or_else(|| variable.zeros_like(), |it| Ok(it.clone()))?;
             for (got, wanted) in numbers(&got)?.into_iter().zip(numbers(&wanted)?) {
                 assert!((got - wanted).abs() <= 1e-5 * wanted.abs().max(1.0), "{index} of {tokens}: {got}, {wanted}");
             }
         }
     }
+    Ok(())
+}
+
+#[test]
+fn a_tape_adds_to_the_gradients_of_another() -> Result<()> {
+    let [x, weight] = [wave(&[3, 4], 0.7)?, wave(&[4, 4], 1.3)?].map(|it| Var::from_tensor(&it).map(Var::into_inner));
+    let (x, weight) = (x?, weight?);
+    let dy = wave(&[3, 4], 0.9)?;
+    let layer = || linear(&x, &weight, None);
+    let (output, tape) = Tape::record(layer)?;
+    let mut once = tape.backward(output, dy.clone())?;
+    let mut twice = Gradients::default();
+    for _ in 0..2 {
+        let (output, tape) = Tape::record(layer)?;
+        twice = tape.backward_from(twice, output, dy.clone())?;
+    }
+    for variable in [&x, &weight] {
+        let (once, twice) = (once.remove(variable).expect("a gradient"), twice.remove(variable).expect("a gradient"));
+        assert_eq!(numbers(&(once * 2.0)?)?, numbers(&twice)?);
+    }
+    Ok(())
+}
+
+#[test]
+fn an_output_without_values_can_be_reshaped() -> Result<()> {
+    let [x, weight] = [wave(&[3, 4], 0.7)?, wave(&[4, 4], 1.3)?].map(|it| Var::from_tensor(&it).map(Var::into_inner));
+    let (x, weight) = (x?, weight?);
+    let dy = wave(&[3, 2, 2], 0.9)?;
+    let wanted = cotangent::backward(&linear(&x, &weight, None)?.reshape((3, 2, 2))?, &dy)?;
+    let (output, tape) = Tape::record(|| {
+        let sum = residual_unseen(&x, &linear(&x, &weight, None)?)?;
+        reshape(&sum, (3, 2, 2))
+    })?;
+    let mut got = tape.backward(output, dy.clone())?;
+    let wanted = (wanted.get(&x).expect("a gradient") + dy.reshape((3, 4))?)?;
+    for (got, wanted) in numbers(&got.remove(&x).expect("a gradient"))?.into_iter().zip(numbers(&wanted)?) {
+        assert!((got - wanted).abs() <= 1e-6, "{got}, {wanted}");
+    }
+    let refused = Tape::record(|| reshape(&residual_unseen(&x, &linear(&x, &weight, None)?)?, (3, 5)));
+    assert!(refused.is_err_and(|error| error.to_string().contains("reshape")));
     Ok(())
 }
 

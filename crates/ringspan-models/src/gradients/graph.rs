@@ -1,30 +1,28 @@
-//! The differentiable computation of one unit.
+//! The differentiable computation of one unit, in one recording or in several.
 
 use super::Gradients;
 use crate::error::Result;
 use candle_core::{Tensor, Var};
-use ringspan_candle::tape::Tape;
+use ringspan_candle::tape::{self, Tape};
 use ringspan_candle::{StoredWeights, Weights};
 
-/// A function of an input and parameters that has been computed, and recorded so that it can be differentiated.
+/// The parameters of a unit that is differentiated, and the gradients that are known so far.
 pub(crate) struct Graph {
-    input: Var,
+    weights: StoredWeights,
     /// The parameters that receive gradients.
-    parameters: Weights,
+    trained: Weights,
+    gradients: tape::Gradients,
+}
+
+/// A recorded computation.
+pub(crate) struct Recording {
     output: Tensor,
     tape: Tape,
 }
 
 impl Graph {
-    /// Computes `f` of parameters and input, and records it for gradients with respect to the input and the trained parameters.
-    pub(crate) fn new(
-        x: Tensor,
-        parameters: StoredWeights,
-        trains: impl Fn(&str) -> bool,
-        f: impl FnOnce(&StoredWeights, &Tensor) -> Result<Tensor>,
-    ) -> Result<Self> {
-        let input = Var::from_tensor(&x)?;
-        drop(x);
+    /// A unit with these parameters, of which `trains` names those that receive gradients.
+    pub(crate) fn new(parameters: StoredWeights, trains: impl Fn(&str) -> bool) -> Result<Self> {
         // `Var::from_tensor` copies tensors that are no variables yet. One parameter is copied at a time, so at most one is in
         // memory twice.
         let (mut weights, mut trained) = (StoredWeights::new(), Weights::new());
@@ -37,25 +35,41 @@ impl Graph {
             weights.insert(name.clone(), variable.clone().into());
             trained.insert(name, variable);
         }
-        let (output, tape) = Tape::record(|| f(&weights, input.as_tensor()))?;
-        Ok(Self { input, parameters: trained, output, tape })
+        Ok(Self { weights, trained, gradients: tape::Gradients::default() })
     }
 
-    /// The result of the computation, without its graph.
-    pub(crate) fn output(&self) -> Tensor {
-        self.output.detach()
+    /// Computes `f` of the parameters, and records it for gradients with respect to variables.
+    pub(crate) fn record(&self, f: impl FnOnce(&StoredWeights) -> Result<Tensor>) -> Result<Recording> {
+        let (output, tape) = Tape::record(|| f(&self.weights))?;
+        Ok(Recording { output, tape })
     }
 
-    /// The gradients of `sum(dy * output)` with respect to the input and to each trained parameter.
-    pub(crate) fn backward(self, dy: Tensor) -> Result<(Tensor, Gradients)> {
-        let mut gradients = self.tape.backward(self.output, dy)?;
-        // A tensor that took no part in the output has a gradient of zeros.
-        let mut gradient = |tensor: &Tensor| match gradients.remove(tensor) {
-            Some(gradient) => Ok(gradient),
-            None => tensor.zeros_like(),
-        };
-        let dx = gradient(self.input.as_tensor())?;
-        let of = |(name, tensor): (String, Tensor)| Ok((name, gradient(&tensor)?));
-        Ok((dx, self.parameters.into_iter().map(of).collect::<Result<_>>()?))
+    /// Like [`record`](Self::record), but computes norms again where a backward pass reads them.
+    pub(crate) fn record_without_norms(&self, f: impl FnOnce(&StoredWeights) -> Result<Tensor>) -> Result<Recording> {
+        let (output, tape) = Tape::record_without_norms(|| f(&self.weights))?;
+        Ok(Recording { output, tape })
+    }
+
+    /// Computes `f` without recording it.
+    pub(crate) fn compute(&self, f: impl FnOnce(&StoredWeights) -> Result<Tensor>) -> Result<Tensor> {
+        let detached = self.weights.iter().map(|(name, weight)| (name.clone(), weight.detach())).collect();
+        f(&detached)
+    }
+
+    /// Adds the gradients of `sum(dy * output)` to those that are known.
+    pub(crate) fn differentiate(&mut self, Recording { output, tape }: Recording, dy: Tensor) -> Result<()> {
+        self.gradients = tape.backward_from(std::mem::take(&mut self.gradients), output, dy)?;
+        Ok(())
+    }
+
+    /// Takes out the gradient of a variable; zeros if it took no part in an output.
+    pub(crate) fn take(&mut self, variable: &Tensor) -> Result<Tensor> {
+        Ok(self.gradients.remove(variable).map_or_else(|| variable.zeros_like(), Ok)?)
+    }
+
+    /// The gradients of all trained parameters.
+    pub(crate) fn finish(mut self) -> Result<Gradients> {
+        let trained = std::mem::take(&mut self.trained);
+        trained.into_iter().map(|(name, tensor)| Ok((name, self.take(&tensor)?))).collect()
     }
 }

@@ -13,6 +13,9 @@ use ringspan_candle::{Recompute, gated_mlp, loss, stored_activation::Storage};
 /// Bytes that a rank holds per token of the whole batch: tokens and targets, of the batch and as they are dealt to ranks.
 pub(super) const OF_BATCH: u64 = 24;
 
+/// Bytes of the largest buffer that a kernel of attention keeps between calls.
+const KEPT_BUFFER: u64 = 16 << 20;
+
 /// Bytes by named part of the memory.
 pub(super) type Parts = Vec<(&'static str, u64)>;
 
@@ -163,27 +166,33 @@ impl Shape {
     }
 
     /// Bytes of a layer that is recomputed and differentiated: it is fullest while its feed-forward part is differentiated, or
-    /// while attention is. A `sparse` layer has experts.
+    /// while attention is, or the linear layers before it. A `sparse` layer has experts.
     fn activations(&self, tokens: u64, rows: u64, sparse: bool) -> u64 {
         let (width, (queries, keys)) = (self.width(), self.attended());
-        let both = queries + keys;
-        // With the feed-forward part, there are the input, its norm, the sum after attention, its norm, the gradient of the
-        // output and that of the second norm; with attention, the gradient of the sum replaces all after the input's norm. With
-        // tensor parallelism, norms and their gradients are of all tokens.
-        let (of_dense, of_experts, of_attention) = match self.tp {
-            1 => (6 * rows, 6 * rows, 3 * rows),
-            _ => (3 * rows + 4 * tokens, 6 * rows + tokens, 2 * rows + 2 * tokens),
+        // With the feed-forward part, there are the input, the sum after attention, its norm, the gradient of the output and that
+        // of the norm; with attention, the input and the gradient that bypasses attention; after it, also the input's norm, its
+        // gradient, and what one linear layer adds to that. With tensor parallelism, norms and their gradients are of all
+        // tokens.
+        let (of_dense, of_experts) =
+            if self.tp == 1 { (5 * rows, 5 * rows) } else { (3 * rows + 3 * tokens, 5 * rows) };
+        // Latent attention gathers narrower tensors than norms, and makes queries, keys and values of parts by candle's operations,
+        // whose graph holds the parts until all of it is differentiated.
+        let is_latent = self.dim != self.value_dim;
+        let (of_attention, of_inputs) = match self.tp {
+            tp if tp == 1 || is_latent => (2 * rows, 5 * rows),
+            _ => (2 * rows + tokens, 2 * rows + 3 * tokens),
         };
-        // There are queries, keys, values and output, and the gradients of all four; keys and values once more as the kernel
-        // reads them.
-        let (attended, differentiated) = (2 * both + 2 * keys, 4 * both + 2 * keys);
-        let normed = if self.norms_heads { both } else { 0 };
+        let of_parts = if is_latent { 5 * (queries + keys) } else { 0 };
+        // The kernel keeps a buffer with keys and values as it reads them, if that is not large.
+        let packed = Some(4 * 2 * tokens * keys).filter(|bytes| *bytes <= KEPT_BUFFER).unwrap_or(0);
         let is_kept = self.recompute == Recompute::Nothing;
+        let stored = if is_kept { self.kept_width() * tokens * (queries + 2 * keys) } else { 0 };
+        let normed = if self.norms_heads { queries + keys } else { 0 };
         let fused = !self.feed_forward_adapted && !self.feed_forward_bias && !self.held.stores_layers;
         let wide = if is_kept && fused { 2 * tokens * self.feed_forward } else { 0 };
         let dense = width * (of_dense * self.hidden + self.feed_forward_activations(tokens)) + self.kept_width() * wide;
         let with_experts = self.experts.filter(|_| sparse).map_or(0, |experts| {
-            let shared = if self.shared > 0 { tokens * self.hidden } else { 0 };
+            let shared = if self.shared > 0 && self.tp == 1 { tokens * self.hidden } else { 0 };
             let products = if is_kept { self.kept_width() } else { width } * experts.products(rows);
             let stored = self.held.stores_layers;
             let single = 4 * experts.activations_of_one(rows, self.hidden, stored);
@@ -193,10 +202,13 @@ impl Shape {
         });
         // Tensor parallel ranks sum in f32 whatever the type of the model.
         let summed = if self.tp > 1 && width < 4 { 4 * tokens * self.hidden } else { 0 };
-        let held = width * (tokens * (normed + self.dropped) + rows * self.projected[1]) + summed;
-        let feed_forward = width * tokens * attended + if sparse { with_experts } else { dense };
-        let gradients = width * tokens * differentiated + self.widened_gradients(tokens);
-        held + feed_forward.max(width * of_attention * self.hidden + gradients)
+        let feed_forward = stored + width * tokens * queries + if sparse { with_experts } else { dense };
+        // There are queries, keys and values, their gradients, and the gradient of attention's output.
+        let differentiated = width * tokens * (3 * queries + 4 * keys) + self.widened_gradients(tokens);
+        let attention = width * of_attention * self.hidden + differentiated;
+        let inputs = width * (of_inputs * self.hidden + tokens * (queries + 2 * keys));
+        let held = width * (tokens * (normed + of_parts + self.dropped) + rows * self.projected[1]);
+        summed + packed + feed_forward.max(held + attention.max(inputs))
     }
 
     /// Bytes of attention's gradients, which come in f32 where the model computes in bf16, and are then rounded.

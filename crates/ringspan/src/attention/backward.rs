@@ -70,26 +70,68 @@ pub fn on_device(
     d_out: View,
 ) -> Result<Gradients<Floats>> {
     inputs.check("attention backward", group, schedule)?;
-    check_saved(group, inputs, forward, &d_out)?;
-    let (kernel, Forward { out, statistics, .. }) = (group.kernel(), *forward);
-    let (tokens, heads, v_dim) = (inputs.q.tokens, inputs.q.heads, inputs.v.dim);
-    let (held, d_out, out) =
-        (inputs.hold(kernel)?, kernel.hold(d_out)?, kernel.hold(stored(out, tokens, heads, v_dim)?)?);
-    let rows = tokens * heads;
-    let [max, sum] =
-        [kernel.hold(stored(statistics.max, 1, 1, rows)?)?, kernel.hold(stored(statistics.sum, 1, 1, rows)?)?];
-    let statistics = Statistics { max: max.view().data, sum: sum.view().data };
+    let Forward { out, statistics, .. } = *forward;
+    let shape = [inputs.q.tokens, inputs.q.heads, inputs.v.dim];
+    check_shape("attention backward", group.rank(), "d_out", &d_out, shape)?;
+    let d_out = group.kernel().hold(d_out)?;
+    let delta = delta(group, out, d_out.view())?;
+    with_delta(group, schedule, inputs, statistics, delta.data(), d_out.view())
+}
+
+/// For each query and head the dot product of attention's output and its gradient, `[H, T]`, from `out` and `d_out` `[T, H,
+/// Dv]`. The backward pass reads nothing else of the output, so with [`with_delta`] a caller can free the output first.
+///
+/// # Errors
+/// An output of another size than its gradient, failures of the kernel's device.
+pub fn delta(group: &Group, out: Data, d_out: View) -> Result<Floats> {
+    let (kernel, View { tokens, heads, dim, .. }) = (group.kernel(), d_out);
+    check_len("out", out.len(), [tokens, heads, dim])?;
+    let (out, d_out) = (kernel.hold(stored(out, tokens, heads, dim)?)?, kernel.hold(d_out)?);
+    kernel.delta_on_device(out.view(), d_out.view())
+}
+
+fn check_len(what: &'static str, actual: usize, [tokens, heads, dim]: [usize; 3]) -> Result<()> {
+    let expected = tokens * heads * dim;
+    let (operation, shape) = ("attention backward", format!("[{tokens}, {heads}, {dim}]"));
+    if actual == expected { Ok(()) } else { Err(Error::Shape { operation, what, expected, actual, shape }) }
+}
+
+/// Like [`on_device`], with the [`delta`] of output and gradient instead of the output.
+///
+/// # Errors
+/// Like those of [`backward()`].
+pub fn with_delta(
+    group: &Group,
+    schedule: &Schedule,
+    inputs: &Inputs,
+    statistics: Statistics<Data>,
+    delta: Data,
+    d_out: View,
+) -> Result<Gradients<Floats>> {
+    inputs.check("attention backward", group, schedule)?;
+    let (kernel, rows) = (group.kernel(), inputs.q.tokens * inputs.q.heads);
+    for (what, numbers) in
+        [("the softmax's maxima", statistics.max), ("the softmax's sums", statistics.sum), ("delta", delta)]
+    {
+        check_len(what, numbers.len(), [inputs.q.tokens, inputs.q.heads, 1])?;
+    }
+    let shape = [inputs.q.tokens, inputs.q.heads, inputs.v.dim];
+    check_shape("attention backward", group.rank(), "d_out", &d_out, shape)?;
+
+    let (held, d_out) = (inputs.hold(kernel)?, kernel.hold(d_out)?);
+    let numbers = |data| kernel.hold(stored(data, 1, 1, rows)?);
+    let (max, sum, delta) = (numbers(statistics.max)?, numbers(statistics.sum)?, numbers(delta)?);
+    let (statistics, delta) = (Statistics { max: max.view().data, sum: sum.view().data }, delta.view().data);
     let (inputs, d_out) = (&held.inputs(), d_out.view());
-    let delta = kernel.delta_on_device(out.view(), d_out)?;
     let d_sinks = match &inputs.score.sinks {
         // The CPU sums these few numbers per query in f64.
         Some(sinks) => {
             let read = |data| kernel.read_floats(data);
-            sink_gradients(sinks, [&read(statistics.max)?, &read(statistics.sum)?, &read(delta.data())?])
+            sink_gradients(sinks, [&read(statistics.max)?, &read(statistics.sum)?, &read(delta)?])
         }
         None => Vec::new(),
     };
-    let saved = Saved { statistics, delta: delta.data(), d_out };
+    let saved = Saved { statistics, delta, d_out };
     let gradients = match group.ulysses().size() {
         1 => {
             let Inputs { q, k, v, score, bias } = *inputs;
@@ -99,21 +141,6 @@ pub fn on_device(
         _ => over_grid(group, schedule, inputs, &saved)?,
     };
     Ok(Gradients { d_sinks, ..gradients })
-}
-
-/// Checks the result of the forward pass and the gradient of its output against the inputs.
-fn check_saved(group: &Group, inputs: &Inputs, forward: &Forward<Data>, d_out: &View) -> Result<()> {
-    let (tokens, heads, v_dim) = (inputs.q.tokens, inputs.q.heads, inputs.v.dim);
-    let elements = |what, actual: usize, dim: usize| {
-        let expected = tokens * heads * dim;
-        let shape = format!("[{tokens}, {heads}, {dim}]");
-        let operation = "attention backward";
-        if actual == expected { Ok(()) } else { Err(Error::Shape { operation, what, expected, actual, shape }) }
-    };
-    elements("out", forward.out.len(), v_dim)?;
-    elements("the softmax's maxima", forward.statistics.max.len(), 1)?;
-    elements("the softmax's sums", forward.statistics.sum.len(), 1)?;
-    check_shape("attention backward", group.rank(), "d_out", d_out, [tokens, heads, v_dim])
 }
 
 /// The gradients on a grid with Ulysses: each part of the heads travels to the member that computes it over the ring, while
@@ -182,8 +209,8 @@ fn over_ring(group: &Group, schedule: &Schedule, inputs: &kernel::Inputs, saved:
     let mut d_table = kernel.zeros(inputs.score.table_len())?;
     let mut d_bias = bias_zeros(kernel, inputs.bias)?;
     let (both, keys) = key_elements(inputs, inputs.k.tokens);
-    // Gradients of keys and values of one ring rank are one message: dk, then dv.
-    let mut own = kernel.zeros(both)?;
+    // Gradients of this rank's keys and of its values. Those of another rank are one message: dk, then dv.
+    let mut own = [kernel.zeros(keys)?, kernel.zeros(both - keys)?];
     let mut foreign: HashMap<usize, Floats> = HashMap::new();
     let plan = schedule.steps(Pass::Backward, rank);
     let wire = group.wire(&inputs.q, &inputs.k, &inputs.v);
@@ -200,14 +227,19 @@ fn over_ring(group: &Group, schedule: &Schedule, inputs: &kernel::Inputs, saved:
         if let Some(compute) = &step.compute {
             let (inputs, saved) = (blocks.inputs(compute)?, blocks.saved(compute)?);
             let (both, keys) = key_elements(&inputs, inputs.k.tokens);
-            let sum = match compute.keys == rank {
-                true => &mut own,
-                false => match foreign.entry(compute.keys) {
-                    Entry::Occupied(sum) => sum.into_mut(),
-                    Entry::Vacant(place) => place.insert(kernel.zeros(both)?),
-                },
+            let (dk, dv) = match compute.keys == rank {
+                true => {
+                    let [dk, dv] = &mut own;
+                    (dk.all_mut(), dv.all_mut())
+                }
+                false => {
+                    let sum = match foreign.entry(compute.keys) {
+                        Entry::Occupied(sum) => sum.into_mut(),
+                        Entry::Vacant(place) => place.insert(kernel.zeros(both)?),
+                    };
+                    sum.split_at_mut(keys)
+                }
             };
-            let (dk, dv) = sum.split_at_mut(keys);
             let (dq, d_bias) = match compute.queries == rank {
                 true => (dq.all_mut(), d_bias.all_mut()),
                 false => {
@@ -257,7 +289,7 @@ fn over_ring(group: &Group, schedule: &Schedule, inputs: &kernel::Inputs, saved:
     for pending in sent {
         pending.wait()?;
     }
-    let (dk, dv) = own.split(keys);
+    let [dk, dv] = own;
     Ok(Gradients { dq, dk, dv, d_table: kernel.to_host(d_table)?, d_bias, ..Gradients::default() })
 }
 
@@ -265,13 +297,18 @@ fn bias_zeros(kernel: &Kernel, bias: Option<View>) -> Result<Floats> {
     bias.map_or(Ok(Floats::default()), |bias| kernel.zeros(bias.tokens * bias.heads * bias.dim))
 }
 
-/// Adds received gradients of the given key rows (dk, then dv) to `sum`.
-fn add_rows(kernel: &Kernel, sum: &mut Floats, values: Data, rows: &Rows, inputs: &kernel::Inputs) -> Result<()> {
+/// Adds received gradients of the given key rows (dk, then dv) to the sums of dk and dv.
+fn add_rows(
+    kernel: &Kernel,
+    [dk, dv]: &mut [Floats; 2],
+    values: Data,
+    rows: &Rows,
+    inputs: &kernel::Inputs,
+) -> Result<()> {
     let (k, v) = (inputs.k, inputs.v);
     let (k_width, v_width) = (k.heads * k.dim, v.heads * v.dim);
-    let (dk, dv) = sum.split_at_mut(k.tokens * k_width);
     let keys = rows.len() * k_width;
     let place = |width| RowTarget { rows: rows.ranges(), offset: 0, stride: width, width };
-    kernel.add(dk, &place(k_width), values.slice(0..keys))?;
-    kernel.add(dv, &place(v_width), values.slice(keys..values.len()))
+    kernel.add(dk.all_mut(), &place(k_width), values.slice(0..keys))?;
+    kernel.add(dv.all_mut(), &place(v_width), values.slice(keys..values.len()))
 }

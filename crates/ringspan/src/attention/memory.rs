@@ -219,7 +219,7 @@ impl Memory {
     fn ring_backward(&mut self, group: &Group, schedule: &Schedule, inputs: &kernel::Inputs) -> Result<u64> {
         let plan = schedule.steps(Pass::Backward, group.ring().rank());
         let mut blocks = BlockBytes::new(group, inputs, &plan);
-        let (both, keys) = key_elements(inputs, inputs.k.tokens);
+        let both = key_elements(inputs, inputs.k.tokens).0;
         let of_queries = |inputs: &kernel::Inputs| {
             let biases = inputs.bias.map_or(0, |bias| bias.tokens * bias.heads * bias.dim);
             f32_bytes(inputs.q.tokens * inputs.q.heads * inputs.q.dim + biases)
@@ -265,9 +265,7 @@ impl Memory {
             }
         }
         self.release(lists);
-        // dv is split off the message of dk and dv, which keeps its memory.
-        self.hold(f32_bytes(both - keys));
-        Ok(of_queries(inputs) + f32_bytes(both + both - keys))
+        Ok(of_queries(inputs) + f32_bytes(both))
     }
 }
 

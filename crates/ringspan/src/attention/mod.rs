@@ -30,6 +30,7 @@ pub use wire::Wire;
 /// On a CPU they are the plain calls.
 pub mod on_device {
     pub use super::backward::on_device as backward;
+    pub use super::backward::{delta, with_delta as backward_with_delta};
     pub use super::decode::{on_device as decode, tiles_on_device as decode_tiles};
     pub use super::forward::on_device as forward;
 }

@@ -71,6 +71,10 @@ pub(super) fn lines(len: usize) -> usize {
     len.next_multiple_of(LINE)
 }
 
+/// Number of elements in the largest buffer that is kept. The calls that need a larger one take so long that its page faults
+/// cost them less than a hundredth, and a rank that trains needs the memory for other things between the calls.
+const LARGEST: usize = 1 << 22;
+
 /// Buffers kept between calls: a fresh buffer costs a page fault per 4 KiB, a tenth of the time of a short call.
 #[derive(Default)]
 pub(super) struct Pool(Mutex<Vec<Aligned>>);
@@ -97,8 +101,11 @@ impl Pool {
         self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).iter().map(|buffer| buffer.len()).sum()
     }
 
-    /// Keeps a buffer for a later call.
+    /// Keeps a buffer for a later call, if it is not too large.
     pub(super) fn give(&self, buffer: Aligned) {
+        if buffer.len() > LARGEST {
+            return;
+        }
         self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).push(buffer);
     }
 }

@@ -69,17 +69,6 @@ impl Floats {
         }
     }
 
-    /// Splits the numbers into the first `at` and the rest.
-    pub(crate) fn split(self, at: usize) -> (Self, Self) {
-        match self {
-            Self::Host(mut first) => {
-                let second = first.split_off(at);
-                (Self::Host(first), Self::Host(second))
-            }
-            Self::Device(array) => (Self::Device(array.part(0..at)), Self::Device(array.part(at..array.len()))),
-        }
-    }
-
     /// Splits the numbers into consecutive parts of these lengths; on a device the parts share memory.
     pub(crate) fn parts(self, lens: impl Iterator<Item = usize>) -> Vec<Self> {
         let mut from = 0;
