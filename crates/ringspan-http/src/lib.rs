@@ -1,0 +1,22 @@
+#![doc = include_str!("../README.md")]
+#![deny(missing_docs)]
+
+mod app;
+mod auth;
+mod body;
+mod conversation;
+mod error;
+mod fields;
+mod generation;
+mod grammar;
+mod logprobs;
+mod metrics;
+mod routes;
+mod sampling;
+mod server;
+mod sse;
+mod tools;
+mod vocabulary;
+
+pub use app::{ServeError, ServedModel};
+pub use server::{Server, Settings};
