@@ -72,10 +72,10 @@ impl Conversation {
                 app.name
             )));
         };
-        if !self.tools.is_empty() && self.choice != ToolChoice::None && !template.source().contains("tools") {
+        if !self.tools.is_empty() && self.choice != ToolChoice::None && !template.mentions("tools") {
             return Err(ApiError::field("tools", "the model's chat template knows none, so it would ignore them"));
         }
-        if let Some(name) = self.variables.keys().find(|name| !template.source().contains(name.as_str())) {
+        if let Some(name) = self.variables.keys().find(|name| !template.mentions(name)) {
             let message = format!("the model's chat template does not read `{name}`, so it would change nothing");
             return Err(ApiError::field("chat_template_kwargs", message));
         }

@@ -3,6 +3,7 @@
 
 mod app;
 mod auth;
+pub mod bench;
 mod body;
 mod conversation;
 mod error;

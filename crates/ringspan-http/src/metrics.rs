@@ -99,6 +99,9 @@ impl Collector for EngineMetrics {
         for (name, help, value) in gauges {
             encoder.encode_descriptor(name, help, None, MetricType::Gauge)?.encode_gauge(&value)?;
         }
+        let mut metric =
+            encoder.encode_descriptor("ringspan:kv_pages", "Pages of each rank", None, MetricType::Gauge)?;
+        metric.encode_gauge(&(self.engine.limits().pages_per_rank as f64))?;
         let counters = [
             ("vllm:prompt_tokens", "Prompt tokens that were computed or found in the cache", now.prompt_tokens),
             ("vllm:generation_tokens", "Generated tokens", now.generation_tokens),

@@ -15,6 +15,9 @@ use std::time::Duration;
 use tokio::runtime::Runtime;
 use tower_http::cors::{AllowHeaders, CorsLayer};
 
+/// Time between two looks whether the server should stop.
+const STOP_INTERVAL: Duration = Duration::from_millis(50);
+
 /// Settings of a server.
 #[derive(Debug, Clone)]
 pub struct Settings {
@@ -78,27 +81,32 @@ impl Server {
         Ok(self.listener.local_addr()?)
     }
 
-    /// Answers until `stop` resolves; then takes no more connections, and ends when the requests that run have ended, or when the
-    /// time to drain is over. Returns whether all requests were finished.
+    /// Answers until `stopped`, which is asked often, says so; then takes no more connections, and ends when the requests that run
+    /// have ended, or when the time to drain is over. Returns whether all requests were finished.
     ///
     /// # Errors
     /// The operating system's.
-    pub fn run(self, stop: impl Future<Output = ()> + Send + 'static) -> Result<bool, ServeError> {
+    pub fn run(self, stopped: impl Fn() -> bool) -> Result<bool, ServeError> {
         let Self { runtime, listener, router, drain } = self;
-        let drained = runtime.block_on(async move {
+        let drained = runtime.block_on(async {
             let listener = tokio::net::TcpListener::from_std(listener)?;
-            let (stopping, stopped) = tokio::sync::watch::channel(false);
-            tokio::spawn(async move {
-                stop.await;
-                let _ = stopping.send(true);
-            });
-            let wait = |mut stopped: tokio::sync::watch::Receiver<bool>| async move {
-                let _ = stopped.wait_for(|stopped| *stopped).await;
+            let (stopping, mut is_stopping) = tokio::sync::watch::channel(false);
+            let graceful = async move {
+                // A sender that is gone has stopped as well.
+                let _ = is_stopping.wait_for(|stopping| *stopping).await;
             };
-            let serving = axum::serve(listener, router).with_graceful_shutdown(wait(stopped.clone()));
+            let serving = axum::serve(listener, router).with_graceful_shutdown(graceful);
+            let end = async {
+                while !stopped() {
+                    tokio::time::sleep(STOP_INTERVAL).await;
+                }
+                // Only a server that has ended already does not hear it.
+                let _ = stopping.send(true);
+                tokio::time::sleep(drain).await;
+            };
             tokio::select! {
                 result = async { serving.await } => result.map(|()| true),
-                () = async { wait(stopped).await; tokio::time::sleep(drain).await } => Ok(false),
+                () = end => Ok(false),
             }
         })?;
         // Requests that are still running are dropped, and with them what they hold.

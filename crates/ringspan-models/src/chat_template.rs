@@ -124,6 +124,16 @@ impl ChatTemplate {
         &self.source
     }
 
+    /// Whether the template's source has this variable's name.
+    #[must_use]
+    pub fn mentions(&self, variable: &str) -> bool {
+        let of_name = |c: char| c.is_alphanumeric() || c == '_';
+        !variable.is_empty()
+            && self.source.match_indices(variable).any(|(at, _)| {
+                !self.source[..at].ends_with(of_name) && !self.source[at + variable.len()..].starts_with(of_name)
+            })
+    }
+
     /// The texts of special tokens, by the template's variables for them.
     #[must_use]
     pub fn tokens(&self) -> &Map<String, Value> {
@@ -269,6 +279,13 @@ mod tests {
                       {% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}";
         assert_eq!(text(source, json!({}), true), Ok("hi<a>".into()));
         assert_eq!(text(source, json!({"enable_thinking": false}), false), Ok("hi<think></think>".into()));
+    }
+
+    #[test]
+    fn a_part_of_a_name_is_not_the_name() {
+        let template =
+            ChatTemplate::parse("{{ enable_thinking }}".into(), Map::new(), Path::new("t.jinja")).expect("one");
+        assert!(template.mentions("enable_thinking") && !template.mentions("thinking") && !template.mentions(""));
     }
 
     #[test]
