@@ -9,6 +9,10 @@ use std::fmt;
 use std::sync::Arc;
 use toktrie::{InferenceCapabilities, TokEnv, TokRxInfo, TokTrie, TokenId, TokenizerEnv};
 
+/// White space between the tokens of a JSON text: enough for lines with indentation, and not so much that a model which likes white
+/// space would never come to an end.
+const WHITESPACE: &str = r"[\x20\x0A\x0D\x09]{1,32}";
+
 /// What an answer must look like.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Grammar {
@@ -30,7 +34,13 @@ impl Grammar {
 
     fn top_level(&self) -> TopLevelGrammar {
         match self {
-            Self::JsonSchema(schema) => TopLevelGrammar::from_json_schema(schema.clone()),
+            Self::JsonSchema(schema) => {
+                let mut schema = schema.clone();
+                if let Value::Object(map) = &mut schema {
+                    map.entry("x-guidance").or_insert_with(|| serde_json::json!({"whitespace_pattern": WHITESPACE}));
+                }
+                TopLevelGrammar::from_json_schema(schema)
+            }
             Self::Regex(regex) => TopLevelGrammar::from_regex(regex),
             Self::Choice(choices) => {
                 // A JSON string is a string of Lark.

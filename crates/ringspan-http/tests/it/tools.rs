@@ -46,13 +46,14 @@ fn calls_that_must_be_made_are_made_by_grammar() {
     let server = start();
     let named = json!({"type": "function", "function": {"name": "weather"}});
     for choice in [json!("required"), named] {
-        let asked = json!({"tools": weather(), "tool_choice": choice, "max_tokens": 200, "parallel_tool_calls": false,
-            "logit_bias": {"32": -100, "10": -100, "9": -100, "13": -100}});
+        let asked = json!({"tools": weather(), "tool_choice": choice, "max_tokens": 500, "parallel_tool_calls": false});
         let answer = server.chat("say:I will not.", asked);
         assert_eq!(answer.status, 200, "{}", answer.body);
         let choice = answer.json()["choices"][0].clone();
         let call = &choice["message"]["tool_calls"][0]["function"];
-        assert_eq!((&call["name"], &call["arguments"]), (&json!("weather"), &json!("{\"place\":\"Ulm\"}")), "{choice}");
+        // The test's engine likes white space, which grammars limit.
+        let arguments: Value = serde_json::from_str(call["arguments"].as_str().unwrap()).unwrap();
+        assert_eq!((&call["name"], arguments), (&json!("weather"), json!({"place": "Ulm"})), "{choice}");
         assert!(choice["message"]["content"].is_null() && choice["finish_reason"] == "tool_calls", "{choice}");
     }
 }
