@@ -97,7 +97,7 @@ impl<'a> Loan<'a> {
     pub(crate) fn view(&self) -> Result<View<'_>> {
         let (tokens, heads, dim) = self.layout.shape().dims3()?;
         let stride = self.layout.stride();
-        Ok(View { data: self.rest(), tokens, heads, dim, token_stride: stride[0], head_stride: stride[1] })
+        Ok(View { data: self.rest(), tokens, heads, dim, token_stride: stride[0], head_stride: stride[1], rows: None })
     }
 
     /// The elements of a contiguous tensor.

@@ -93,6 +93,24 @@ pub fn load(folder: &Path) -> Result<Adapter> {
     Ok(Adapter { base, lora, weights: matrices(folder)? })
 }
 
+/// Reads an adapter for a model that is in memory, and attaches it to `decoder`; which base model its configuration names does not
+/// matter, as long as its matrices fit. Returns the decoder and the matrices.
+///
+/// # Errors
+/// A decoder that has adapters already; files that are missing or corrupt; a kind of adapter that this crate cannot compute;
+/// matrices that do not fit the model.
+pub fn attach(folder: &Path, decoder: Decoder) -> Result<(Decoder, Weights)> {
+    if decoder.lora().is_some() {
+        return Err(Error::Lora("the model has an adapter of its own; merge that one into the model first".into()));
+    }
+    let path = folder.join(CONFIG);
+    let bytes = std::fs::read(&path).map_err(|source| Error::Io { path: path.clone(), source })?;
+    let config::Config { lora, .. } = config::Config::parse(&bytes, &path)?;
+    let decoder = decoder.with_lora(lora)?;
+    let weights = load_matrices(folder, &decoder)?;
+    Ok((decoder, weights))
+}
+
 /// Reads the matrices of an adapter, and checks that they are exactly those of `decoder`, which has its adapters attached.
 ///
 /// # Errors

@@ -20,7 +20,7 @@ pub enum Error {
         /// Number of tokens in the vocabulary.
         vocabulary: usize,
     },
-    /// A sampling option is outside its range.
+    /// A sampling option, or one of the engine's, is outside its range.
     #[error("{option} {given}: possible is {possible}")]
     Sampling {
         /// The option's name.
@@ -38,6 +38,43 @@ pub enum Error {
         /// A description of what is wrong, with the first bad token.
         problem: String,
     },
+    /// The cache of an engine cannot hold one sequence of the longest length.
+    #[error(
+        "a sequence of {asked} tokens needs {needed} pages of {page} tokens on each of {ranks} ranks ({} bytes a rank), but the \
+         cache has {pages_per_rank} pages a rank ({page_bytes} bytes each), which hold {holds} tokens: give the cache more memory, \
+         or take a smaller max-model-len",
+        .page_bytes.saturating_mul(*.needed as u64)
+    )]
+    CacheTooSmall {
+        /// Tokens of the longest sequence.
+        asked: usize,
+        /// Tokens of a page.
+        page: usize,
+        /// Number of ranks.
+        ranks: usize,
+        /// Pages that each rank would need.
+        needed: usize,
+        /// Pages that each rank has.
+        pages_per_rank: usize,
+        /// Bytes of a page.
+        page_bytes: u64,
+        /// Tokens that the pages of all ranks hold.
+        holds: usize,
+    },
+    /// The system does not say how much memory is free.
+    #[error("this system does not say how much memory is free; give the size of the cache in bytes")]
+    UnknownMemory,
+    /// A rank of an engine failed.
+    #[error("rank {rank}: {problem}")]
+    Rank {
+        /// The rank.
+        rank: usize,
+        /// What went wrong.
+        problem: String,
+    },
+    /// A step of the engine, or its cache, does not fit: what was asked, and what is possible.
+    #[error("{0}")]
+    Step(String),
     /// Tokens could not be decoded to text.
     #[error("tokenizer: {0}")]
     Tokenizer(String),

@@ -7,8 +7,10 @@ pub mod engine;
 mod error;
 mod generate;
 mod model;
+pub mod paged;
 mod sampler;
 mod score;
+pub mod step;
 mod text;
 
 pub use cache::{BLOCK, Cache, owner};

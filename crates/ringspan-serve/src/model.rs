@@ -4,7 +4,8 @@ use crate::error::{Error, Result};
 use candle_core::Tensor;
 use ringspan::attention::Group;
 use ringspan::comm::ranks::Ranks;
-use ringspan::comm::threads;
+use ringspan::comm::timed::Timed;
+use ringspan::comm::{Communicator, threads};
 use ringspan_candle::{Attend, Devices, StoredWeights, Weight, model::on_device, pool};
 use ringspan_models::Decoder;
 use std::collections::BTreeMap;
@@ -144,13 +145,37 @@ impl Mesh {
     /// # Errors
     /// A number of processes that is not the number of ranks; the error of the rank that failed first.
     pub fn run<T: Send>(&self, work: impl Fn(Arc<Group>) -> Result<T> + Sync) -> Result<Vec<T>> {
-        let Self { ring, ulysses, threads, deadline, .. } = *self;
-        let options = threads::Options { deadline, ..Default::default() };
-        let ranks = ring.saturating_mul(ulysses);
-        self.ranks.run(ranks, options, |comm| {
-            let kernel = self.devices.of(comm.rank()).kernel(threads)?;
-            let group = Arc::new(Group::new(comm, (ring, ulysses), kernel)?);
-            pool::run(threads, || work(group))?
+        self.run_with(|comm| self.on_rank(comm, &work))
+    }
+
+    /// Like [`run`](Self::run), and measures how long each rank waits for others.
+    ///
+    /// # Errors
+    /// As for [`run`](Self::run).
+    pub(crate) fn run_timed<T: Send>(&self, work: impl Fn(Arc<Group>, &Timed) -> Result<T> + Sync) -> Result<Vec<T>> {
+        self.run_with(|comm| {
+            let timed = Arc::new(Timed::new(comm));
+            self.on_rank(timed.clone(), |group| work(group, &timed))
         })
+    }
+
+    /// Number of ranks.
+    pub(crate) fn size(&self) -> usize {
+        self.ring.saturating_mul(self.ulysses)
+    }
+
+    fn run_with<T: Send>(&self, work: impl Fn(Arc<dyn Communicator>) -> Result<T> + Sync) -> Result<Vec<T>> {
+        let options = threads::Options { deadline: self.deadline, ..Default::default() };
+        self.ranks.run(self.size(), options, work)
+    }
+
+    fn on_rank<T: Send>(
+        &self,
+        comm: Arc<dyn Communicator>,
+        work: impl Fn(Arc<Group>) -> Result<T> + Sync,
+    ) -> Result<T> {
+        let kernel = self.devices.of(comm.rank()).kernel(self.threads)?;
+        let group = Arc::new(Group::new(comm, (self.ring, self.ulysses), kernel)?);
+        pool::run(self.threads, || work(group))?
     }
 }

@@ -77,14 +77,35 @@ impl Sampler {
     /// # Errors
     /// An empty vocabulary, NaN or infinity among the logits, or all of them -inf.
     pub fn sample(&mut self, logits: &[f32]) -> Result<u32> {
+        let Sampling { temperature, top_k, top_p, .. } = self.sampling;
+        Filter { temperature, top_k, top_p, min_p: None }.draw(logits, &mut self.random)
+    }
+}
+
+/// Which tokens may be drawn, and with which weights.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Filter {
+    pub(crate) temperature: f32,
+    pub(crate) top_k: Option<usize>,
+    pub(crate) top_p: Option<f32>,
+    /// Keeps tokens of what is left that are at least this share as likely as the most likely one.
+    pub(crate) min_p: Option<f32>,
+}
+
+/// Number of tokens that are sorted first in search of the most likely ones that together have some probability.
+const FIRST_SORTED: usize = 64;
+
+impl Filter {
+    /// Draws a token, given the logits `[V]`. At temperature 0 it takes nothing from the random stream.
+    pub(crate) fn draw(&self, logits: &[f32], random: &mut ChaCha8Rng) -> Result<u32> {
         let best = argmax(logits)?;
-        if self.sampling.temperature == 0.0 {
+        if self.temperature == 0.0 {
             return Ok(best as u32);
         }
         let candidates = self.candidates(logits, logits[best]);
         let total: f64 = candidates.iter().map(|(_, weight)| weight).sum();
         // 53 random bits: a uniform number in [0, 1).
-        let uniform = (self.random.next_u64() >> 11) as f64 * (1.0 / (1u64 << 53) as f64);
+        let uniform = (random.next_u64() >> 11) as f64 * (1.0 / (1u64 << 53) as f64);
         let mut rest = uniform * total;
         for &(token, weight) in &candidates {
             rest -= weight;
@@ -99,32 +120,47 @@ impl Sampler {
 
     /// The tokens that may be drawn, with their weights, of which the greatest is 1.
     fn candidates(&self, logits: &[f32], max: f32) -> Vec<(usize, f64)> {
-        let Sampling { temperature, top_k, top_p, .. } = self.sampling;
-        let weight = |logit: f32| ((f64::from(logit) - f64::from(max)) / f64::from(temperature)).exp();
-        let order = |a: &usize, b: &usize| logits[*b].total_cmp(&logits[*a]).then(a.cmp(b));
+        let Self { temperature, top_k, top_p, min_p } = *self;
+        let weight = |token: usize| ((f64::from(logits[token]) - f64::from(max)) / f64::from(temperature)).exp();
         let mut tokens: Vec<usize> = (0..logits.len()).collect();
-        if let Some(k) = top_k
-            && k < tokens.len()
-        {
-            tokens.select_nth_unstable_by(k - 1, order);
+        let mut sorted = 0;
+        if let Some(k) = top_k {
+            sorted = sort_first(&mut tokens, logits, 0, k);
             tokens.truncate(k);
         }
-        let nucleus = top_p.filter(|p| *p < 1.0);
-        if top_k.is_some() || nucleus.is_some() {
-            tokens.sort_unstable_by(order);
+        if let Some(p) = top_p.filter(|p| *p < 1.0) {
+            let enough = f64::from(p) * tokens.iter().map(|token| weight(*token)).sum::<f64>();
+            let (mut sum, mut kept) = (0.0, 0);
+            while kept < tokens.len() && (kept == 0 || sum < enough) {
+                if kept == sorted {
+                    sorted = sort_first(&mut tokens, logits, sorted, (sorted * 8).max(FIRST_SORTED));
+                }
+                sum += weight(tokens[kept]);
+                kept += 1;
+            }
+            tokens.truncate(kept);
         }
-        let mut kept: Vec<(usize, f64)> = tokens.into_iter().map(|token| (token, weight(logits[token]))).collect();
-        if let Some(p) = nucleus {
-            let enough = f64::from(p) * kept.iter().map(|(_, weight)| weight).sum::<f64>();
-            let mut sum = 0.0;
-            let reached = kept.iter().position(|(_, weight)| {
-                sum += weight;
-                sum >= enough
-            });
-            kept.truncate(reached.map_or(kept.len(), |index| index + 1));
+        let mut kept: Vec<(usize, f64)> = tokens.into_iter().map(|token| (token, weight(token))).collect();
+        if let Some(share) = min_p {
+            kept.retain(|(_, weight)| *weight >= f64::from(share));
         }
         kept
     }
+}
+
+/// Brings the `n` most likely tokens to the front, in descending order (the lowest id first among equals), where the first
+/// `sorted` are already; returns how many are sorted now.
+pub(crate) fn sort_first(tokens: &mut [usize], logits: &[f32], sorted: usize, n: usize) -> usize {
+    let order = |a: &usize, b: &usize| logits[*b].total_cmp(&logits[*a]).then(a.cmp(b));
+    let n = n.min(tokens.len());
+    if sorted < n {
+        let rest = &mut tokens[sorted..];
+        if n - sorted < rest.len() {
+            rest.select_nth_unstable_by(n - sorted - 1, order);
+        }
+        rest[..n - sorted].sort_unstable_by(order);
+    }
+    n.max(sorted)
 }
 
 /// The index of the greatest logit, the lowest among equals.

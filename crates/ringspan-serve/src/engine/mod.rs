@@ -1,4 +1,35 @@
 //! The inference engine: many requests at a time over one mesh of ranks.
+//!
+//! An [`Engine`] keeps its ranks, with their threads, communicators and caches, until it is shut down. Rank 0 schedules: it decides
+//! which tokens of which requests are computed next and in which pages of the cache, and broadcasts that as data (a
+//! [`Step`](step::Step)), which all ranks execute. Clients submit a [`Request`](request::Request) and hear
+//! [`Event`](request::Event)s.
+//!
+//! The cache is paged: page i of a sequence is on rank i mod P, for prompts and generated text alike. Pages whose text is over
+//! stay in the prefix cache until their room is needed, so that a text with the same beginning need not compute it again.
 
+mod client;
+mod engine_handle;
+mod executor;
+mod lead;
+mod logprobs;
+mod model_executor;
+mod options;
+mod order;
+mod pages;
+mod prefix_cache;
+mod rank;
 pub mod request;
-pub mod step;
+mod scheduler;
+mod sequence;
+mod shared;
+mod token_sampler;
+
+#[cfg(test)]
+mod test;
+
+pub use crate::step;
+pub use client::Client;
+pub use engine_handle::Engine;
+pub use executor::Executor;
+pub use options::{EngineOptions, EngineSizes, KvCache, MIXED_CHUNK};

@@ -3,5 +3,9 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod engine;
+mod engine_adapters;
+mod engine_failures;
 mod generate;
 mod known_failures;
+mod paged;

@@ -7,10 +7,10 @@ use super::block::{payload, send_to};
 use super::wire::{Wire, floats};
 use super::{Group, Inputs};
 use crate::comm::Buffer;
-use crate::documents::Run;
+use crate::documents::{Run, Strand};
 use crate::error::{Error, Result};
 use crate::kernel::{self, Floats, HeadMap, SoftmaxState, Statistics, Tile, TilePosition};
-use crate::mask::Mask;
+use crate::mask::{Band, Mask, VisiblePairs};
 use crate::schedule::{Merge, MergeStep};
 use std::sync::Arc;
 
@@ -86,6 +86,90 @@ impl Tokens<'_> {
     }
 }
 
+/// The visible pairs of a decoding step. All layers with the same mask can share it.
+#[derive(Debug, Clone)]
+pub struct DecodeTiles {
+    tiles: Vec<Tile>,
+    queries: usize,
+    keys: usize,
+    /// Whether the tiles have valid positions.
+    placed: bool,
+}
+
+impl DecodeTiles {
+    /// Tiles with the positions of their tokens, for scores that depend on them.
+    ///
+    /// # Errors
+    /// As for [`Tokens::tiles`].
+    pub fn placed(tokens: &Tokens, mask: &Mask) -> Result<Self> {
+        Ok(Self { tiles: tokens.tiles(mask)?, queries: count(tokens.queries), keys: count(tokens.keys), placed: true })
+    }
+
+    /// As few tiles as possible, for scores that do not depend on positions. Keys of a query that lie in adjacent rows are one
+    /// tile, whatever their runs; the time does not depend on the number of runs that are hidden or completely visible, nor on
+    /// the number of other documents.
+    ///
+    /// # Errors
+    /// Runs with positions above the limit, or a mask that contradicts itself.
+    pub fn joined(tokens: &Tokens, mask: &Mask) -> Result<Self> {
+        tokens.check()?;
+        mask.check_window()?;
+        let strands = Strand::by_document(tokens.keys);
+        let (mut tiles, mut row) = (Vec::<Tile>::new(), 0);
+        for q in tokens.queries {
+            for strand in strands.get(&q.document).into_iter().flatten() {
+                mask.search(q, strand.runs(), tokens.frames, |seen| {
+                    let (queries, keys, band) = match seen {
+                        VisiblePairs::Whole { q, runs } => {
+                            let keys = strand.rows(&runs);
+                            (q.clone(), keys.clone(), Band::whole(q.len(), keys.len()))
+                        }
+                        VisiblePairs::BandedTile { run, tile } => {
+                            let first = strand.rows(&(run..run + 1)).start;
+                            (tile.q, first + tile.k.start..first + tile.k.end, tile.band)
+                        }
+                    };
+                    let queries = row + queries.start..row + queries.end;
+                    push_joined(&mut tiles, Tile { q: queries, k: keys, band, place: TilePosition::START });
+                });
+            }
+            row += q.len;
+        }
+        Ok(Self { tiles, queries: row, keys: count(tokens.keys), placed: false })
+    }
+
+    /// Number of tiles.
+    pub fn len(&self) -> usize {
+        self.tiles.len()
+    }
+
+    /// Whether no query sees a key.
+    pub fn is_empty(&self) -> bool {
+        self.tiles.is_empty()
+    }
+}
+
+/// Appends a tile. A tile of one query is reduced to the keys that it sees, and extends the last one if these follow it.
+fn push_joined(tiles: &mut Vec<Tile>, tile: Tile) {
+    if tile.q.len() != 1 {
+        return tiles.push(tile);
+    }
+    let seen = tile.band.keys(0, tile.k.len());
+    let k = tile.k.start + seen.start..tile.k.start + seen.end;
+    match tiles.last_mut() {
+        Some(last) if last.q == tile.q && last.k.end == k.start => last.k.end = k.end,
+        _ => tiles.push(Tile { band: Band::whole(1, k.len()), k, ..tile }),
+    }
+    if let Some(last) = tiles.last_mut() {
+        last.band = Band::whole(1, last.k.len());
+    }
+}
+
+/// Number of tokens in runs.
+fn count(runs: &[Run]) -> usize {
+    runs.iter().map(|run| run.len).sum()
+}
+
 /// Attention of `inputs.q` `[Tq, H, D]`, the same on every rank, over the keys of all ranks; `inputs.k` and `inputs.v` hold
 /// this rank's. Returns the output `[Tq, H, Dv]` and the natural log-sum-exp `[H, Tq]`. All ranks of the group must call
 /// this.
@@ -119,20 +203,39 @@ pub fn on_device(
     merge: Merge,
 ) -> Result<(Floats, Statistics<Floats>)> {
     tokens.check()?;
-    let count = |runs: &[Run]| runs.iter().map(|run| run.len).sum();
-    inputs.check_shapes("attention decode", group.rank(), count(tokens.queries), count(tokens.keys))?;
+    inputs.check_shapes(DECODE, group.rank(), count(tokens.queries), count(tokens.keys))?;
+    tiles_on_device(group, &DecodeTiles::placed(tokens, mask)?, inputs, merge)
+}
+
+/// Like [`on_device`], for tiles that were made before.
+///
+/// # Errors
+/// Like those of [`decode()`]; [joined](DecodeTiles::joined) tiles for scores that depend on positions.
+pub fn tiles_on_device(
+    group: &Group,
+    visible: &DecodeTiles,
+    inputs: &Inputs,
+    merge: Merge,
+) -> Result<(Floats, Statistics<Floats>)> {
+    inputs.check_shapes(DECODE, group.rank(), visible.queries, visible.keys)?;
     let (kernel, held) = (group.kernel(), inputs.hold(group.kernel())?);
     let Inputs { q, k, v, score, bias } = held.inputs();
     let heads = &HeadMap::grouped(q.heads, k.heads)?;
+    let inputs = kernel::Inputs { q, k, v, heads, score, bias };
+    if inputs.counts_positions() && !visible.placed {
+        return Err(Error::Layout(format!(
+            "{DECODE}: joined tiles have no positions, and these scores depend on them"
+        )));
+    }
     let sizes = (q.tokens, q.heads, v.dim);
     let mut state = kernel.state_to_send(q.tokens, q.heads, v.dim)?;
-    let tiles = tokens.tiles(mask)?;
+    let tiles = &visible.tiles;
     if let Some(bias) = bias {
         let last = |tile: &Tile| tile.place.key + (tile.k.len().max(1) - 1) * tile.place.step + 1;
         let needed = tiles.iter().map(last).max().unwrap_or(0);
         if bias.dim < needed {
             return Err(Error::Shape {
-                operation: "attention decode",
+                operation: DECODE,
                 what: "the bias",
                 expected: needed,
                 actual: bias.dim,
@@ -141,11 +244,13 @@ pub fn on_device(
         }
     }
     if !tiles.is_empty() {
-        kernel.decode_into(&kernel::Inputs { q, k, v, heads, score, bias }, &tiles, &mut state)?;
+        kernel.decode_into(&inputs, tiles, &mut state)?;
     }
     let state = merged(group, state, sizes, merge)?;
     kernel.finish(state, score.sinks.as_deref())
 }
+
+const DECODE: &str = "attention decode";
 
 const OPERATION: &str = "the merge of softmax states";
 

@@ -19,7 +19,7 @@ mod wire;
 
 pub use crate::schedule::Merge;
 pub use backward::{Gradients, backward};
-pub use decode::{Tokens, decode};
+pub use decode::{DecodeTiles, Tokens, decode};
 pub use forward::{Forward, forward};
 pub use group::Group;
 pub use memory::{backward_bytes, forward_bytes};
@@ -30,7 +30,7 @@ pub use wire::Wire;
 /// On a CPU they are the plain calls.
 pub mod on_device {
     pub use super::backward::on_device as backward;
-    pub use super::decode::on_device as decode;
+    pub use super::decode::{on_device as decode, tiles_on_device as decode_tiles};
     pub use super::forward::on_device as forward;
 }
 

@@ -92,6 +92,23 @@ impl Documents {
         Self { list, size, row_len: size, beyond: None }
     }
 
+    /// The last tokens of documents whose first ones are in a cache, given as numbers of tokens before and in the batch. The row
+    /// holds each document in full, one after the other, with the cached tokens as padding.
+    ///
+    /// # Errors
+    /// A row with too many elements to count.
+    pub fn continued(documents: &[(usize, usize)]) -> Result<Self> {
+        let (mut size, mut list) = (0usize, Vec::with_capacity(documents.len()));
+        for &(before, tokens) in documents {
+            let extent = before.saturating_add(tokens);
+            let spans = if tokens > 0 { std::iter::once(before..extent).collect() } else { Vec::new() };
+            list.push(Document { row: 0, offset: size, spans, extent });
+            size = size.saturating_add(extent);
+        }
+        elements(1, size)?;
+        Ok(Self { list, size, row_len: size, beyond: None })
+    }
+
     /// One row of `len` tokens, document n at `boundaries[n]..boundaries[n + 1]`; tokens outside are padding.
     ///
     /// # Errors

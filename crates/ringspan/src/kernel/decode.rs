@@ -1,5 +1,5 @@
-//! Decoding kernel for one query and many cached keys: nothing is packed, and every key and value is read once for its head
-//! group.
+//! Decoding kernel for queries that each have many cached keys of their own: nothing is packed, and every key and value is read
+//! once for its head group.
 //!
 //! Keys are divided into chunks that do not depend on the number of threads, and the chunks are merged in order ("flash
 //! decoding", Dao et al., 2023), so any number of threads gives the same bits.
@@ -26,7 +26,12 @@ const ROWS: usize = 32;
 /// Maximum number of elements in a vector.
 const MOST: usize = 16;
 
-/// The tensors and parameters that all chunks of a call share; q has one token.
+/// Whether each tile has a single query: with several, those of a tile would read the same keys again and again.
+pub(super) fn takes(tiles: &[Tile]) -> bool {
+    tiles.iter().all(|tile| tile.q.len() <= 1)
+}
+
+/// The tensors and parameters that all chunks of a call share; each tile has one query.
 pub(super) struct Decode<'a> {
     pub(super) q: View<'a>,
     pub(super) k: View<'a>,
@@ -71,7 +76,7 @@ impl Decode<'_> {
         let (scores, rest) = scratch.split_at_mut(heads.len() * CHUNK);
         let (queries, rest) = rest.split_at_mut(heads.len() * wide);
         let (sums, few) = rest.split_at_mut(heads.len() * v_wide);
-        copy(simd, queries, wide, self.scaling.queries, |i| Some(self.q.at(0, heads.start + i)));
+        copy(simd, queries, wide, self.scaling.queries, |i| Some(self.q.at(tile.q.start, heads.start + i)));
         for from in rows.clone().step_by(ROWS) {
             let few = &mut few[..ROWS * wide];
             copy(simd, few, wide, 1.0, |i| (from + i < rows.end).then(|| self.k.at(from + i, kv)));
@@ -131,7 +136,7 @@ impl Decode<'_> {
         }
     }
 
-    /// Adds the visible key rows of each tile to the state of the query.
+    /// Adds the visible key rows of each tile to the state of its query.
     pub(super) fn run<'t>(
         &self,
         code: Code,
@@ -178,22 +183,24 @@ impl Decode<'_> {
             pool.give(scratch);
         });
         for task in 0..tasks {
-            self.merge(read[task / chunks.len()], &states[task * size..][..size], partial);
+            let (kv, (_, tile)) = (read[task / chunks.len()], &chunks[task % chunks.len()]);
+            self.merge(kv, tile.q.start, &states[task * size..][..size], partial);
         }
         pool.give(states);
     }
 
-    /// Merges the states of a chunk into the running state of the query.
-    fn merge(&self, kv: usize, states: &[f32], partial: &mut Partial) {
+    /// Merges the states of a chunk into the running state of a query.
+    fn merge(&self, kv: usize, query: usize, states: &[f32], partial: &mut Partial) {
         let states = states.chunks_exact(self.state());
         for (head, state) in self.heads.queries_of(kv).zip(states) {
-            let max = partial.max[head].max(state[0]);
+            let at = head * self.q.tokens + query;
+            let max = partial.max[at].max(state[0]);
             // Subtracting a finite number avoids the NaN of -inf - (-inf).
             let finite = max.max(f32::MIN);
-            let (old, new) = ((partial.max[head] - finite).exp(), (state[0] - finite).exp());
-            partial.max[head] = max;
-            partial.sum[head] = partial.sum[head] * old + state[1] * new;
-            let out = &mut partial.out[head * self.v.dim..][..self.v.dim];
+            let (old, new) = ((partial.max[at] - finite).exp(), (state[0] - finite).exp());
+            partial.max[at] = max;
+            partial.sum[at] = partial.sum[at] * old + state[1] * new;
+            let out = &mut partial.out[(query * self.q.heads + head) * self.v.dim..][..self.v.dim];
             for (out, x) in out.iter_mut().zip(&state[2..]) {
                 *out = *out * old + x * new;
             }

@@ -27,7 +27,8 @@ impl Kernel {
     /// Brings a tensor to this kernel's device: copies it, unless it is there.
     ///
     /// # Errors
-    /// A tensor on another device for a kernel on the CPU; failures of the device.
+    /// A tensor on another device for a kernel on the CPU; a tensor with a table of rows for a kernel on another device; failures
+    /// of the device.
     pub fn hold<'a>(&self, view: View<'a>) -> Result<DeviceTensor<'a>> {
         match &self.0 {
             Device::Cpu(_) => {
@@ -35,6 +36,7 @@ impl Kernel {
                 Ok(DeviceTensor { given: view, copy: None })
             }
             Device::Backend(backend) => {
+                view.check_in_order(&**backend)?;
                 let copy = match view.data {
                     Data::Device(data) if backend.holds(data.memory()) => None,
                     Data::Device(data) => Some(backend.copy(data)?),

@@ -13,6 +13,7 @@ enum Staged<'a> {
 
 impl<'a> Staged<'a> {
     fn new(backend: &dyn Backend, view: View<'a>) -> Result<Self> {
+        view.check_in_order(backend)?;
         match view.data {
             Data::Device(_) => Ok(Self::There(view)),
             data => Ok(Self::Copy(view, backend.upload(data)?)),

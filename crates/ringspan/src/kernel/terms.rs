@@ -328,7 +328,7 @@ impl<'a> ScoreTerms<'a> {
             }
         }
         if let Some(view) = &self.bias {
-            let row = view.at(0, head.min(view.heads - 1));
+            let row = view.at(block_pair.first_row(), head.min(view.heads - 1));
             for (key, s) in s.iter_mut().enumerate() {
                 *s += row.get(block_pair.key(key));
             }

@@ -1,7 +1,9 @@
 //! Views of tensors that are read in place, in their storage type.
 
+use super::backend::Backend;
 use super::device_array::DeviceSlice;
 use super::vector::prefetch;
+use crate::error::{Error, Result};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use std::borrow::Cow;
@@ -160,6 +162,9 @@ impl<'a> Data<'a> {
 }
 
 /// A tensor `[tokens, heads, dim]` that is read in place, with any strides; the last dim is contiguous.
+///
+/// Tokens may lie anywhere in `data`, as those of a sequence do whose pages of a KV cache were allocated one by one: then `rows`
+/// says where. Only CPU kernels read such a tensor; a [`Backend`](super::Backend) never receives one.
 #[derive(Debug, Clone, Copy)]
 pub struct View<'a> {
     /// The elements.
@@ -170,10 +175,12 @@ pub struct View<'a> {
     pub heads: usize,
     /// Number of elements per head.
     pub dim: usize,
-    /// Elements from one token to the next.
+    /// Elements from one row of `data` to the next.
     pub token_stride: usize,
     /// Elements from one head to the next.
     pub head_stride: usize,
+    /// The row of `data` in which each token is; `None` if token i is in row i.
+    pub rows: Option<&'a [u32]>,
 }
 
 impl<'a> View<'a> {
@@ -193,24 +200,56 @@ impl<'a> View<'a> {
             // Saturating, since without tokens the product may overflow, and the stride is not used.
             token_stride: heads.saturating_mul(dim),
             head_stride: dim,
+            rows: None,
         })
+    }
+
+    /// The tokens that are in these rows of this tensor, in this order; a row may be taken several times.
+    ///
+    /// # Panics
+    /// If this tensor was made by this function already.
+    #[must_use]
+    pub fn with_rows(self, rows: &'a [u32]) -> Self {
+        assert!(self.rows.is_none(), "rows of rows");
+        Self { tokens: rows.len(), rows: Some(rows), ..self }
     }
 
     /// The elements of one token and head, in their storage type.
     #[inline(always)]
     pub fn at(&self, token: usize, head: usize) -> Data<'a> {
-        let at = token * self.token_stride + head * self.head_stride;
+        let row = self.rows.map_or(token, |rows| rows[token] as usize);
+        let at = row * self.token_stride + head * self.head_stride;
         self.data.slice(at..at + self.dim)
     }
 
-    /// The least length of `data` that contains all rows; `None` if it overflows.
+    /// The least length of `data` that contains all rows; `None` if it overflows, or if tokens lack a row.
     pub(crate) fn end(&self) -> Option<usize> {
         if self.tokens == 0 || self.heads == 0 {
             return Some(0);
         }
-        let token = (self.tokens - 1).checked_mul(self.token_stride)?;
+        let last = match self.rows {
+            None => self.tokens - 1,
+            // A maximum of integers compiles to vector instructions.
+            Some(rows) => rows.get(..self.tokens)?.iter().fold(0, |last, row| last.max(*row)) as usize,
+        };
+        let token = last.checked_mul(self.token_stride)?;
         let head = (self.heads - 1).checked_mul(self.head_stride)?;
         token.checked_add(head)?.checked_add(self.dim)
+    }
+
+    /// Refuses tokens that are in given rows, which no backend reads.
+    pub(super) fn check_in_order(&self, backend: &dyn Backend) -> Result<()> {
+        match self.rows {
+            None => Ok(()),
+            Some(_) => Err(Error::Device {
+                device: format!("{backend:?}"),
+                operation: "read a tensor",
+                message: format!(
+                    "its {} tokens are in rows of a table (pages of a cache), which only kernels on the CPU read in place",
+                    self.tokens
+                ),
+            }),
+        }
     }
 
     /// The elements of one token and head in f32.

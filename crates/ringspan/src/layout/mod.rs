@@ -131,6 +131,35 @@ impl Layout {
         Ok((query, key))
     }
 
+    /// Distributes each document by pages, as a paged cache does: the positions from `i * page` to `(i + 1) * page` of every
+    /// document belong to rank `i mod P`. Documents with gaps are not supported.
+    ///
+    /// [`LayoutKind::Striped`], in contrast, counts tokens in the batch row, and may store a rank's tokens in another order.
+    ///
+    /// # Errors
+    /// Zero ranks, pages of zero tokens, too many elements to count, or documents with gaps.
+    pub fn paged(documents: &Documents, page: usize, ranks: usize) -> Result<Self> {
+        if ranks == 0 || page == 0 {
+            return Err(Error::Layout(format!("pages of {page} tokens on {ranks} ranks: the least is 1 of each")));
+        }
+        documents.check()?;
+        let mut dealt = vec![Vec::new(); ranks];
+        for (document, tokens) in documents.iter().enumerate() {
+            let positions = match &tokens.spans[..] {
+                [] => continue,
+                [positions] => positions.clone(),
+                spans => return Err(Error::Layout(format!("document {document} has {} gaps", spans.len() - 1))),
+            };
+            for number in positions.start / page..positions.end.div_ceil(page) {
+                let start = positions.start.max(number.saturating_mul(page));
+                let end = positions.end.min((number + 1).saturating_mul(page));
+                dealt[number % ranks].push(Run { document, start, len: end - start, step: 1 });
+            }
+        }
+        let ranks = dealt.into_iter().map(|runs| joined(runs.into_iter())).collect();
+        Ok(Self { kind: LayoutKind::Striped(page), documents: Arc::new(documents.clone()), ranks })
+    }
+
     /// The rule by which the tokens were distributed.
     pub fn kind(&self) -> LayoutKind {
         self.kind

@@ -200,7 +200,7 @@ impl Mask {
         }
     }
 
-    fn check_window(&self) -> Result<()> {
+    pub(crate) fn check_window(&self) -> Result<()> {
         match self.ahead_of_causal {
             None => Ok(()),
             Some(ahead) => Err(Error::Mask(format!(

@@ -1,7 +1,7 @@
 //! The forward pass of a CPU kernel: the tasks of its workers, and their order.
 
 use super::super::buffer::Target;
-use super::super::decode::Decode;
+use super::super::decode::{self, Decode};
 use super::super::forward::{self, Forward};
 use super::super::pack::{CHUNK, Keys, Packing};
 use super::super::plan::Plan;
@@ -16,10 +16,10 @@ impl Cpu {
     /// Like [`forward`](Self::forward), for queries without a backward pass.
     pub(in crate::kernel) fn decode(&self, inputs: &Inputs, tiles: &[Tile], partial: &mut Partial) {
         let Inputs { q, k, v, heads, score, bias } = *inputs;
-        if q.tokens > 1 {
+        if !decode::takes(tiles) {
             return self.forward(inputs, tiles, partial);
         }
-        // For a single query, packing would cost more than the products.
+        // For single queries, packing would cost more than the products.
         self.hook.begin();
         let terms = ScoreTerms::new(score, bias);
         let seen = |tile: &Tile| {

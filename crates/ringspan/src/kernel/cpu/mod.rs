@@ -73,8 +73,8 @@ impl Cpu {
     /// Upper bound on the bytes of buffers that a [`decode`](Self::decode) call with these shapes holds, without its
     /// arguments.
     pub(super) fn decode_workspace(&self, inputs: &Inputs, tiles: &[Tile]) -> u64 {
-        let Inputs { q, k, v, heads, .. } = *inputs;
-        if q.tokens > 1 {
+        let Inputs { k, v, heads, .. } = *inputs;
+        if !decode::takes(tiles) {
             return self.forward_workspace(inputs, tiles);
         }
         let chunks: usize = tiles.iter().map(|tile| tile.k.len().div_ceil(decode::CHUNK)).sum();

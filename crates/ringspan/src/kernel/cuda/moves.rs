@@ -216,7 +216,7 @@ impl Cuda {
     /// The address of a tensor's first element. GPU kernels do not check bounds, so a tensor with rows out of bounds is an
     /// error.
     pub(super) fn tensor(&self, view: &View) -> Result<u64> {
-        let View { tokens, heads, dim, token_stride, head_stride, data } = *view;
+        let View { tokens, heads, dim, token_stride, head_stride, data, .. } = *view;
         let last = |count: usize, stride: usize| (count - 1).checked_mul(stride);
         let end = match tokens == 0 || heads == 0 {
             true => Some(0),

@@ -56,6 +56,11 @@ impl BlockPair {
         self.place.key + j * self.place.step
     }
 
+    /// The row of the first query.
+    pub(super) fn first_row(&self) -> usize {
+        self.row
+    }
+
     /// The row of a lane's query, if it is in the tile.
     pub(super) fn row(&self, lane: usize) -> Option<usize> {
         (0..self.queries as i64).contains(&(self.i + lane as i64)).then_some(self.row + lane)

@@ -41,7 +41,15 @@ fn packing_gives_the_bits_of_the_cpu() {
             let fits = |x: f32| if x.abs() > most { f32::INFINITY.copysign(x) } else { x };
             let values: Vec<f32> = strange().into_iter().map(fits).collect();
             let stored = from.store(&values);
-            let view = View { data: stored.data(), tokens: 40, heads: 3, dim: 7, token_stride: 50, head_stride: 9 };
+            let view = View {
+                data: stored.data(),
+                tokens: 40,
+                heads: 3,
+                dim: 7,
+                token_stride: 50,
+                head_stride: 9,
+                rows: None,
+            };
             let whole = View { tokens: 1, heads: 1, dim: values.len(), token_stride: 0, head_stride: 0, ..view };
             let packed = |kernel: &Kernel| {
                 let (held, held_whole) = (kernel.hold(view).expect("held"), kernel.hold(whole).expect("held"));

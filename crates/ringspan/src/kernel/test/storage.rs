@@ -70,6 +70,7 @@ fn rows_may_lie_anywhere() {
         dim,
         token_stride: dim + 3,
         head_stride: tokens * (dim + 3),
+        rows: None,
     };
     let map = HeadMap::grouped(4, 2).expect("they divide");
     let inputs = Inputs {

@@ -1,0 +1,193 @@
+//! The owner of an engine: it starts and ends the ranks.
+
+use super::client::Client;
+use super::executor::Executor;
+use super::lead::Lead;
+use super::model_executor::{AdaptedModels, ModelExecutor};
+use super::options::{EngineOptions, EngineSizes};
+use super::pages::Pages;
+use super::prefix_cache::PrefixCache;
+use super::rank::EngineRank;
+use super::request::Limits;
+use super::scheduler::{Bounds, Scheduler};
+use super::shared::{Ending, Shared};
+use crate::error::{Error, Result};
+use crate::model::{Mesh, Model};
+use crate::paged::PagedCache;
+use ringspan::attention::Group;
+use ringspan::comm::timed::Timed;
+use ringspan::schedule::HeadShare;
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// Longest time in which idle ranks hear nothing of rank 0.
+const HEARTBEAT: Duration = Duration::from_secs(10);
+
+/// A running engine. Dropping it ends it at once; requests in flight fail.
+///
+/// Where ranks are processes, each of them starts the engine; only the one with rank 0 has clients, and the others
+/// [`wait`](Self::wait) until it ends.
+#[derive(Debug)]
+pub struct Engine {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<Result<()>>>,
+}
+
+impl Engine {
+    /// Starts an engine for a model on a mesh of ranks.
+    ///
+    /// # Errors
+    /// Options that do not fit, a mesh that the model's heads do not allow, a model on a GPU, and failures of ranks while they
+    /// start.
+    pub fn start(model: impl Into<Arc<Model>>, mesh: Mesh, options: &EngineOptions) -> Result<Self> {
+        let model: Arc<Model> = model.into();
+        let config = model.decoder().config();
+        HeadShare::all(config.num_attention_heads, config.num_key_value_heads(), (mesh.ring, mesh.ulysses).into())?;
+        let sizes = EngineSizes {
+            vocabulary: model.vocabulary(),
+            hidden_size: config.hidden_size,
+            ranks: mesh.size(),
+            local_ranks: mesh.ranks.local().unwrap_or(mesh.size()),
+            page_bytes: PagedCache::bytes_per_page(&model, options.page) as u64,
+            trained_length: config.max_position_embeddings,
+        };
+        let (adapted, devices) = (Arc::new(AdaptedModels::default()), mesh.devices.clone());
+        Self::start_with(mesh, options, &sizes, move |group, limits| {
+            let executor = ModelExecutor::new(group, model.clone(), adapted.clone(), devices.clone(), limits)?;
+            Ok(Box::new(executor))
+        })
+    }
+
+    /// Starts an engine whose ranks compute with the executors that `make` makes, one on each rank.
+    ///
+    /// # Errors
+    /// Options that do not fit, and failures of ranks while they start.
+    pub fn start_with<M>(mesh: Mesh, options: &EngineOptions, sizes: &EngineSizes, make: M) -> Result<Self>
+    where
+        M: for<'a> Fn(&'a Arc<Group>, &Limits) -> Result<Box<dyn Executor + 'a>> + Send + Sync + 'static,
+    {
+        let limits = options.limits(sizes)?;
+        let pages = Pages::new(limits.ranks, limits.pages_per_rank as u32);
+        let cache = PrefixCache::new(pages, limits.page, options.prefix_cache);
+        let EngineOptions { page, max_running, prefill_chunk, .. } = *options;
+        let mixed_chunk = options.mixed_chunk();
+        let scheduler = Scheduler::new(cache, Bounds { page, max_running, prefill_chunk, mixed_chunk });
+        let shared = Arc::new(Shared::new(limits, options.deadline));
+        if !mesh.ranks.lead() {
+            shared.stop("requests are taken by the process with rank 0, not by this one");
+        }
+        let (ready, is_ready) = channel();
+        let thread = {
+            let shared = shared.clone();
+            let run = move || run(&mesh, &shared, scheduler, &make, ready);
+            let spawned = std::thread::Builder::new().name("engine".to_owned()).spawn(run);
+            spawned.map_err(|error| Error::Rank { rank: 0, problem: format!("no thread for the engine: {error}") })?
+        };
+        let engine = Self { shared, thread: Some(thread) };
+        match is_ready.recv() {
+            Ok(()) => Ok(engine),
+            // The ranks have ended before they were ready.
+            Err(_) => match engine.wait() {
+                Err(error) => Err(error),
+                Ok(()) => Err(Error::Rank { rank: 0, problem: "the engine ended while it started".to_owned() }),
+            },
+        }
+    }
+
+    /// A client of the engine.
+    pub fn client(&self) -> Client {
+        Client(self.shared.clone())
+    }
+
+    /// Ends the engine and waits for its ranks: after the requests in flight if it should `drain`, else these fail.
+    ///
+    /// # Errors
+    /// The failure of a rank, then or before.
+    pub fn shutdown(self, drain: bool) -> Result<()> {
+        self.shared.end(if drain { Ending::Drain } else { Ending::Stop });
+        self.wait()
+    }
+
+    /// Whether the ranks have ended, for instance because one of them failed.
+    pub fn is_finished(&self) -> bool {
+        self.thread.as_ref().is_none_or(JoinHandle::is_finished)
+    }
+
+    /// Waits until the engine ends.
+    ///
+    /// # Errors
+    /// The failure of a rank.
+    pub fn wait(mut self) -> Result<()> {
+        self.join()
+    }
+
+    fn join(&mut self) -> Result<()> {
+        let panicked = |_| Err(Error::Rank { rank: 0, problem: "the engine's thread panicked".to_owned() });
+        self.thread.take().map_or(Ok(()), |thread| thread.join().unwrap_or_else(panicked))
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        if self.thread.is_some() {
+            self.shared.end(Ending::Stop);
+            // Whoever wants to know of a failure calls `shutdown` or `wait`.
+            let _ = self.join();
+        }
+    }
+}
+
+/// Runs all ranks of this process until the engine ends; then no request is left without an answer.
+fn run<M>(mesh: &Mesh, shared: &Shared, scheduler: Scheduler, make: &M, ready: Sender<()>) -> Result<()>
+where
+    M: for<'a> Fn(&'a Arc<Group>, &Limits) -> Result<Box<dyn Executor + 'a>> + Send + Sync,
+{
+    let heartbeat = HEARTBEAT.min(mesh.deadline / 4);
+    let scheduler = Mutex::new(scheduler);
+    let ended = mesh.run_timed(|group, timed| {
+        let on_rank = || run_rank(&group, timed, shared, &scheduler, heartbeat, make, &ready);
+        on_rank().map_err(|error| named(error, group.rank()))
+    });
+    let problem = match &ended {
+        Ok(_) => "the engine was shut down".to_owned(),
+        Err(error) => error.to_string(),
+    };
+    shared.stop(&problem);
+    scheduler.into_inner().unwrap_or_else(PoisonError::into_inner).fail_all(&problem);
+    ended.map(|_| ())
+}
+
+fn run_rank<M>(
+    group: &Arc<Group>,
+    timed: &Timed,
+    shared: &Shared,
+    scheduler: &Mutex<Scheduler>,
+    heartbeat: Duration,
+    make: &M,
+    ready: &Sender<()>,
+) -> Result<()>
+where
+    M: for<'a> Fn(&'a Arc<Group>, &Limits) -> Result<Box<dyn Executor + 'a>>,
+{
+    let executor = make(group, &shared.limits)?;
+    group.cp().barrier()?;
+    let mut rank = EngineRank::new(group.clone(), timed, executor);
+    // The receiver waits for the first message only.
+    let _ = ready.send(());
+    if group.rank() == 0 {
+        let mut scheduler = scheduler.lock().unwrap_or_else(PoisonError::into_inner);
+        Lead::new(&mut scheduler, shared, heartbeat).run(&mut rank)
+    } else {
+        rank.follow()
+    }
+}
+
+/// The error with the number of the rank, if it does not name one.
+fn named(error: Error, rank: usize) -> Error {
+    match error {
+        Error::Ringspan(_) | Error::Rank { .. } => error,
+        other => Error::Rank { rank, problem: other.to_string() },
+    }
+}

@@ -1,0 +1,341 @@
+//! The loop of the engine on rank 0: it takes requests, schedules steps, draws tokens and tells the clients.
+
+use super::logprobs::Distribution;
+use super::order::Order;
+use super::rank::{EngineRank, Outcome};
+use super::request::{Metrics, Pooling, RankMetrics, TokenLogprobs};
+use super::scheduler::{Pass, Scheduler};
+use super::sequence::Sequence;
+use super::shared::{Command, Ending, Shared};
+use super::step::{Outputs, Step, StepSequence};
+use super::token_sampler::{Drawn, TokenSampler};
+use crate::error::{Error, Result};
+use candle_core::{DType, Tensor};
+use ringspan_candle::cast::cast;
+use ringspan_candle::pool;
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+/// Logits that are in memory at once.
+const MOST_LOGITS: usize = 16 << 20;
+
+/// Time between two counts of what the ranks have sent and waited for.
+const COUNT_EVERY: Duration = Duration::from_secs(1);
+
+/// The engine on rank 0.
+pub(super) struct Lead<'a> {
+    scheduler: &'a mut Scheduler,
+    shared: &'a Shared,
+    /// Longest time without an order to the other ranks, which wait for it no longer than their deadline.
+    heartbeat: Duration,
+    arrivals: u64,
+    slots: u64,
+    /// Adapters that are forgotten once no request computes with them.
+    unloading: Vec<u64>,
+    steps: u64,
+    counts: Vec<[u64; 2]>,
+    counted: Instant,
+}
+
+/// A row of hidden states whose logits are needed.
+#[derive(Debug, Clone, Copy)]
+struct LogitRow {
+    /// Index among the rows that the passes output.
+    row: usize,
+    arrival: u64,
+    purpose: Purpose,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Purpose {
+    /// The log-probability of the prompt's next token, and of this many most likely ones.
+    OfPrompt { token: u32, top: usize },
+    /// The next token is drawn.
+    Draw,
+}
+
+/// What came of the logits of a row.
+enum FromLogits {
+    OfPrompt(TokenLogprobs),
+    Drawn(Result<Drawn, String>),
+}
+
+impl<'a> Lead<'a> {
+    pub(super) fn new(scheduler: &'a mut Scheduler, shared: &'a Shared, heartbeat: Duration) -> Self {
+        Self {
+            scheduler,
+            shared,
+            heartbeat,
+            arrivals: 0,
+            slots: 0,
+            unloading: Vec::new(),
+            steps: 0,
+            counts: Vec::new(),
+            counted: Instant::now(),
+        }
+    }
+
+    /// Serves requests until the engine should end.
+    pub(super) fn run(&mut self, ranks: &mut EngineRank) -> Result<()> {
+        let mut idle = true;
+        loop {
+            let wait = self.heartbeat.saturating_sub(ranks.since_order());
+            let (commands, ending) = self.shared.take(idle.then_some(wait));
+            for command in commands {
+                self.handle(command, ranks)?;
+            }
+            self.forget_adapters(ranks)?;
+            let ends = match ending {
+                Some(Ending::Stop) => true,
+                Some(Ending::Drain) => self.scheduler.is_empty(),
+                None => false,
+            };
+            if ends {
+                ranks.order(&Order::End)?;
+                return Ok(());
+            }
+            let passes = self.scheduler.next();
+            if passes.is_empty() {
+                self.publish();
+                if ranks.since_order() >= self.heartbeat {
+                    ranks.order(&Order::Wait)?;
+                }
+                idle = true;
+                continue;
+            }
+            idle = false;
+            self.step(&passes, ranks)?;
+            if self.counted.elapsed() >= COUNT_EVERY {
+                self.count(ranks)?;
+            }
+            self.publish();
+        }
+    }
+
+    fn handle(&mut self, command: Command, ranks: &mut EngineRank) -> Result<()> {
+        match command {
+            Command::Submit { request, adapter, events } => {
+                let max_model_len = self.shared.limits.max_model_len;
+                self.scheduler.add(Sequence::new(self.arrivals, *request, adapter, max_model_len, events));
+                self.arrivals += 1;
+            }
+            Command::CheckHealth { reply } => {
+                self.compute_one_token(ranks)?;
+                self.count(ranks)?;
+                self.publish();
+                // A client that has left needs no answer.
+                let _ = reply.send(());
+            }
+            Command::Load { name, folder, reply } => {
+                let loaded = if self.shared.adapters().contains_key(&name) {
+                    Err(format!("an adapter '{name}' is loaded already; unload it first, or choose another name"))
+                } else {
+                    let slot = self.slots;
+                    self.slots += 1;
+                    match ranks.order(&Order::Load { slot, folder })? {
+                        Outcome::Loaded(loaded) => loaded.map(|()| self.shared.add_adapter(name, slot)),
+                        _ => Err("the ranks did not load it".to_owned()),
+                    }
+                };
+                let _ = reply.send(loaded);
+            }
+            Command::Unload { slot } => self.unloading.push(slot),
+        }
+        Ok(())
+    }
+
+    /// Runs one token through every rank, in a page that nothing else uses, if there is one.
+    fn compute_one_token(&mut self, ranks: &mut EngineRank) -> Result<()> {
+        // If all pages are in use, steps run through the ranks all the time.
+        let Some(page) = self.scheduler.spare_page() else { return Ok(()) };
+        let sequence = StepSequence { start: 0, tokens: vec![0], pages: vec![page], outputs: Outputs::Last };
+        let step = Step { copies: Vec::new(), sequences: vec![sequence] };
+        ranks.order(&Order::Compute { passes: vec![(None, step)], blocks: Vec::new() })?;
+        self.scheduler.give_back(page);
+        Ok(())
+    }
+
+    fn forget_adapters(&mut self, ranks: &mut EngineRank) -> Result<()> {
+        let scheduler = &*self.scheduler;
+        let (used, unused) = self.unloading.iter().partition(|slot| scheduler.uses(Some(**slot)));
+        self.unloading = used;
+        let unused: Vec<u64> = unused;
+        for slot in unused {
+            ranks.order(&Order::Unload { slot })?;
+        }
+        Ok(())
+    }
+
+    fn count(&mut self, ranks: &mut EngineRank) -> Result<()> {
+        if let Outcome::Counted(counts) = ranks.order(&Order::Count)? {
+            self.counts = counts;
+        }
+        self.counted = Instant::now();
+        Ok(())
+    }
+
+    /// Tells the clients the engine's numbers.
+    fn publish(&self) {
+        let pages = self.scheduler.cache().pages();
+        let of_rank = |rank: usize| {
+            let [transfer_bytes, waited] = self.counts.get(rank).copied().unwrap_or_default();
+            RankMetrics {
+                pages_used: pages.used(rank),
+                pages_cached: pages.cached(rank),
+                transfer_bytes,
+                wait_seconds: waited as f64 / 1e9,
+            }
+        };
+        let (counts, (running, waiting)) = (self.scheduler.counts(), self.scheduler.sizes());
+        self.shared.publish(Metrics {
+            running,
+            waiting,
+            prompt_tokens: counts.prompt_tokens,
+            generation_tokens: counts.generation_tokens,
+            prefix_cache_queries: counts.prefix_queries,
+            prefix_cache_hits: counts.prefix_hits,
+            preemptions: counts.preemptions,
+            steps: self.steps,
+            ranks: (0..pages.ranks()).map(of_rank).collect(),
+        });
+    }
+
+    /// Computes a step, and tells the clients what came of it.
+    fn step(&mut self, passes: &[Pass], ranks: &mut EngineRank) -> Result<()> {
+        let rows = self.logit_rows(passes);
+        let most = (MOST_LOGITS / self.shared.limits.vocabulary.max(1)).max(1);
+        let order = Order::Compute {
+            passes: passes.iter().map(|pass| (pass.adapter, pass.step.clone())).collect(),
+            blocks: rows.chunks(most).map(<[LogitRow]>::len).collect(),
+        };
+        let Outcome::Computed(hidden) = ranks.order(&order)? else { return Err(ranks.unexpected("hidden states")) };
+        self.steps += 1;
+        self.scheduler.computed(passes);
+        let hidden = match hidden.as_slice() {
+            [] => None,
+            [one] => Some(one.clone()),
+            several => Some(Tensor::cat(several, 0)?),
+        };
+        let mut drawn = HashMap::new();
+        if let Some(hidden) = &hidden {
+            self.pool_hidden(passes, hidden)?;
+            for block in rows.chunks(most) {
+                let indices: Vec<u32> = block.iter().map(|row| row.row as u32).collect();
+                let of_block = hidden.index_select(&Tensor::new(indices, hidden.device())?, 0)?;
+                let logits = ranks.executor.logits(block.len(), Some(&of_block))?;
+                let mut logits = logits.ok_or_else(|| ranks.unexpected("logits"))?;
+                self.read_logits(block, &mut logits, &mut drawn)?;
+            }
+        }
+        self.advance(passes, drawn);
+        Ok(())
+    }
+
+    /// The rows of which logits are needed, in the order of the rows that the passes output.
+    fn logit_rows(&mut self, passes: &[Pass]) -> Vec<LogitRow> {
+        let mut rows = Vec::new();
+        for (row, arrival, position) in output_rows(passes) {
+            let Some(index) = self.scheduler.find(arrival) else { continue };
+            let sequence = &self.scheduler.running()[index];
+            let next = position + 1;
+            if next < sequence.prompt
+                && let Some(top) = sequence.reading.wants_logprobs()
+            {
+                rows.push(LogitRow { row, arrival, purpose: Purpose::OfPrompt { token: sequence.tokens[next], top } });
+            }
+            if next == sequence.tokens.len() && next < sequence.longest {
+                rows.push(LogitRow { row, arrival, purpose: Purpose::Draw });
+            }
+        }
+        rows
+    }
+
+    /// Adds the hidden states of prompts to what their clients asked for.
+    fn pool_hidden(&mut self, passes: &[Pass], hidden: &Tensor) -> Result<()> {
+        for (row, arrival, position) in output_rows(passes) {
+            let Some(index) = self.scheduler.find(arrival) else { continue };
+            let wanted = match self.scheduler.running()[index].reading.wants_hidden() {
+                Some(Pooling::Mean) => true,
+                Some(Pooling::Last) => position + 1 == self.scheduler.running()[index].prompt,
+                None => false,
+            };
+            if wanted {
+                let state: Vec<f32> = cast(&hidden.get(row)?, DType::F32)?.to_vec1()?;
+                self.scheduler.running()[index].reading.add_hidden(&state);
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads the logits of a block of rows, on all threads of the rank.
+    fn read_logits(
+        &mut self,
+        block: &[LogitRow],
+        logits: &mut [f32],
+        drawn: &mut HashMap<u64, Result<Drawn, String>>,
+    ) -> Result<()> {
+        let vocabulary = self.shared.limits.vocabulary;
+        if logits.len() != block.len() * vocabulary {
+            let problem = format!("{} logits for {} rows of {vocabulary}", logits.len(), block.len());
+            return Err(Error::Logits { vocabulary, problem });
+        }
+        let running = self.scheduler.running();
+        let mut samplers: HashMap<u64, &mut TokenSampler> =
+            running.iter_mut().map(|sequence| (sequence.arrival, &mut sequence.sampler)).collect();
+        let jobs = block.iter().zip(logits.chunks_exact_mut(vocabulary)).map(|(row, logits)| {
+            let sampler = match row.purpose {
+                Purpose::Draw => samplers.remove(&row.arrival),
+                Purpose::OfPrompt { .. } => None,
+            };
+            (row, logits, sampler)
+        });
+        let read = pool::map(jobs.collect(), |(row, logits, sampler)| match (row.purpose, sampler) {
+            (Purpose::OfPrompt { token, top }, _) => {
+                Some(FromLogits::OfPrompt(Distribution::new(logits).of(token, top)))
+            }
+            (Purpose::Draw, Some(sampler)) => Some(FromLogits::Drawn(sampler.draw(logits))),
+            (Purpose::Draw, None) => None,
+        });
+        for (row, read) in block.iter().zip(read) {
+            match (read, self.scheduler.find(row.arrival)) {
+                (Some(FromLogits::OfPrompt(logprobs)), Some(index)) => {
+                    self.scheduler.running()[index].reading.add_logprobs(logprobs);
+                }
+                (Some(FromLogits::Drawn(token)), _) => {
+                    drawn.insert(row.arrival, token);
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds the tokens that were drawn to their sequences.
+    fn advance(&mut self, passes: &[Pass], mut drawn: HashMap<u64, Result<Drawn, String>>) {
+        for arrival in passes.iter().flat_map(|pass| &pass.arrivals) {
+            let Some(index) = self.scheduler.find(*arrival) else { continue };
+            if self.scheduler.running()[index].remaining() > 0 || self.scheduler.prompt_read(index) {
+                continue;
+            }
+            if let Some(token) = drawn.remove(arrival) {
+                self.scheduler.drawn(index, token);
+            }
+        }
+    }
+}
+
+/// The rows that passes output, in their order: the index of the row, the arrival of its sequence, and the position of its token.
+fn output_rows(passes: &[Pass]) -> impl Iterator<Item = (usize, u64, usize)> {
+    let of_sequence = |(arrival, sequence): (&u64, &StepSequence)| {
+        let end = sequence.start + sequence.tokens.len();
+        let positions = match sequence.outputs {
+            Outputs::None => end..end,
+            Outputs::Last => end - 1..end,
+            Outputs::All => sequence.start..end,
+        };
+        let arrival = *arrival;
+        positions.map(move |position| (arrival, position))
+    };
+    let sequences = passes.iter().flat_map(|pass| pass.arrivals.iter().zip(&pass.step.sequences));
+    sequences.flat_map(of_sequence).enumerate().map(|(row, (arrival, position))| (row, arrival, position))
+}

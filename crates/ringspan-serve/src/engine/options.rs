@@ -1,0 +1,201 @@
+//! Sizes of an engine: what was asked, and what fits.
+
+use super::request::Limits;
+use crate::error::{Error, Result};
+use std::time::Duration;
+
+/// Settings of an engine.
+#[derive(Debug, Clone, PartialEq)]
+pub struct EngineOptions {
+    /// Tokens of a page of the cache: more of them make longer runs of keys on a rank, fewer distribute short texts more evenly over
+    /// the ranks.
+    pub page: usize,
+    /// Memory of the cache.
+    pub kv_cache: KvCache,
+    /// Largest number of tokens of a sequence, prompt and text; `None` for as many as the model is made for and the cache holds.
+    pub max_model_len: Option<usize>,
+    /// Largest number of requests in one step.
+    pub max_running: usize,
+    /// Largest number of requests that wait.
+    pub max_waiting: usize,
+    /// Largest number of prompts' tokens in one step.
+    pub prefill_chunk: usize,
+    /// The same for steps in which other requests generate: more of them make prompts faster, fewer make the time between the tokens
+    /// of the others shorter. `None` for [`MIXED_CHUNK`], or `prefill_chunk` if that is less.
+    pub mixed_chunk: Option<usize>,
+    /// Keeps the keys and values of texts as long as there is room, so that texts with the same beginning need not compute it
+    /// again.
+    pub prefix_cache: bool,
+    /// Longest wait of a client for the answer to a health check or the loading of an adapter.
+    pub deadline: Duration,
+}
+
+/// Prompts' tokens in a step in which other requests generate, unless the options say another number: so many that products are
+/// not slower by the token than in longer chunks.
+pub const MIXED_CHUNK: usize = 64;
+
+/// Memory for keys and values on each rank.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum KvCache {
+    /// Bytes on each rank.
+    Bytes(u64),
+    /// Share of the machine's free memory, for all ranks of this machine together; from 0 to 1.
+    Share(f64),
+    /// Pages on each rank.
+    Pages(usize),
+}
+
+impl Default for EngineOptions {
+    fn default() -> Self {
+        Self {
+            page: 64,
+            kv_cache: KvCache::Share(0.5),
+            max_model_len: None,
+            max_running: 64,
+            max_waiting: 1024,
+            prefill_chunk: 512,
+            mixed_chunk: None,
+            prefix_cache: true,
+            deadline: Duration::from_secs(60),
+        }
+    }
+}
+
+/// What an engine's sizes depend on beside its options.
+#[derive(Debug, Clone, Copy)]
+pub struct EngineSizes {
+    /// Number of tokens V of the vocabulary.
+    pub vocabulary: usize,
+    /// Width of a hidden state.
+    pub hidden_size: usize,
+    /// Number of ranks of the mesh.
+    pub ranks: usize,
+    /// Number of ranks on this machine.
+    pub local_ranks: usize,
+    /// Bytes of a page on one rank, of all layers.
+    pub page_bytes: u64,
+    /// Length of the texts that the model is made for.
+    pub trained_length: Option<usize>,
+}
+
+impl EngineOptions {
+    /// The sizes of an engine with these options.
+    ///
+    /// # Errors
+    /// An option out of its range, and a cache that is too small for one sequence of `max_model_len` tokens.
+    pub fn limits(&self, sizes: &EngineSizes) -> Result<Limits> {
+        let Self { page, max_running, max_waiting, prefill_chunk, .. } = *self;
+        let wrong = |option, given: String, possible| Err(Error::Sampling { option, given, possible });
+        for (option, given) in [
+            ("page", page),
+            ("max-model-len", self.max_model_len.unwrap_or(1)),
+            ("max-running", max_running),
+            ("max-waiting", max_waiting),
+            ("prefill-chunk", prefill_chunk),
+            ("mixed-chunk", self.mixed_chunk.unwrap_or(1)),
+        ] {
+            if given == 0 {
+                return wrong(option, "0".into(), "a number of at least 1");
+            }
+        }
+        if let Some(mixed) = self.mixed_chunk.filter(|mixed| *mixed > prefill_chunk) {
+            return wrong(
+                "mixed-chunk",
+                mixed.to_string(),
+                "at most prefill-chunk: no step has more tokens of prompts",
+            );
+        }
+        if let KvCache::Share(share) = self.kv_cache
+            && !(share > 0.0 && share <= 1.0)
+        {
+            return wrong("kv-cache", share.to_string(), "a share of the free memory above 0 and up to 1");
+        }
+        let pages_per_rank = self.pages(sizes)?;
+        let holds = pages_per_rank.saturating_mul(sizes.ranks).saturating_mul(page);
+        let asked = self.max_model_len.unwrap_or(holds.min(sizes.trained_length.unwrap_or(usize::MAX))).max(1);
+        if holds < asked {
+            let needed = asked.div_ceil(page).div_ceil(sizes.ranks);
+            let EngineSizes { ranks, page_bytes, .. } = *sizes;
+            return Err(Error::CacheTooSmall { asked, page, ranks, needed, pages_per_rank, page_bytes, holds });
+        }
+        Ok(Limits {
+            max_model_len: asked,
+            vocabulary: sizes.vocabulary,
+            hidden_size: sizes.hidden_size,
+            max_running,
+            max_waiting,
+            ranks: sizes.ranks,
+            page,
+            pages_per_rank,
+        })
+    }
+
+    /// Largest number of prompts' tokens in a step in which other requests generate.
+    pub(super) fn mixed_chunk(&self) -> usize {
+        self.mixed_chunk.unwrap_or(MIXED_CHUNK).min(self.prefill_chunk)
+    }
+
+    fn pages(&self, sizes: &EngineSizes) -> Result<usize> {
+        let bytes = match self.kv_cache {
+            KvCache::Pages(pages) => return Ok(pages.min(u32::MAX as usize)),
+            KvCache::Bytes(bytes) => bytes,
+            KvCache::Share(share) => {
+                let free = ringspan::memory::available().ok_or(Error::UnknownMemory)?;
+                (free as f64 * share / sizes.local_ranks.max(1) as f64) as u64
+            }
+        };
+        Ok(usize::try_from(bytes / sizes.page_bytes.max(1)).unwrap_or(usize::MAX).min(u32::MAX as usize))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sizes() -> EngineSizes {
+        EngineSizes {
+            vocabulary: 10,
+            hidden_size: 4,
+            ranks: 3,
+            local_ranks: 3,
+            page_bytes: 1000,
+            trained_length: Some(4096),
+        }
+    }
+
+    #[test]
+    fn the_longest_sequence_is_what_model_and_cache_allow() {
+        let with = |kv_cache, max_model_len| {
+            let options = EngineOptions { page: 8, kv_cache, max_model_len, ..EngineOptions::default() };
+            options.limits(&sizes())
+        };
+        let limits = with(KvCache::Bytes(20_999), None).expect("limits");
+        assert_eq!((limits.pages_per_rank, limits.max_model_len), (20, 20 * 3 * 8));
+        assert_eq!(with(KvCache::Bytes(1 << 40), None).expect("limits").max_model_len, 4096);
+        assert_eq!(with(KvCache::Pages(4), Some(96)).expect("limits").max_model_len, 96);
+        let refused = with(KvCache::Pages(4), Some(97)).expect_err("97 tokens in 12 pages").to_string();
+        for part in ["97 tokens", "5 pages", "5000 bytes", "4 pages", "96 tokens"] {
+            assert!(refused.contains(part), "{refused}");
+        }
+        let refused = with(KvCache::Bytes(999), None).expect_err("no page").to_string();
+        assert!(refused.contains("1000 bytes"), "{refused}");
+        assert!(with(KvCache::Share(0.0), None).expect_err("nothing").to_string().contains("kv-cache 0"));
+        assert!(with(KvCache::Share(0.3), None).expect("limits").pages_per_rank > 0);
+    }
+
+    #[test]
+    fn sizes_of_zero_are_refused() {
+        let refused = |change: fn(&mut EngineOptions)| {
+            let mut options = EngineOptions { kv_cache: KvCache::Pages(9), ..EngineOptions::default() };
+            change(&mut options);
+            options.limits(&sizes()).expect_err("0").to_string()
+        };
+        assert!(refused(|options| options.page = 0).starts_with("page 0"));
+        assert!(refused(|options| options.max_model_len = Some(0)).starts_with("max-model-len 0"));
+        assert!(refused(|options| options.max_running = 0).starts_with("max-running 0"));
+        assert!(refused(|options| options.max_waiting = 0).starts_with("max-waiting 0"));
+        assert!(refused(|options| options.prefill_chunk = 0).starts_with("prefill-chunk 0"));
+        assert!(refused(|options| options.mixed_chunk = Some(0)).starts_with("mixed-chunk 0"));
+        assert!(refused(|options| options.mixed_chunk = Some(513)).contains("at most prefill-chunk"));
+    }
+}

@@ -1,0 +1,177 @@
+//! What rank 0 tells the other ranks to do next, as a message of words.
+
+use super::prefix_cache::AdapterSlot;
+use super::step::{Outputs, PageCopy, Step, StepSequence};
+use ringspan::comm::Buffer;
+use std::path::PathBuf;
+
+/// What all ranks do next.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Order {
+    /// Nothing: the engine waits for requests, and shows the others that it is there.
+    Wait,
+    /// Compute steps, each with the weights of an adapter, then logits of as many rows in each block.
+    Compute { passes: Vec<(AdapterSlot, Step)>, blocks: Vec<usize> },
+    /// Read an adapter.
+    Load { slot: u64, folder: PathBuf },
+    /// Forget an adapter.
+    Unload { slot: u64 },
+    /// Say how much has been sent and waited for.
+    Count,
+    /// End.
+    End,
+}
+
+const WAIT: u64 = 0;
+const COMPUTE: u64 = 1;
+const LOAD: u64 = 2;
+const UNLOAD: u64 = 3;
+const COUNT: u64 = 4;
+const END: u64 = 5;
+
+impl Order {
+    /// The order as a message.
+    pub(super) fn to_buffer(&self) -> Buffer {
+        let mut words = Words(Vec::new());
+        match self {
+            Self::Wait => words.0.push(WAIT),
+            Self::Compute { passes, blocks } => {
+                words.0.push(COMPUTE);
+                words.list(passes, |words, (adapter, step)| {
+                    words.0.extend([u64::from(adapter.is_some()), adapter.unwrap_or(0)]);
+                    words.step(step);
+                });
+                words.list(blocks, |words, rows| words.0.push(*rows as u64));
+            }
+            Self::Load { slot, folder } => {
+                words.0.extend([LOAD, *slot]);
+                words.list(folder.as_os_str().as_encoded_bytes(), |words, byte| words.0.push(u64::from(*byte)));
+            }
+            Self::Unload { slot } => words.0.extend([UNLOAD, *slot]),
+            Self::Count => words.0.push(COUNT),
+            Self::End => words.0.push(END),
+        }
+        Buffer::U64(words.0)
+    }
+
+    /// The order in a message; `None` for a message that is none.
+    pub(super) fn from_buffer(buffer: &Buffer) -> Option<Self> {
+        let Buffer::U64(words) = buffer else { return None };
+        let mut words = Reader(words);
+        let order = match words.next()? {
+            WAIT => Self::Wait,
+            COMPUTE => {
+                let passes = words.list(|words| {
+                    let (adapted, slot) = (words.next()?, words.next()?);
+                    Some(((adapted == 1).then_some(slot), words.step()?))
+                })?;
+                Self::Compute { passes, blocks: words.list(Reader::size)? }
+            }
+            LOAD => {
+                let slot = words.next()?;
+                let bytes = words.list(|words| u8::try_from(words.next()?).ok())?;
+                Self::Load { slot, folder: String::from_utf8(bytes).ok()?.into() }
+            }
+            UNLOAD => Self::Unload { slot: words.next()? },
+            COUNT => Self::Count,
+            END => Self::End,
+            _ => return None,
+        };
+        words.0.is_empty().then_some(order)
+    }
+}
+
+struct Words(Vec<u64>);
+
+impl Words {
+    fn list<T>(&mut self, items: &[T], mut each: impl FnMut(&mut Self, &T)) {
+        self.0.push(items.len() as u64);
+        items.iter().for_each(|item| each(self, item));
+    }
+
+    fn step(&mut self, step: &Step) {
+        self.list(&step.copies, |words, copy| {
+            words.0.extend([copy.rank as u64, copy.from.into(), copy.to.into(), copy.rows as u64]);
+        });
+        self.list(&step.sequences, |words, sequence| {
+            let outputs = match sequence.outputs {
+                Outputs::None => 0,
+                Outputs::Last => 1,
+                Outputs::All => 2,
+            };
+            words.0.extend([sequence.start as u64, outputs]);
+            words.list(&sequence.tokens, |words, token| words.0.push(u64::from(*token)));
+            words.list(&sequence.pages, |words, page| words.0.push(u64::from(*page)));
+        });
+    }
+}
+
+struct Reader<'a>(&'a [u64]);
+
+impl Reader<'_> {
+    fn next(&mut self) -> Option<u64> {
+        let (first, rest) = self.0.split_first()?;
+        self.0 = rest;
+        Some(*first)
+    }
+
+    fn size(&mut self) -> Option<usize> {
+        usize::try_from(self.next()?).ok()
+    }
+
+    fn number(&mut self) -> Option<u32> {
+        u32::try_from(self.next()?).ok()
+    }
+
+    fn list<T>(&mut self, each: impl Fn(&mut Self) -> Option<T>) -> Option<Vec<T>> {
+        (0..self.size()?).map(|_| each(self)).collect()
+    }
+
+    fn step(&mut self) -> Option<Step> {
+        let copies = self.list(|words| {
+            let (rank, from, to, rows) = (words.size()?, words.number()?, words.number()?, words.size()?);
+            Some(PageCopy { rank, from, to, rows })
+        })?;
+        let sequences = self.list(|words| {
+            let start = words.size()?;
+            let outputs = match words.next()? {
+                0 => Outputs::None,
+                1 => Outputs::Last,
+                2 => Outputs::All,
+                _ => return None,
+            };
+            let (tokens, pages) = (words.list(Self::number)?, words.list(Self::number)?);
+            Some(StepSequence { start, tokens, pages, outputs })
+        })?;
+        Some(Step { copies, sequences })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn orders_arrive_as_they_were_sent() {
+        let copies = vec![PageCopy { rank: 2, from: 3, to: 4, rows: 5 }];
+        let sequence = |outputs| StepSequence { start: 9, tokens: vec![1, 2, u32::MAX], pages: vec![7, 0], outputs };
+        let sequences = [Outputs::None, Outputs::Last, Outputs::All].map(sequence).to_vec();
+        let step = Step { copies, sequences };
+        for order in [
+            Order::Wait,
+            Order::Compute { passes: vec![(None, step.clone()), (Some(3), step)], blocks: vec![64, 1] },
+            Order::Load { slot: 4, folder: "/tmp/größe".into() },
+            Order::Unload { slot: 4 },
+            Order::Count,
+            Order::End,
+        ] {
+            let buffer = order.to_buffer();
+            assert_eq!(Order::from_buffer(&buffer), Some(order));
+            let Buffer::U64(mut words) = buffer else { panic!("words") };
+            words.push(1);
+            assert_eq!(Order::from_buffer(&Buffer::U64(words)), None, "a word too many");
+        }
+        assert_eq!(Order::from_buffer(&Buffer::U64(vec![])), None);
+        assert_eq!(Order::from_buffer(&Buffer::U64(vec![COMPUTE, 1, 0])), None);
+    }
+}

@@ -1,0 +1,132 @@
+//! The pages of the cache on every rank, as rank 0 counts them: which are free, which sequences hold, which only the prefix
+//! cache keeps.
+
+/// Counts the holders of each page of each rank. A page is free, *used* (sequences hold it) or *cached* (only the prefix cache
+/// keeps it).
+#[derive(Debug)]
+pub(super) struct Pages {
+    ranks: Vec<RankPages>,
+}
+
+#[derive(Debug)]
+struct RankPages {
+    free: Vec<u32>,
+    /// For each page, the number of sequences that hold it.
+    holders: Vec<u32>,
+    /// For each page, whether the prefix cache keeps it.
+    kept: Vec<bool>,
+    /// Number of pages that are kept and have no holder.
+    cached: usize,
+}
+
+impl Pages {
+    /// `pages` free pages on each of `ranks` ranks.
+    pub(super) fn new(ranks: usize, pages: u32) -> Self {
+        let rank = || RankPages {
+            // The last of the list is taken first, so pages are used in ascending order.
+            free: (0..pages).rev().collect(),
+            holders: vec![0; pages as usize],
+            kept: vec![false; pages as usize],
+            cached: 0,
+        };
+        Self { ranks: (0..ranks).map(|_| rank()).collect() }
+    }
+
+    pub(super) fn ranks(&self) -> usize {
+        self.ranks.len()
+    }
+
+    /// Takes a free page of a rank, for one sequence.
+    pub(super) fn take(&mut self, rank: usize) -> Option<u32> {
+        let rank = &mut self.ranks[rank];
+        let page = rank.free.pop()?;
+        debug_assert!(rank.holders[page as usize] == 0 && !rank.kept[page as usize], "page {page} was not free");
+        rank.holders[page as usize] = 1;
+        Some(page)
+    }
+
+    /// Adds a holder to a page that is in use or kept.
+    pub(super) fn hold(&mut self, rank: usize, page: u32) {
+        let rank = &mut self.ranks[rank];
+        let holders = &mut rank.holders[page as usize];
+        debug_assert!(*holders > 0 || rank.kept[page as usize], "page {page} is free");
+        if *holders == 0 {
+            rank.cached -= 1;
+        }
+        *holders += 1;
+    }
+
+    /// Removes a holder; the page becomes free unless others hold it or the prefix cache keeps it. Returns whether it was the
+    /// last holder.
+    pub(super) fn release(&mut self, rank: usize, page: u32) -> bool {
+        let rank = &mut self.ranks[rank];
+        let holders = &mut rank.holders[page as usize];
+        debug_assert!(*holders > 0, "page {page} has no holder");
+        *holders -= 1;
+        let last = *holders == 0;
+        match (last, rank.kept[page as usize]) {
+            (true, true) => rank.cached += 1,
+            (true, false) => rank.free.push(page),
+            (false, _) => {}
+        }
+        last
+    }
+
+    /// Makes the prefix cache keep a page that a sequence holds.
+    pub(super) fn keep(&mut self, rank: usize, page: u32) {
+        let rank = &mut self.ranks[rank];
+        debug_assert!(rank.holders[page as usize] > 0 && !rank.kept[page as usize], "page {page} cannot be kept");
+        rank.kept[page as usize] = true;
+    }
+
+    /// The prefix cache lets go of a page that nobody holds, which becomes free.
+    pub(super) fn forget(&mut self, rank: usize, page: u32) {
+        let rank = &mut self.ranks[rank];
+        debug_assert!(rank.holders[page as usize] == 0 && rank.kept[page as usize], "page {page} is not cached");
+        rank.kept[page as usize] = false;
+        rank.cached -= 1;
+        rank.free.push(page);
+    }
+
+    /// Whether sequences hold a page.
+    pub(super) fn is_held(&self, rank: usize, page: u32) -> bool {
+        self.ranks[rank].holders[page as usize] > 0
+    }
+
+    /// Number of pages of a rank that are free or cached.
+    pub(super) fn available(&self, rank: usize) -> usize {
+        self.ranks[rank].free.len() + self.ranks[rank].cached
+    }
+
+    /// Number of pages of a rank that only the prefix cache keeps.
+    pub(super) fn cached(&self, rank: usize) -> usize {
+        self.ranks[rank].cached
+    }
+
+    /// Number of pages of a rank that sequences hold.
+    pub(super) fn used(&self, rank: usize) -> usize {
+        self.ranks[rank].holders.len() - self.available(rank)
+    }
+
+    /// Panics if a page is in two lists or in none, or if a count is wrong.
+    #[cfg(test)]
+    pub(super) fn check(&self) {
+        for rank in &self.ranks {
+            let mut free = vec![false; rank.holders.len()];
+            for page in &rank.free {
+                assert!(!std::mem::replace(&mut free[*page as usize], true), "page {page} is free twice");
+            }
+            let cached = (0..free.len()).filter(|page| rank.kept[*page] && rank.holders[*page] == 0).count();
+            assert_eq!(cached, rank.cached);
+            for (page, free) in free.iter().enumerate() {
+                assert_eq!(*free, !rank.kept[page] && rank.holders[page] == 0, "page {page}");
+            }
+        }
+    }
+
+    /// Number of holders of a page.
+    #[cfg(test)]
+    pub(super) fn holders(&self, rank: usize, page: u32) -> u32 {
+        self.ranks[rank].holders[page as usize]
+    }
+}

@@ -1,0 +1,279 @@
+//! The prefix cache: a radix tree over pages, keyed by the tokens whose keys and values are in them.
+//!
+//! A node is one page of one text: its depth is the page's index in the text, and so says which rank has it. Children of a node
+//! continue its text; only full pages have children. The tokens of siblings differ, and none is a prefix of another, so the
+//! neighbours of a text in the order of tokens are those with which it has most tokens in common.
+//!
+//! Rows that are in the tree never change. Whoever continues from the middle of a page copies its first rows.
+
+use super::pages::Pages;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::ops::Bound;
+
+/// A node of the tree, valid while it is held or not evicted.
+pub(super) type NodeId = usize;
+
+/// Texts that were computed with other weights have trees of their own: the base model's, and one for each adapter.
+pub(super) type AdapterSlot = Option<u64>;
+
+/// The tree, and the pages of all ranks, which it keeps or frees.
+#[derive(Debug)]
+pub(super) struct PrefixCache {
+    pages: Pages,
+    /// Tokens of a page.
+    page: usize,
+    enabled: bool,
+    nodes: Vec<Node>,
+    unused: Vec<NodeId>,
+    roots: HashMap<AdapterSlot, NodeId>,
+    /// The node of each page that the tree keeps.
+    node_of: HashMap<(usize, u32), NodeId>,
+    /// Nodes without children and holders, the least recently used first.
+    evictable: BTreeSet<(u64, NodeId)>,
+    clock: u64,
+}
+
+#[derive(Debug)]
+struct Node {
+    /// `None` for a root, which has no page.
+    parent: Option<NodeId>,
+    tokens: Box<[u32]>,
+    rank: usize,
+    page: u32,
+    /// Index of the page in the text, plus 1; 0 for a root.
+    depth: usize,
+    children: BTreeMap<Box<[u32]>, NodeId>,
+    last_used: u64,
+}
+
+/// The beginning of a text that is in the cache.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Hit {
+    /// The full pages.
+    pub(super) pages: Vec<u32>,
+    /// The node of the last full page.
+    pub(super) node: Option<NodeId>,
+    /// The page behind them, and the number of its first rows that fit.
+    pub(super) partial: Option<(u32, usize)>,
+}
+
+impl PrefixCache {
+    /// A tree without texts; a disabled one never keeps a page.
+    pub(super) fn new(pages: Pages, page: usize, enabled: bool) -> Self {
+        Self {
+            pages,
+            page,
+            enabled,
+            nodes: Vec::new(),
+            unused: Vec::new(),
+            roots: HashMap::new(),
+            node_of: HashMap::new(),
+            evictable: BTreeSet::new(),
+            clock: 0,
+        }
+    }
+
+    pub(super) fn pages(&self) -> &Pages {
+        &self.pages
+    }
+
+    /// Whether it keeps pages.
+    pub(super) fn is_enabled(&self) -> bool {
+        self.enabled
+    }
+
+    /// The rank that has page `index` of a sequence.
+    pub(super) fn rank_of(&self, index: usize) -> usize {
+        index % self.pages.ranks()
+    }
+
+    /// Looks up the longest beginning of `tokens` that is in the cache, and holds its pages, the partial one included.
+    pub(super) fn hold_prefix(&mut self, adapter: AdapterSlot, tokens: &[u32]) -> Hit {
+        let mut hit = Hit::default();
+        let Some(&root) = self.roots.get(&adapter) else { return hit };
+        self.clock += 1;
+        let mut node = root;
+        let mut rest = tokens;
+        while rest.len() >= self.page
+            && let Some(&child) = self.nodes[node].children.get(&rest[..self.page])
+        {
+            node = child;
+            rest = &rest[self.page..];
+            hit.pages.push(self.hold_node(node));
+        }
+        hit.node = Some(node).filter(|node| *node != root);
+        if let Some((child, rows)) = self.most_in_common(node, &rest[..rest.len().min(self.page)]) {
+            hit.partial = Some((self.hold_node(child), rows));
+        }
+        hit
+    }
+
+    /// The child of `node` that has most first tokens in common with `tokens`, and their number, if there is one.
+    fn most_in_common(&self, node: NodeId, tokens: &[u32]) -> Option<(NodeId, usize)> {
+        let children = &self.nodes[node].children;
+        let below = children.range::<[u32], _>((Bound::Unbounded, Bound::Excluded(tokens))).next_back();
+        let above = children.range::<[u32], _>((Bound::Included(tokens), Bound::Unbounded)).next();
+        let common = |key: &[u32]| key.iter().zip(tokens).take_while(|(a, b)| a == b).count();
+        let both = below.into_iter().chain(above).map(|(key, node)| (*node, common(key)));
+        both.filter(|(_, rows)| *rows > 0).max_by_key(|(_, rows)| *rows)
+    }
+
+    fn hold_node(&mut self, node: NodeId) -> u32 {
+        let (rank, page) = (self.nodes[node].rank, self.nodes[node].page);
+        self.evictable.remove(&(self.nodes[node].last_used, node));
+        self.nodes[node].last_used = self.clock;
+        self.pages.hold(rank, page);
+        page
+    }
+
+    /// Releases page `index` of a sequence.
+    pub(super) fn release(&mut self, index: usize, page: u32) {
+        let rank = self.rank_of(index);
+        if self.pages.release(rank, page)
+            && let Some(&node) = self.node_of.get(&(rank, page))
+        {
+            self.evictable.remove(&(self.nodes[node].last_used, node));
+            self.nodes[node].last_used = self.clock;
+            self.note_evictable(node);
+        }
+    }
+
+    /// Lists a node that can be evicted.
+    fn note_evictable(&mut self, node: NodeId) {
+        let Node { parent, children, rank, page, last_used, .. } = &self.nodes[node];
+        if parent.is_some() && children.is_empty() && !self.pages.is_held(*rank, *page) {
+            self.evictable.insert((*last_used, node));
+        }
+    }
+
+    /// A page for page `index` of a sequence; cached pages are evicted for it, the least recently used first.
+    pub(super) fn allocate(&mut self, index: usize) -> Option<u32> {
+        let rank = self.rank_of(index);
+        loop {
+            if let Some(page) = self.pages.take(rank) {
+                return Some(page);
+            }
+            if self.pages.cached(rank) == 0 {
+                return None;
+            }
+            let (_, node) = self.evictable.pop_first()?;
+            self.remove(node);
+        }
+    }
+
+    /// Removes a node without children whose page nobody holds.
+    fn remove(&mut self, node: NodeId) {
+        let Node { parent, rank, page, .. } = self.nodes[node];
+        let tokens = std::mem::take(&mut self.nodes[node].tokens);
+        self.node_of.remove(&(rank, page));
+        self.pages.forget(rank, page);
+        if let Some(parent) = parent {
+            self.nodes[parent].children.remove(&tokens);
+            self.note_evictable(parent);
+        }
+        self.unused.push(node);
+    }
+
+    /// Adds a page that a sequence holds behind `parent` (`None` at the beginning of a text). `tokens` are those whose rows are
+    /// computed; the page may be full or not, but gets no more rows from this sequence.
+    ///
+    /// If the tree has the same full page already, the sequence holds that one from now on, and its own is released. Returns the
+    /// node and page of the sequence then; `None` for a page that the tree does not keep.
+    pub(super) fn insert(
+        &mut self,
+        adapter: AdapterSlot,
+        parent: Option<NodeId>,
+        tokens: &[u32],
+        page: u32,
+    ) -> Option<(NodeId, u32)> {
+        if !self.enabled || tokens.is_empty() {
+            return None;
+        }
+        let parent = parent.unwrap_or_else(|| self.root(adapter));
+        self.clock += 1;
+        let index = self.nodes[parent].depth;
+        let rank = self.rank_of(index);
+        if let Some(&same) = self.nodes[parent].children.get(tokens) {
+            if self.nodes[same].page == page {
+                return Some((same, page));
+            }
+            let kept = self.hold_node(same);
+            self.release(index, page);
+            return Some((same, kept));
+        }
+        let children = &self.nodes[parent].children;
+        let above = children.range::<[u32], _>((Bound::Included(tokens), Bound::Unbounded)).next();
+        if above.is_some_and(|(key, _)| key.starts_with(tokens)) {
+            return None;
+        }
+        let below = children.range::<[u32], _>((Bound::Unbounded, Bound::Excluded(tokens))).next_back();
+        if let Some((_, &shorter)) = below.filter(|(key, _)| tokens.starts_with(key)) {
+            let (rank, page) = (self.nodes[shorter].rank, self.nodes[shorter].page);
+            if self.pages.is_held(rank, page) {
+                // Somebody copies rows of it in the next step.
+                return None;
+            }
+            self.evictable.remove(&(self.nodes[shorter].last_used, shorter));
+            self.remove(shorter);
+        }
+        self.pages.keep(rank, page);
+        let node = self.add(Node {
+            parent: Some(parent),
+            tokens: tokens.into(),
+            rank,
+            page,
+            depth: index + 1,
+            children: BTreeMap::new(),
+            last_used: self.clock,
+        });
+        self.nodes[parent].children.insert(tokens.into(), node);
+        self.node_of.insert((rank, page), node);
+        Some((node, page))
+    }
+
+    fn root(&mut self, adapter: AdapterSlot) -> NodeId {
+        if let Some(&root) = self.roots.get(&adapter) {
+            return root;
+        }
+        let (tokens, children) = (Box::default(), BTreeMap::new());
+        let root = self.add(Node { parent: None, tokens, rank: 0, page: 0, depth: 0, children, last_used: 0 });
+        self.roots.insert(adapter, root);
+        root
+    }
+
+    fn add(&mut self, node: Node) -> NodeId {
+        match self.unused.pop() {
+            Some(id) => {
+                self.nodes[id] = node;
+                id
+            }
+            None => {
+                self.nodes.push(node);
+                self.nodes.len() - 1
+            }
+        }
+    }
+
+    /// Panics if nodes, pages and the list of evictable nodes do not agree, or a node is held whose parent is not.
+    #[cfg(test)]
+    pub(super) fn check(&self) {
+        self.pages.check();
+        let mut listed = 0;
+        for (&(rank, page), &id) in &self.node_of {
+            let node = &self.nodes[id];
+            assert_eq!((node.rank, node.page), (rank, page));
+            assert_eq!(node.rank, self.rank_of(node.depth - 1));
+            let held = self.pages.is_held(rank, page);
+            let evictable = self.evictable.contains(&(node.last_used, id));
+            assert_eq!(evictable, !held && node.children.is_empty(), "node {id}");
+            listed += usize::from(evictable);
+            assert!(node.children.is_empty() || node.tokens.len() == self.page, "only full pages have children");
+            if let Some(parent) = node.parent.map(|parent| &self.nodes[parent]) {
+                assert_eq!(parent.children.get(&node.tokens), Some(&id));
+                let parent_held = parent.parent.is_none() || self.pages.is_held(parent.rank, parent.page);
+                assert!(!held || parent_held, "node {id} is held without its parent");
+            }
+        }
+        assert_eq!(listed, self.evictable.len());
+    }
+}

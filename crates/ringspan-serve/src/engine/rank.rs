@@ -1,0 +1,115 @@
+//! A rank of the engine: it carries out the orders of rank 0.
+
+use super::executor::Executor;
+use super::order::Order;
+use crate::error::{Error, Result};
+use candle_core::Tensor;
+use ringspan::attention::Group;
+use ringspan::comm::{Buffer, timed::Timed};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// A rank, with what computes on it.
+pub(super) struct EngineRank<'a> {
+    pub(super) group: Arc<Group>,
+    timed: &'a Timed,
+    pub(super) executor: Box<dyn Executor + 'a>,
+    /// When rank 0 last gave an order.
+    ordered: Instant,
+}
+
+/// What came of an order.
+pub(super) enum Outcome {
+    Done,
+    /// The hidden states that the passes output, on rank 0.
+    Computed(Vec<Tensor>),
+    /// An adapter was read, or the sentence of the first rank that could not.
+    Loaded(Result<(), String>),
+    /// For each rank, bytes sent and nanoseconds waited.
+    Counted(Vec<[u64; 2]>),
+}
+
+impl<'a> EngineRank<'a> {
+    pub(super) fn new(group: Arc<Group>, timed: &'a Timed, executor: Box<dyn Executor + 'a>) -> Self {
+        Self { group, timed, executor, ordered: Instant::now() }
+    }
+
+    /// Time since the last order.
+    pub(super) fn since_order(&self) -> Duration {
+        self.ordered.elapsed()
+    }
+
+    /// Carries out orders until the one to end.
+    pub(super) fn follow(&mut self) -> Result<()> {
+        loop {
+            let message = self.group.cp().broadcast(0, None)?;
+            let order = Order::from_buffer(&message).ok_or_else(|| self.unexpected("an order"))?;
+            if order == Order::End {
+                return Ok(());
+            }
+            self.carry_out(&order)?;
+            if let Order::Compute { blocks, .. } = order {
+                for rows in blocks {
+                    self.executor.logits(rows, None)?;
+                }
+            }
+        }
+    }
+
+    /// Sends an order to all ranks, and carries it out on this one, which is rank 0. The logits of an order to compute are up to
+    /// the caller.
+    pub(super) fn order(&mut self, order: &Order) -> Result<Outcome> {
+        self.group.cp().broadcast(0, Some(order.to_buffer()))?;
+        self.ordered = Instant::now();
+        self.carry_out(order)
+    }
+
+    fn carry_out(&mut self, order: &Order) -> Result<Outcome> {
+        match order {
+            Order::Wait | Order::End => Ok(Outcome::Done),
+            Order::Compute { passes, .. } => {
+                let mut hidden = Vec::new();
+                for (adapter, step) in passes {
+                    hidden.extend(self.executor.execute(*adapter, step)?);
+                }
+                Ok(Outcome::Computed(hidden))
+            }
+            Order::Load { slot, folder } => {
+                let problem = match self.executor.load_adapter(*slot, folder) {
+                    Ok(()) => String::new(),
+                    Err(error) => format!("rank {}: {error}", self.group.rank()),
+                };
+                let problems = self.group.cp().all_gather(Buffer::U8(problem.into_bytes()))?;
+                let first = problems.iter().find_map(|problem| match &**problem {
+                    Buffer::U8(text) if !text.is_empty() => Some(String::from_utf8_lossy(text).into_owned()),
+                    _ => None,
+                });
+                if first.is_some() {
+                    self.executor.unload_adapter(*slot);
+                }
+                Ok(Outcome::Loaded(first.map_or(Ok(()), Err)))
+            }
+            Order::Unload { slot } => {
+                self.executor.unload_adapter(*slot);
+                Ok(Outcome::Done)
+            }
+            Order::Count => {
+                let waited = u64::try_from(self.timed.waited().as_nanos()).unwrap_or(u64::MAX);
+                let own = Buffer::U64(vec![self.group.cp().bytes_sent(), waited]);
+                let all = self.group.cp().all_gather(own)?;
+                let of_rank = |buffer: &Arc<Buffer>| match &**buffer {
+                    Buffer::U64(counts) => <[u64; 2]>::try_from(counts.as_slice()).ok(),
+                    _ => None,
+                };
+                let counts = all.iter().map(of_rank).collect::<Option<_>>();
+                Ok(Outcome::Counted(counts.ok_or_else(|| self.unexpected("counters"))?))
+            }
+        }
+    }
+
+    /// The error for a message that is not what this rank waits for.
+    pub(super) fn unexpected(&self, what: &str) -> Error {
+        let problem = "another kind of message came".to_owned();
+        ringspan::Error::Communicator { rank: self.group.rank(), operation: what.to_owned(), problem }.into()
+    }
+}

@@ -1,0 +1,426 @@
+//! Decides which sequences compute which tokens in the next step, and in which pages.
+//!
+//! Requests are admitted in the order in which they came. A step has one token of every sequence that is generating, and
+//! prompts' next tokens up to a limit, so that a long prompt delays the others by a bounded time only. A request waits while another
+//! reads the same beginning, and then finds it in the cache. A sequence holds pages
+//! for all of its tokens from its admission on; if a further page is missing, the youngest sequence is put back into the queue
+//! and computed again later, from its tokens.
+
+use super::prefix_cache::{AdapterSlot, PrefixCache};
+use super::request::{Event, FinishReason};
+use super::sequence::{CopiedFrom, Placed, Sequence};
+use super::step::{Outputs, PageCopy, Step, StepSequence};
+use super::token_sampler::Drawn;
+use std::collections::{BTreeMap, VecDeque};
+
+/// Sizes that bound a step.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Bounds {
+    /// Tokens of a page.
+    pub(super) page: usize,
+    /// Largest number of sequences in a step.
+    pub(super) max_running: usize,
+    /// Largest number of prompts' tokens in a step.
+    pub(super) prefill_chunk: usize,
+    /// The same for a step in which other requests generate.
+    pub(super) mixed_chunk: usize,
+}
+
+/// The requests of the engine, and the pages that they hold.
+#[derive(Debug)]
+pub(super) struct Scheduler {
+    bounds: Bounds,
+    cache: PrefixCache,
+    waiting: VecDeque<Sequence>,
+    /// In the order of their arrival.
+    running: Vec<Sequence>,
+    counts: Counts,
+}
+
+/// What the scheduler has counted since its start.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Counts {
+    pub(super) prompt_tokens: u64,
+    pub(super) generation_tokens: u64,
+    pub(super) prefix_queries: u64,
+    pub(super) prefix_hits: u64,
+    pub(super) preemptions: u64,
+}
+
+/// Sequences of a step that compute with the same weights.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Pass {
+    pub(super) adapter: AdapterSlot,
+    pub(super) step: Step,
+    /// For each sequence of the step, its arrival.
+    pub(super) arrivals: Vec<u64>,
+}
+
+impl Scheduler {
+    pub(super) fn new(cache: PrefixCache, bounds: Bounds) -> Self {
+        Self { bounds, cache, waiting: VecDeque::new(), running: Vec::new(), counts: Counts::default() }
+    }
+
+    pub(super) fn cache(&self) -> &PrefixCache {
+        &self.cache
+    }
+
+    pub(super) fn counts(&self) -> Counts {
+        self.counts
+    }
+
+    /// Numbers of sequences that run and wait.
+    pub(super) fn sizes(&self) -> (usize, usize) {
+        (self.running.len(), self.waiting.len())
+    }
+
+    /// Whether there is no request.
+    pub(super) fn is_empty(&self) -> bool {
+        self.running.is_empty() && self.waiting.is_empty()
+    }
+
+    /// Whether a request computes, or will compute, with an adapter.
+    pub(super) fn uses(&self, adapter: AdapterSlot) -> bool {
+        self.running.iter().chain(&self.waiting).any(|sequence| sequence.adapter == adapter)
+    }
+
+    /// Queues a request.
+    pub(super) fn add(&mut self, sequence: Sequence) {
+        self.waiting.push_back(sequence);
+    }
+
+    /// A page that no sequence has, on rank 0, if there is one; it is given back with [`give_back`](Self::give_back).
+    pub(super) fn spare_page(&mut self) -> Option<u32> {
+        self.cache.allocate(0)
+    }
+
+    pub(super) fn give_back(&mut self, page: u32) {
+        self.cache.release(0, page);
+    }
+
+    /// Ends every request with a failure.
+    pub(super) fn fail_all(&mut self, problem: &str) {
+        for sequence in self.running.drain(..).chain(self.waiting.drain(..)) {
+            sequence.tell(Event::Failed(problem.to_owned()));
+        }
+    }
+
+    /// Makes the next step, in a pass for each adapter. It is empty if there is nothing to compute.
+    pub(super) fn next(&mut self) -> Vec<Pass> {
+        self.end_abandoned();
+        self.grow();
+        let mut chunks: Vec<usize> = Vec::with_capacity(self.running.len());
+        let generates = self.running.iter().any(|sequence| sequence.remaining() == 1);
+        let mut budget = if generates { self.bounds.mixed_chunk } else { self.bounds.prefill_chunk };
+        let chunk_of = |sequence: &Sequence, budget: &mut usize| match sequence.remaining() {
+            1 => 1,
+            remaining => {
+                let chunk = remaining.min(*budget);
+                *budget -= chunk;
+                chunk
+            }
+        };
+        chunks.extend(self.running.iter().map(|sequence| chunk_of(sequence, &mut budget)));
+        while budget > 0 && self.running.len() < self.bounds.max_running {
+            let Some(sequence) = self.waiting.pop_front() else { break };
+            match self.admit(sequence) {
+                Ok(sequence) => {
+                    let at = self.running.partition_point(|other| other.arrival < sequence.arrival);
+                    chunks.insert(at, chunk_of(&sequence, &mut budget));
+                    self.running.insert(at, sequence);
+                }
+                Err(sequence) => {
+                    self.waiting.push_front(sequence);
+                    break;
+                }
+            }
+        }
+        self.passes(&chunks)
+    }
+
+    /// Ends sequences whose clients have left.
+    fn end_abandoned(&mut self) {
+        self.waiting.retain(|sequence| !sequence.is_abandoned());
+        let mut index = 0;
+        while index < self.running.len() {
+            if self.running[index].is_abandoned() {
+                self.end(index);
+            } else {
+                index += 1;
+            }
+        }
+    }
+
+    /// Gives every running sequence pages for all of its tokens; if they do not suffice, the youngest sequences give theirs.
+    fn grow(&mut self) {
+        let mut index = 0;
+        while index < self.running.len() {
+            let placed = &self.running[index].placed;
+            if placed.pages.len() * self.bounds.page >= self.running[index].tokens.len() {
+                index += 1;
+                continue;
+            }
+            match self.cache.allocate(placed.pages.len()) {
+                Some(page) => self.running[index].placed.pages.push(page),
+                None => self.preempt_youngest(),
+            }
+        }
+    }
+
+    fn preempt_youngest(&mut self) {
+        let Some(mut sequence) = self.running.pop() else { return };
+        self.counts.preemptions += 1;
+        self.release(&mut sequence);
+        if sequence.needs_whole_prompt() {
+            sequence.reading.restart();
+        }
+        let at = self.waiting.partition_point(|other| other.arrival < sequence.arrival);
+        self.waiting.insert(at, sequence);
+    }
+
+    /// Gives a waiting sequence its pages, those of the prefix cache first, or returns it as it was if there are not enough.
+    fn admit(&mut self, mut sequence: Sequence) -> Result<Sequence, Sequence> {
+        let page = self.bounds.page;
+        let mut placed = Placed::default();
+        let looks_up = !sequence.needs_whole_prompt();
+        if looks_up {
+            // The last token's hidden state is needed, so it is always computed.
+            let known = &sequence.tokens[..sequence.tokens.len() - 1];
+            let hit = self.cache.hold_prefix(sequence.adapter, known);
+            (placed.inserted, placed.node) = (hit.pages.len(), hit.node);
+            placed.computed = hit.pages.len() * page;
+            if let Some((from, rows)) = hit.partial {
+                placed.copied_from = Some(CopiedFrom { index: hit.pages.len(), page: from, rows });
+                placed.computed += rows;
+            }
+            placed.pages = hit.pages;
+            if self.is_being_read(&sequence, placed.computed) {
+                self.release_pages(&mut placed);
+                return Err(sequence);
+            }
+        }
+        let pages = sequence.tokens.len().div_ceil(page);
+        // While others run, a page of each rank is left to them, so that they do not have to be put back at once.
+        let spare = usize::from(!self.running.is_empty());
+        if !self.has_room(placed.pages.len()..pages, spare) {
+            // A page of which rows are copied is held beside the copy: perhaps it is that page which is missing.
+            if let Some(from) = placed.copied_from.take() {
+                self.cache.release(from.index, from.page);
+                placed.computed -= from.rows;
+            }
+            if !self.has_room(placed.pages.len()..pages, spare) {
+                self.release_pages(&mut placed);
+                return Err(sequence);
+            }
+        }
+        for index in placed.pages.len()..pages {
+            match self.cache.allocate(index) {
+                Some(page) => placed.pages.push(page),
+                None => {
+                    self.release_pages(&mut placed);
+                    return Err(sequence);
+                }
+            }
+        }
+        if sequence.cached.is_none() {
+            let found = placed.computed.min(sequence.prompt);
+            sequence.cached = Some(found);
+            self.counts.prefix_hits += found as u64;
+            self.counts.prefix_queries += if looks_up { sequence.prompt as u64 } else { 0 };
+        }
+        sequence.placed = placed;
+        Ok(sequence)
+    }
+
+    /// Whether a running sequence is reading more of this one's beginning than the `cached` first tokens, so that waiting for it costs
+    /// less than reading the same.
+    fn is_being_read(&self, sequence: &Sequence, cached: usize) -> bool {
+        let known = &sequence.tokens[..sequence.tokens.len() - 1];
+        let is_reading = |other: &&Sequence| other.adapter == sequence.adapter && other.remaining() > 1;
+        self.cache.is_enabled()
+            && self.running.iter().filter(is_reading).any(|other| {
+                let common = known.iter().zip(&other.tokens).take_while(|(a, b)| a == b).count();
+                let full_pages = common / self.bounds.page * self.bounds.page;
+                full_pages > cached && full_pages > other.placed.computed
+            })
+    }
+
+    /// Whether the ranks have the pages with these indices, and `spare` more each.
+    fn has_room(&self, pages: std::ops::Range<usize>, spare: usize) -> bool {
+        let ranks = self.cache.pages().ranks();
+        let mut needed = vec![0; ranks];
+        pages.for_each(|index| needed[index % ranks] += 1);
+        (0..ranks).all(|rank| needed[rank] == 0 || self.cache.pages().available(rank) >= needed[rank] + spare)
+    }
+
+    /// Makes the passes of a step in which each running sequence computes `chunks` tokens.
+    fn passes(&self, chunks: &[usize]) -> Vec<Pass> {
+        let mut passes: BTreeMap<AdapterSlot, Pass> = BTreeMap::new();
+        let mut copies = Vec::new();
+        for (sequence, &chunk) in self.running.iter().zip(chunks).filter(|(_, chunk)| **chunk > 0) {
+            let Placed { computed: start, ref pages, copied_from, .. } = sequence.placed;
+            if let Some(CopiedFrom { index, page, rows }) = copied_from {
+                copies.push(PageCopy { rank: self.cache.rank_of(index), from: page, to: pages[index], rows });
+            }
+            let end = start + chunk;
+            let reads_all = sequence.needs_whole_prompt();
+            let outputs = match (reads_all, end == sequence.tokens.len()) {
+                (true, _) => Outputs::All,
+                (false, true) => Outputs::Last,
+                (false, false) => Outputs::None,
+            };
+            let adapter = sequence.adapter;
+            let pass = passes.entry(adapter);
+            let pass = pass.or_insert_with(|| Pass { adapter, step: Step::default(), arrivals: Vec::new() });
+            pass.arrivals.push(sequence.arrival);
+            pass.step.sequences.push(StepSequence {
+                start,
+                tokens: sequence.tokens[start..end].to_vec(),
+                pages: pages[..end.div_ceil(self.bounds.page)].to_vec(),
+                outputs,
+            });
+        }
+        let mut passes: Vec<Pass> = passes.into_values().collect();
+        if let Some(first) = passes.first_mut() {
+            first.step.copies = copies;
+        }
+        passes
+    }
+
+    /// The index of a running sequence.
+    pub(super) fn find(&self, arrival: u64) -> Option<usize> {
+        self.running.binary_search_by_key(&arrival, |sequence| sequence.arrival).ok()
+    }
+
+    /// The running sequences.
+    pub(super) fn running(&mut self) -> &mut [Sequence] {
+        &mut self.running
+    }
+
+    /// Records that a step has been computed: its keys and values are in the cache, and others may use them.
+    pub(super) fn computed(&mut self, passes: &[Pass]) {
+        for (arrival, sequence) in passes.iter().flat_map(|pass| pass.arrivals.iter().zip(&pass.step.sequences)) {
+            let Some(index) = self.find(*arrival) else { continue };
+            let Sequence { placed, .. } = &mut self.running[index];
+            if let Some(from) = placed.copied_from.take() {
+                self.cache.release(from.index, from.page);
+            }
+            placed.computed += sequence.tokens.len();
+            self.insert_full_pages(index);
+        }
+    }
+
+    /// Adds the pages of a running sequence that have become full to the prefix cache.
+    fn insert_full_pages(&mut self, index: usize) {
+        let page = self.bounds.page;
+        let Sequence { placed, tokens, adapter, .. } = &mut self.running[index];
+        while (placed.inserted + 1) * page <= placed.computed {
+            let at = placed.inserted;
+            let of_page = &tokens[at * page..(at + 1) * page];
+            let Some((node, kept)) = self.cache.insert(*adapter, placed.node, of_page, placed.pages[at]) else { break };
+            (placed.pages[at], placed.node, placed.inserted) = (kept, Some(node), at + 1);
+        }
+    }
+
+    /// Handles that the prompt of running sequence `index` has been read: reports what its client wants to know of it. Returns
+    /// whether the request has ended by that.
+    pub(super) fn prompt_read(&mut self, index: usize) -> bool {
+        let sequence = &mut self.running[index];
+        if sequence.generated() == 0 {
+            self.counts.prompt_tokens += sequence.prompt as u64;
+            for event in sequence.reading.report(sequence.prompt) {
+                sequence.tell(event);
+            }
+            if sequence.longest <= sequence.prompt {
+                sequence.finish(FinishReason::Length);
+                self.end(index);
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Handles the token that was drawn for running sequence `index`; the client hears of it, and perhaps of the end.
+    pub(super) fn drawn(&mut self, index: usize, drawn: Result<Drawn, String>) {
+        let sequence = &mut self.running[index];
+        let end = match drawn {
+            Err(problem) => {
+                sequence.tell(Event::Failed(problem));
+                true
+            }
+            Ok(drawn) if sequence.stop_token_ids.contains(&drawn.token) => {
+                sequence.finish(FinishReason::Stop { token: Some(drawn.token) });
+                true
+            }
+            Ok(drawn) => {
+                sequence.tokens.push(drawn.token);
+                self.counts.generation_tokens += 1;
+                sequence.tell(Event::Token(drawn.token, drawn.logprobs));
+                if drawn.ends {
+                    sequence.finish(FinishReason::Stop { token: None });
+                } else if sequence.tokens.len() >= sequence.longest {
+                    sequence.finish(FinishReason::Length);
+                }
+                drawn.ends || sequence.tokens.len() >= sequence.longest
+            }
+        };
+        if end {
+            self.end(index);
+        }
+    }
+
+    /// Ends running sequence `index`: its pages go to the prefix cache, or are free.
+    fn end(&mut self, index: usize) {
+        let mut sequence = self.running.remove(index);
+        self.release(&mut sequence);
+    }
+
+    /// Releases the pages of a sequence; a page that is not full goes to the prefix cache with the rows that are computed.
+    fn release(&mut self, sequence: &mut Sequence) {
+        let page = self.bounds.page;
+        let placed = &mut sequence.placed;
+        let full = placed.computed / page;
+        // Not all full pages may be in the tree: then what follows them cannot be, either.
+        if placed.inserted == full && placed.computed > full * page {
+            let rows = &sequence.tokens[full * page..placed.computed];
+            if let Some((_, kept)) = self.cache.insert(sequence.adapter, placed.node, rows, placed.pages[full]) {
+                placed.pages[full] = kept;
+            }
+        }
+        self.release_pages(placed);
+    }
+
+    fn release_pages(&mut self, placed: &mut Placed) {
+        if let Some(from) = placed.copied_from.take() {
+            self.cache.release(from.index, from.page);
+        }
+        for (index, page) in std::mem::take(placed).pages.into_iter().enumerate() {
+            self.cache.release(index, page);
+        }
+    }
+
+    /// Panics if a page is held by a sequence that does not know of it, or the other way round.
+    #[cfg(test)]
+    pub(super) fn check(&self) {
+        self.cache.check();
+        let mut holders: BTreeMap<(usize, u32), u32> = BTreeMap::new();
+        for sequence in &self.running {
+            let Placed { pages, copied_from, computed, inserted, .. } = &sequence.placed;
+            assert!(pages.len() * self.bounds.page >= *computed && *computed <= sequence.tokens.len());
+            assert!(inserted * self.bounds.page <= *computed);
+            let copied = copied_from.map(|from| (from.index, from.page));
+            for (index, page) in pages.iter().copied().enumerate().chain(copied) {
+                *holders.entry((self.cache.rank_of(index), page)).or_default() += 1;
+            }
+        }
+        for rank in 0..self.cache.pages().ranks() {
+            let used = holders.keys().filter(|(of, _)| *of == rank).count();
+            assert_eq!(self.cache.pages().used(rank), used, "pages of rank {rank}");
+        }
+        for ((rank, page), count) in holders {
+            assert_eq!(self.cache.pages().holders(rank, page), count, "page {page} of rank {rank}");
+        }
+        assert!(self.waiting.iter().all(|sequence| sequence.placed.pages.is_empty()));
+        assert!(self.running.is_sorted_by_key(|sequence| sequence.arrival));
+    }
+}

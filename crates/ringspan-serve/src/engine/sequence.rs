@@ -1,0 +1,186 @@
+//! A request under way: its tokens, its pages of the cache, and what it has told its client.
+
+use super::prefix_cache::{AdapterSlot, NodeId};
+use super::request::{Event, FinishReason, Pooling, Request, TokenLogprobs};
+use super::token_sampler::TokenSampler;
+use tokio::sync::mpsc::UnboundedSender;
+
+/// A request under way.
+#[derive(Debug)]
+pub(super) struct Sequence {
+    /// Number of requests that came before; the greatest is the youngest.
+    pub(super) arrival: u64,
+    /// The prompt, and behind it the generated tokens.
+    pub(super) tokens: Vec<u32>,
+    /// Number of tokens of the prompt.
+    pub(super) prompt: usize,
+    /// Largest number of tokens, those of the prompt included.
+    pub(super) longest: usize,
+    pub(super) stop_token_ids: Vec<u32>,
+    pub(super) adapter: AdapterSlot,
+    pub(super) sampler: TokenSampler,
+    pub(super) reading: Reading,
+    pub(super) placed: Placed,
+    /// Number of the prompt's tokens that were in the cache when the request was first admitted; `None` before that.
+    pub(super) cached: Option<usize>,
+    events: UnboundedSender<Event>,
+}
+
+/// What a client wants to know of the prompt beside the text that follows it, as far as it has been computed.
+#[derive(Debug)]
+pub(super) struct Reading {
+    /// Number of most likely tokens that are reported for each token of the prompt.
+    logprobs: Option<usize>,
+    of_prompt: Vec<Option<TokenLogprobs>>,
+    pooling: Option<Pooling>,
+    /// Sum of the prompt's hidden states.
+    sum: Vec<f64>,
+    last: Vec<f32>,
+    /// Whether it has been reported.
+    done: bool,
+}
+
+/// The place of a sequence in the cache.
+#[derive(Debug, Default)]
+pub(super) struct Placed {
+    /// Number of tokens whose keys and values are in the cache.
+    pub(super) computed: usize,
+    /// The pages of the sequence; page i is on rank i mod P.
+    pub(super) pages: Vec<u32>,
+    /// Number of first pages that are in the prefix cache, and the node of the last of them.
+    pub(super) inserted: usize,
+    pub(super) node: Option<NodeId>,
+    /// Page `index` of another text, of which the next step copies rows: it is held until then.
+    pub(super) copied_from: Option<CopiedFrom>,
+}
+
+/// Rows of a cached page that a sequence copies, since it continues from the middle of the page.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct CopiedFrom {
+    pub(super) index: usize,
+    pub(super) page: u32,
+    pub(super) rows: usize,
+}
+
+impl Sequence {
+    /// A request that waits. `max_model_len` limits its tokens, prompt and text.
+    pub(super) fn new(
+        arrival: u64,
+        request: Request,
+        adapter: AdapterSlot,
+        max_model_len: usize,
+        events: UnboundedSender<Event>,
+    ) -> Self {
+        let sampler = TokenSampler::new(&request);
+        let Request { prompt, max_tokens, stop_token_ids, prompt_logprobs, embedding, constraint, .. } = request;
+        Self {
+            arrival,
+            prompt: prompt.len(),
+            longest: prompt.len().saturating_add(max_tokens).min(max_model_len),
+            tokens: prompt,
+            stop_token_ids,
+            adapter,
+            sampler: sampler.with_constraint(constraint),
+            reading: Reading {
+                logprobs: prompt_logprobs,
+                of_prompt: Vec::new(),
+                pooling: embedding,
+                sum: Vec::new(),
+                last: Vec::new(),
+                done: prompt_logprobs.is_none() && embedding.is_none(),
+            },
+            placed: Placed::default(),
+            cached: None,
+            events,
+        }
+    }
+
+    /// Whether the client has left.
+    pub(super) fn is_abandoned(&self) -> bool {
+        self.events.is_closed()
+    }
+
+    /// Tells the client something; it may have left.
+    pub(super) fn tell(&self, event: Event) {
+        let _ = self.events.send(event);
+    }
+
+    /// Tells the client that the request succeeded.
+    pub(super) fn finish(&self, reason: FinishReason) {
+        self.tell(Event::Finished { reason, cached_tokens: self.cached.unwrap_or(0) });
+    }
+
+    /// Number of tokens that are not computed yet.
+    pub(super) fn remaining(&self) -> usize {
+        self.tokens.len() - self.placed.computed
+    }
+
+    /// Number of generated tokens.
+    pub(super) fn generated(&self) -> usize {
+        self.tokens.len() - self.prompt
+    }
+
+    /// Whether hidden states of all of the prompt's tokens are still to be computed, so that none may be found in the cache.
+    pub(super) fn needs_whole_prompt(&self) -> bool {
+        !self.reading.done && (self.reading.logprobs.is_some() || self.reading.pooling == Some(Pooling::Mean))
+    }
+}
+
+impl Reading {
+    /// Forgets what was computed: the prompt is read again from its beginning.
+    pub(super) fn restart(&mut self) {
+        self.of_prompt.clear();
+        self.sum.clear();
+    }
+
+    /// Number of most likely tokens that are reported for each token of the prompt, as long as they have not been.
+    pub(super) fn wants_logprobs(&self) -> Option<usize> {
+        self.logprobs.filter(|_| !self.done)
+    }
+
+    /// Whether the hidden states of the prompt are needed.
+    pub(super) fn wants_hidden(&self) -> Option<Pooling> {
+        self.pooling.filter(|_| !self.done)
+    }
+
+    /// Adds the log-probabilities of the prompt's next token.
+    pub(super) fn add_logprobs(&mut self, of_token: TokenLogprobs) {
+        if self.of_prompt.is_empty() {
+            // Nothing precedes the first token.
+            self.of_prompt.push(None);
+        }
+        self.of_prompt.push(Some(of_token));
+    }
+
+    /// Adds the final-normed hidden state of the prompt's next token.
+    pub(super) fn add_hidden(&mut self, state: &[f32]) {
+        self.sum.resize(state.len(), 0.0);
+        self.sum.iter_mut().zip(state).for_each(|(sum, x)| *sum += f64::from(*x));
+        self.last.clear();
+        self.last.extend_from_slice(state);
+    }
+
+    /// What is reported once the prompt of `tokens` tokens has been read; nothing the second time.
+    pub(super) fn report(&mut self, tokens: usize) -> Vec<Event> {
+        if std::mem::replace(&mut self.done, true) {
+            return Vec::new();
+        }
+        let mut events = Vec::new();
+        if self.logprobs.is_some() {
+            let mut of_prompt = std::mem::take(&mut self.of_prompt);
+            if of_prompt.is_empty() {
+                of_prompt.push(None);
+            }
+            events.push(Event::Prompt(of_prompt));
+        }
+        let sum = std::mem::take(&mut self.sum);
+        match self.pooling {
+            Some(Pooling::Mean) => {
+                events.push(Event::Embedding(sum.iter().map(|sum| (sum / tokens.max(1) as f64) as f32).collect()));
+            }
+            Some(Pooling::Last) => events.push(Event::Embedding(std::mem::take(&mut self.last))),
+            None => {}
+        }
+        events
+    }
+}

@@ -1,0 +1,184 @@
+//! What the engine and its clients share: the queue of requests and commands, and the numbers that clients read.
+
+use super::prefix_cache::AdapterSlot;
+use super::request::{Event, Limits, Metrics, Refusal, Request};
+use std::collections::{BTreeMap, VecDeque};
+use std::path::PathBuf;
+use std::sync::mpsc::Sender;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+use tokio::sync::mpsc::UnboundedSender;
+
+/// Shared by an engine and its clients.
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub(super) limits: Limits,
+    /// Longest wait of a client for an answer of the engine.
+    pub(super) deadline: Duration,
+    state: Mutex<State>,
+    wake: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    queue: VecDeque<Command>,
+    metrics: Metrics,
+    /// The loaded adapters by name.
+    adapters: BTreeMap<String, u64>,
+    /// How the engine ends, once it should.
+    ending: Option<Ending>,
+    /// Why the engine takes no more requests.
+    stopped: Option<String>,
+}
+
+/// How an engine ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Ending {
+    /// Requests in flight are finished first.
+    Drain,
+    /// At once.
+    Stop,
+}
+
+/// What clients ask of the engine.
+#[derive(Debug)]
+pub(super) enum Command {
+    Submit { request: Box<Request>, adapter: AdapterSlot, events: UnboundedSender<Event> },
+    CheckHealth { reply: Sender<()> },
+    Load { name: String, folder: PathBuf, reply: Sender<Result<(), String>> },
+    Unload { slot: u64 },
+}
+
+impl Shared {
+    pub(super) fn new(limits: Limits, deadline: Duration) -> Self {
+        let metrics = Metrics { ranks: vec![Default::default(); limits.ranks], ..Metrics::default() };
+        let state = Mutex::new(State { metrics, ..State::default() });
+        Self { limits, deadline, state, wake: Condvar::new() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // No code panics while it holds the lock with half a change.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Queues a request with the adapter of this name.
+    pub(super) fn submit(&self, request: Request, events: UnboundedSender<Event>) -> Result<(), Refusal> {
+        let mut state = self.lock();
+        state.refuse_if_stopped()?;
+        let adapter = match &request.adapter {
+            None => None,
+            Some(name) => Some(*state.adapters.get(name).ok_or_else(|| unknown_adapter(name, &state.adapters))?),
+        };
+        let waiting = state.waiting();
+        if waiting >= self.limits.max_waiting {
+            return Err(Refusal::Busy { waiting });
+        }
+        state.queue.push_back(Command::Submit { request: Box::new(request), adapter, events });
+        self.wake.notify_one();
+        Ok(())
+    }
+
+    /// Queues another command.
+    pub(super) fn command(&self, command: Command) -> Result<(), Refusal> {
+        let mut state = self.lock();
+        state.refuse_if_stopped()?;
+        state.queue.push_back(command);
+        self.wake.notify_one();
+        Ok(())
+    }
+
+    /// Takes all commands; waits for one for at most `wait`. Also returns how the engine should end.
+    pub(super) fn take(&self, wait: Option<Duration>) -> (VecDeque<Command>, Option<Ending>) {
+        let mut state = self.lock();
+        if let Some(wait) = wait {
+            let until = Instant::now() + wait;
+            while state.queue.is_empty() && state.ending.is_none() {
+                let left = until.saturating_duration_since(Instant::now());
+                if left.is_zero() {
+                    break;
+                }
+                state = self.wake.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            }
+        }
+        let queue = std::mem::take(&mut state.queue);
+        let submitted = queue.iter().filter(|command| matches!(command, Command::Submit { .. })).count();
+        // Until the engine publishes its own count, these requests wait.
+        state.metrics.waiting += submitted;
+        (queue, state.ending)
+    }
+
+    /// Makes the engine end; requests are refused from now on.
+    pub(super) fn end(&self, ending: Ending) {
+        let mut state = self.lock();
+        // A drain can be cut short, but an end cannot become a drain.
+        if state.ending != Some(Ending::Stop) {
+            state.ending = Some(ending);
+        }
+        state.stopped.get_or_insert_with(|| "the engine is shutting down and takes no new requests".to_owned());
+        self.wake.notify_one();
+    }
+
+    /// Refuses everything from now on, and fails what is in the queue.
+    pub(super) fn stop(&self, problem: &str) {
+        let mut state = self.lock();
+        state.stopped = Some(problem.to_owned());
+        for command in state.queue.drain(..) {
+            if let Command::Submit { events, .. } = command {
+                let _ = events.send(Event::Failed(problem.to_owned()));
+            }
+        }
+        state.metrics.running = 0;
+        state.metrics.waiting = 0;
+    }
+
+    /// Why the engine takes no more requests, once it does not.
+    pub(super) fn stopped(&self) -> Option<String> {
+        self.lock().stopped.clone()
+    }
+
+    pub(super) fn publish(&self, metrics: Metrics) {
+        self.lock().metrics = metrics;
+    }
+
+    pub(super) fn metrics(&self) -> Metrics {
+        let state = self.lock();
+        Metrics { waiting: state.waiting(), ..state.metrics.clone() }
+    }
+
+    pub(super) fn adapters(&self) -> BTreeMap<String, u64> {
+        self.lock().adapters.clone()
+    }
+
+    pub(super) fn add_adapter(&self, name: String, slot: u64) {
+        self.lock().adapters.insert(name, slot);
+    }
+
+    /// Forgets the name of an adapter; requests that were queued before keep it until they end.
+    pub(super) fn remove_adapter(&self, name: &str) -> Result<(), Refusal> {
+        let mut state = self.lock();
+        state.refuse_if_stopped()?;
+        let slot = state.adapters.remove(name).ok_or_else(|| unknown_adapter(name, &state.adapters))?;
+        state.queue.push_back(Command::Unload { slot });
+        self.wake.notify_one();
+        Ok(())
+    }
+}
+
+impl State {
+    fn refuse_if_stopped(&self) -> Result<(), Refusal> {
+        self.stopped.clone().map_or(Ok(()), |problem| Err(Refusal::Stopped(problem)))
+    }
+
+    /// Number of requests that have not been admitted.
+    fn waiting(&self) -> usize {
+        self.metrics.waiting + self.queue.iter().filter(|command| matches!(command, Command::Submit { .. })).count()
+    }
+}
+
+fn unknown_adapter(name: &str, adapters: &BTreeMap<String, u64>) -> Refusal {
+    let loaded = match adapters.is_empty() {
+        true => "none is loaded".to_owned(),
+        false => format!("loaded are {}", adapters.keys().cloned().collect::<Vec<_>>().join(", ")),
+    };
+    Refusal::Invalid(format!("there is no adapter '{name}': {loaded}"))
+}

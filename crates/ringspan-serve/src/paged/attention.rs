@@ -1,0 +1,117 @@
+//! Attention of a step's tokens over the paged cache.
+
+use super::cache::PagedCache;
+use super::elements::of_tensor;
+use super::step_plan::StepPlan;
+use crate::error::Result;
+use candle_core::{Error, Tensor, bail};
+use ringspan::attention::Group;
+use ringspan::kernel::{Data, View};
+use ringspan::{Mask, Score};
+use ringspan_candle::cast::cast;
+use ringspan_candle::experts::Local;
+use ringspan_candle::tensor_parallel::NO_TENSOR_PARALLEL;
+use ringspan_candle::{Attend, AttentionInputs, Experts, InputDropout, TensorParallel};
+use std::cell::RefCell;
+
+/// Attention of a step: new keys and values go to the ranks that have their pages, then chunks attend over all ranks by a
+/// schedule, and decoding sequences on every rank to its own pages.
+pub(super) struct PagedAttention<'a> {
+    group: &'a Group,
+    cache: RefCell<&'a mut PagedCache>,
+    plan: &'a StepPlan,
+    /// The most tokens that a sequence may have.
+    length: usize,
+}
+
+impl<'a> PagedAttention<'a> {
+    pub(super) fn new(group: &'a Group, cache: &'a mut PagedCache, plan: &'a StepPlan) -> Self {
+        let length = cache.max_length().unwrap_or(0);
+        Self { group, cache: RefCell::new(cache), plan, length }
+    }
+
+    /// Writes the new keys and values to the ranks' pages.
+    fn store(&self, layer: usize, k: &Tensor, v: &Tensor) -> Result<()> {
+        let mut cache = self.cache.borrow_mut();
+        of_tensor(k, |keys| {
+            of_tensor(v, |values| {
+                let (rows, after) = (self.plan.tokens.len(), self.plan.chunk_rows);
+                let decoded = |all: Data<'_>| after * (all.len() / rows.max(1));
+                if let Some(chunks) = &self.plan.chunks {
+                    chunks.store(self.group, &mut cache, layer, keys, values)?;
+                }
+                if let Some(decodes) = &self.plan.decodes {
+                    let (k, v) = (keys.slice(decoded(keys)..keys.len()), values.slice(decoded(values)..values.len()));
+                    decodes.store(&mut cache, layer, k, v)?;
+                }
+                Ok(())
+            })
+        })
+    }
+
+    /// Attention `[T, H, Dv]` of queries `[T, H, D]`.
+    fn attend(&self, layer: usize, q: &Tensor, mask: &Mask, score: &Score) -> Result<Vec<f32>> {
+        let (cache, plan) = (self.cache.borrow(), self.plan);
+        let (rows, heads, dim) = q.dims3()?;
+        of_tensor(q, |q| {
+            let view = |from: usize, to: usize| {
+                View::stored(q.slice(from * heads * dim..to * heads * dim), to - from, heads, dim)
+                    .ok_or_else(|| crate::Error::Step(format!("queries {from} to {to} of {rows} rows")))
+            };
+            let mut out = match &plan.chunks {
+                Some(chunks) => chunks.attend(self.group, &cache, layer, view(0, plan.chunk_rows)?, mask, score)?,
+                None => Vec::new(),
+            };
+            if let Some(decodes) = &plan.decodes {
+                let of_decodes =
+                    decodes.attend(self.group, &cache, layer, view(plan.chunk_rows, rows)?, mask, score)?;
+                if out.is_empty() { out = of_decodes } else { out.extend(of_decodes) }
+            }
+            Ok(out)
+        })
+    }
+}
+
+impl Attend for PagedAttention<'_> {
+    fn layer_attention(
+        &self,
+        layer: usize,
+        inputs: &AttentionInputs,
+        mask: &Mask,
+        score: &Score,
+    ) -> candle_core::Result<Tensor> {
+        let AttentionInputs { q, k, v, sinks, bias } = *inputs;
+        if bias.is_some() {
+            bail!("the paged cache takes no bias: use ALiBi or relative buckets of the score instead");
+        }
+        let ((rows, heads, _), (_, _, v_dim)) = (q.dims3()?, v.dims3()?);
+        if rows != self.plan.tokens.len() {
+            bail!("{rows} queries of a step with {} rows on this rank", self.plan.tokens.len());
+        }
+        let sinks = sinks.map(|sinks| cast(sinks, candle_core::DType::F32)?.to_vec1()).transpose()?;
+        let score = Score { sinks, ..score.clone() };
+        self.store(layer, &k.contiguous()?, &v.contiguous()?).map_err(Error::wrap)?;
+        let out = self.attend(layer, &q.contiguous()?, mask, &score).map_err(Error::wrap)?;
+        cast(&Tensor::from_vec(out, (rows, heads, v_dim), q.device())?, q.dtype())
+    }
+
+    fn positions(&self) -> &[usize] {
+        &self.plan.positions
+    }
+
+    fn length(&self) -> usize {
+        self.length
+    }
+
+    fn experts(&self) -> &dyn Experts {
+        &Local
+    }
+
+    fn tensor_parallel(&self) -> &TensorParallel {
+        &NO_TENSOR_PARALLEL
+    }
+
+    fn input_dropout(&self) -> Option<&InputDropout> {
+        None
+    }
+}

@@ -1,0 +1,227 @@
+//! One rank's pages of the KV cache.
+
+use super::elements::Elements;
+use super::page_map::PageMap;
+use crate::error::{Error, Result};
+use crate::model::Model;
+use crate::step::{PageCopy, Step, StepSequence};
+use candle_core::DType;
+use ringspan::kernel::{Data, View};
+use std::collections::HashSet;
+
+/// The pages that one rank holds: for each layer, keys `[pages, page, G, D]` and values `[pages, page, G, Dv]`, in the type in
+/// which the model computes. A page takes memory when it is first written.
+#[derive(Debug)]
+pub struct PagedCache {
+    layers: Vec<Layer>,
+    shape: Shape,
+    dtype: DType,
+    pages: usize,
+    page: usize,
+    max_length: Option<usize>,
+}
+
+#[derive(Debug)]
+struct Layer {
+    keys: Elements,
+    values: Elements,
+}
+
+/// The sizes of a token's keys and values in a layer.
+#[derive(Debug, Clone, Copy)]
+struct Shape {
+    heads: usize,
+    dim: usize,
+    v_dim: usize,
+}
+
+impl Shape {
+    fn of(model: &Model) -> Self {
+        let [dim, v_dim] = model.decoder().head_dims();
+        Self { heads: model.decoder().head_counts().key_values, dim, v_dim }
+    }
+
+    /// Numbers of a token's keys, and of its values.
+    fn widths(self) -> [usize; 2] {
+        [self.heads * self.dim, self.heads * self.v_dim]
+    }
+}
+
+impl PagedCache {
+    /// A cache of `pages` pages of `page` tokens, for sequences of up to the model's `max_position_embeddings` tokens.
+    ///
+    /// # Errors
+    /// No pages, pages without tokens, more rows than can be numbered, and a model on a GPU.
+    pub fn new(model: &Model, pages: usize, page: usize) -> Result<Self> {
+        if let Some(weight) = model.weights(0).values().find(|weight| !weight.device().is_cpu()) {
+            return Err(Error::Step(format!(
+                "the paged cache is in the memory of the CPU, and the model's weights are on {:?}",
+                weight.device()
+            )));
+        }
+        let rows = pages.checked_mul(page).filter(|rows| u32::try_from(*rows).is_ok() && *rows > 0);
+        let (shape, dtype) = (Shape::of(model), dtype(model));
+        let [k_width, v_width] = shape.widths();
+        let bytes =
+            |rows: usize| rows.checked_mul(bytes_per_token(model)).filter(|bytes| isize::try_from(*bytes).is_ok());
+        let Some(rows) = rows.filter(|rows| bytes(*rows).is_some()) else {
+            return Err(Error::Step(format!(
+                "a cache of {pages} pages of {page} tokens: possible is 1 to {} tokens in all, as far as there is memory",
+                u32::MAX
+            )));
+        };
+        let zeros = |width: usize| Elements::zeros(dtype, rows * width);
+        let layer = |_| Ok(Layer { keys: zeros(k_width)?, values: zeros(v_width)? });
+        let layers = (0..model.layers()).map(layer).collect::<Result<_>>()?;
+        let max_length = model.decoder().config().max_position_embeddings;
+        Ok(Self { layers, shape, dtype, pages, page, max_length })
+    }
+
+    /// Sets the most tokens that a sequence may have. Rotary embeddings that depend on a length are made for this one, so that a
+    /// token's keys are the same in every step.
+    #[must_use]
+    pub fn with_max_length(self, tokens: usize) -> Self {
+        Self { max_length: Some(tokens), ..self }
+    }
+
+    /// The most tokens that a sequence may have; `None` if nothing limits it.
+    #[must_use]
+    pub fn max_length(&self) -> Option<usize> {
+        self.max_length
+    }
+
+    /// Number of pages.
+    #[must_use]
+    pub fn pages(&self) -> usize {
+        self.pages
+    }
+
+    /// Tokens in a page.
+    #[must_use]
+    pub fn page(&self) -> usize {
+        self.page
+    }
+
+    /// Bytes of all pages.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        let numbers: usize = self.shape.widths().iter().sum();
+        self.layers.len() * self.pages * self.page * numbers * self.dtype.size_in_bytes()
+    }
+
+    /// Bytes of a page of `page` tokens, over all layers.
+    #[must_use]
+    pub fn bytes_per_page(model: &Model, page: usize) -> usize {
+        page.saturating_mul(bytes_per_token(model))
+    }
+
+    /// The type of the numbers.
+    pub(super) fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Number of key-value heads G, widths D and Dv.
+    pub(super) fn sizes(&self) -> (usize, usize, usize) {
+        (self.shape.heads, self.shape.dim, self.shape.v_dim)
+    }
+
+    /// Checks that a step can be executed with this cache, in the same way on all ranks.
+    pub(super) fn check(&self, map: &PageMap, step: &Step) -> Result<()> {
+        for copy in &step.copies {
+            let &PageCopy { rank, from, to, rows } = copy;
+            if rank >= map.ranks || self.pages <= from.max(to) as usize || rows > self.page {
+                let Self { pages, page, .. } = self;
+                return Err(Error::Step(format!(
+                    "{copy:?}, with {} ranks of {pages} pages of {page} tokens",
+                    map.ranks
+                )));
+            }
+        }
+        let mut written = HashSet::new();
+        for (number, StepSequence { start, tokens, pages, .. }) in step.sequences.iter().enumerate() {
+            let wrong = |what: String| Err(Error::Step(format!("sequence {number} of the step {what}")));
+            if tokens.is_empty() {
+                return wrong("has no new tokens".into());
+            }
+            let end = start.saturating_add(tokens.len());
+            if let Some(most) = self.max_length.filter(|most| end > *most) {
+                return wrong(format!("grows to {end} tokens; possible are {most}"));
+            }
+            if pages.len() != end.div_ceil(self.page) {
+                let (given, needed) = (pages.len(), end.div_ceil(self.page));
+                return wrong(format!("has {given} pages; {end} tokens need {needed} of {} tokens", self.page));
+            }
+            if let Some(page) = pages.iter().find(|page| **page as usize >= self.pages) {
+                return wrong(format!("has page {page}; a rank has {}", self.pages));
+            }
+            for index in start / self.page..pages.len() {
+                if !written.insert((index % map.ranks, pages[index])) {
+                    let owner = index % map.ranks;
+                    return wrong(format!("writes page {} of rank {owner}, which is written already", pages[index]));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Executes the copies of this rank's pages.
+    pub(super) fn copy(&mut self, rank: usize, copies: &[PageCopy]) {
+        let widths = self.shape.widths();
+        for PageCopy { from, to, rows, .. } in copies.iter().filter(|copy| copy.rank == rank) {
+            for Layer { keys, values } in &mut self.layers {
+                for (elements, width) in [keys, values].into_iter().zip(widths) {
+                    let (from, to) = (*from as usize * self.page * width, *to as usize * self.page * width);
+                    elements.copy_within(from..from + rows * width, to);
+                }
+            }
+        }
+    }
+
+    /// Writes keys `[n, G, D]` and values `[n, G, Dv]` to rows of a layer: `pairs` gives the row in `keys` and `values`, and the row
+    /// of the cache.
+    pub(super) fn write(
+        &mut self,
+        layer: usize,
+        keys: Data,
+        values: Data,
+        pairs: impl Iterator<Item = (usize, u32)> + Clone,
+    ) -> Result<()> {
+        let [k_width, v_width] = self.shape.widths();
+        let count = self.layers.len();
+        let Some(layer) = self.layers.get_mut(layer) else {
+            return Err(Error::Step(format!("layer {layer} of a cache of {count} layers")));
+        };
+        for (to, from, width) in [(&mut layer.keys, keys, k_width), (&mut layer.values, values, v_width)] {
+            for (row, cached) in pairs.clone() {
+                to.write(cached as usize * width, from.slice(row * width..(row + 1) * width))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Keys `[n, G, D]` and values `[n, G, Dv]` of a layer that are in these rows of the cache.
+    pub(super) fn views<'a>(&'a self, layer: usize, rows: &'a [u32]) -> Result<(View<'a>, View<'a>)> {
+        let Shape { heads, dim, v_dim } = self.shape;
+        let tokens = self.pages * self.page;
+        let view = |elements: &'a Elements, dim| {
+            let view = View::stored(elements.data(), tokens, heads, dim)?;
+            Some(view.with_rows(rows))
+        };
+        let layer = self.layers.get(layer);
+        layer
+            .and_then(|layer| Some((view(&layer.keys, dim)?, view(&layer.values, v_dim)?)))
+            .ok_or_else(|| Error::Step(format!("a layer beyond the {} of the cache", self.layers.len())))
+    }
+}
+
+/// The type in which the model computes.
+fn dtype(model: &Model) -> DType {
+    let embedding = model.weights(0).get(model.decoder().embedding_name());
+    embedding.map_or(DType::F32, ringspan_candle::Weight::computed_in)
+}
+
+/// Bytes of a token's keys and values in all layers.
+fn bytes_per_token(model: &Model) -> usize {
+    let numbers: usize = Shape::of(model).widths().iter().sum();
+    model.layers() * numbers * dtype(model).size_in_bytes()
+}

@@ -1,0 +1,76 @@
+//! The sequences of a step with one new token, which every rank computes.
+
+use super::cache::PagedCache;
+use super::page_map::PageMap;
+use crate::error::Result;
+use crate::step::StepSequence;
+use ringspan::attention::{DecodeTiles, Group, Inputs, Merge, Tokens, on_device};
+use ringspan::kernel::{Data, View};
+use ringspan::{Mask, Run, Score};
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::rc::Rc;
+
+/// The sequences with one new token, as one rank sees them; each is a document.
+///
+/// Each rank attends to its own pages, and one exchange a layer merges the results, whose size does not depend on the context.
+pub(super) struct Decodes {
+    queries: Vec<Run>,
+    /// This rank's keys, in the order of `cache_rows`.
+    keys: Vec<Run>,
+    cache_rows: Vec<u32>,
+    /// The new tokens whose pages this rank has, with their rows in the cache.
+    own: Vec<(usize, u32)>,
+    tiles: RefCell<HashMap<Mask, Rc<DecodeTiles>>>,
+    /// Length of the longest sequence: positions of queries and keys are counted in it.
+    longest: usize,
+}
+
+impl Decodes {
+    pub(super) fn new(map: &PageMap, sequences: &[&StepSequence]) -> Self {
+        let (mut queries, mut keys, mut cache_rows, mut own) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        for (document, StepSequence { start, pages, .. }) in sequences.iter().enumerate() {
+            queries.push(Run { document, start: *start, len: 1, step: 1 });
+            keys.extend(map.runs(document, start + 1));
+            map.push_rows(pages, start + 1, &mut cache_rows);
+            if map.owner(*start) == map.rank {
+                own.push((document, map.row(pages, *start)));
+            }
+        }
+        let longest = sequences.iter().map(|sequence| sequence.start + 1).max().unwrap_or(0);
+        Self { queries, keys, cache_rows, own, tiles: RefCell::default(), longest }
+    }
+
+    /// Writes the new keys `[n, G, D]` and values `[n, G, Dv]` whose pages this rank has into the cache.
+    pub(super) fn store(&self, cache: &mut PagedCache, layer: usize, keys: Data, values: Data) -> Result<()> {
+        cache.write(layer, keys, values, self.own.iter().copied())
+    }
+
+    /// Attention of the new tokens over the keys of all ranks: `[n, H, Dv]` on every rank.
+    pub(super) fn attend(
+        &self,
+        group: &Group,
+        cache: &PagedCache,
+        layer: usize,
+        q: View,
+        mask: &Mask,
+        score: &Score,
+    ) -> Result<Vec<f32>> {
+        let (k, v) = cache.views(layer, &self.cache_rows)?;
+        let (tiles, inputs) = (self.tiles(mask)?, Inputs::new(q, k, v, score));
+        let (out, _) = on_device::decode_tiles(group, &tiles, &inputs, Merge::AllGather)?;
+        Ok(group.kernel().to_host(out)?)
+    }
+
+    /// The visible keys for a mask, found once a step.
+    fn tiles(&self, mask: &Mask) -> Result<Rc<DecodeTiles>> {
+        if let Some(tiles) = self.tiles.borrow().get(mask) {
+            return Ok(tiles.clone());
+        }
+        let frames = (self.longest, self.longest);
+        let tiles = DecodeTiles::joined(&Tokens { queries: &self.queries, keys: &self.keys, frames }, mask)?;
+        let tiles = Rc::new(tiles);
+        self.tiles.borrow_mut().insert(mask.clone(), tiles.clone());
+        Ok(tiles)
+    }
+}

@@ -1,0 +1,111 @@
+//! Numbers of the cache and of tensors, f32 or bf16, in the memory of the CPU.
+
+use crate::error::{Error, Result};
+use candle_core::{CpuStorage, DType, Storage, Tensor};
+use half::bf16;
+use half::slice::HalfBitsSliceExt;
+use half::vec::HalfBitsVecExt;
+use half::vec::HalfFloatVecExt;
+use ringspan::comm::Buffer;
+use ringspan::kernel::Data;
+use std::ops::Range;
+
+/// A list of numbers in the type in which the model computes.
+#[derive(Debug)]
+pub(super) enum Elements {
+    F32(Vec<f32>),
+    Bf16(Vec<bf16>),
+}
+
+impl Elements {
+    /// `len` zeros, which take memory when they are first written.
+    pub(super) fn zeros(dtype: DType, len: usize) -> Result<Self> {
+        match dtype {
+            DType::F32 => Ok(Self::F32(vec![0.0; len])),
+            DType::BF16 => Ok(Self::Bf16(vec![0u16; len].reinterpret_into())),
+            other => Err(Error::Step(format!("the paged cache holds F32 or BF16, not {other:?}"))),
+        }
+    }
+
+    /// No numbers, with room for `len`.
+    pub(super) fn with_capacity(dtype: DType, len: usize) -> Self {
+        match dtype {
+            DType::BF16 => Self::Bf16(Vec::with_capacity(len)),
+            _ => Self::F32(Vec::with_capacity(len)),
+        }
+    }
+
+    pub(super) fn data(&self) -> Data<'_> {
+        match self {
+            Self::F32(values) => Data::F32(values),
+            Self::Bf16(values) => Data::Bf16(values),
+        }
+    }
+
+    /// Appends numbers of the same type.
+    pub(super) fn extend(&mut self, from: Data) -> Result<()> {
+        match (self, from) {
+            (Self::F32(to), Data::F32(from)) => to.extend_from_slice(from),
+            (Self::Bf16(to), Data::Bf16(from)) => to.extend_from_slice(from),
+            (to, from) => return Err(other_type(to, from)),
+        }
+        Ok(())
+    }
+
+    /// Overwrites the numbers from `at` on with numbers of the same type.
+    pub(super) fn write(&mut self, at: usize, from: Data) -> Result<()> {
+        match (self, from) {
+            (Self::F32(to), Data::F32(from)) => to[at..at + from.len()].copy_from_slice(from),
+            (Self::Bf16(to), Data::Bf16(from)) => to[at..at + from.len()].copy_from_slice(from),
+            (to, from) => return Err(other_type(to, from)),
+        }
+        Ok(())
+    }
+
+    pub(super) fn copy_within(&mut self, from: Range<usize>, to: usize) {
+        match self {
+            Self::F32(values) => values.copy_within(from, to),
+            Self::Bf16(values) => values.copy_within(from, to),
+        }
+    }
+
+    pub(super) fn into_message(self) -> Buffer {
+        match self {
+            Self::F32(values) => Buffer::F32(values),
+            Self::Bf16(values) => Buffer::U16(values.reinterpret_into()),
+        }
+    }
+}
+
+fn other_type(to: &Elements, from: Data) -> Error {
+    Error::Step(format!("numbers of type {:?} for a cache of {:?}", from.dtype(), to.data().dtype()))
+}
+
+/// The numbers of a message that [`Elements::into_message`] made.
+pub(super) fn of_message(message: &Buffer, dtype: DType) -> Result<Data<'_>> {
+    match (message, dtype) {
+        (Buffer::F32(values), DType::F32) => Ok(Data::F32(values)),
+        (Buffer::U16(bits), DType::BF16) => Ok(Data::Bf16(bits.reinterpret_cast())),
+        (other, dtype) => Err(Error::Step(format!("{} numbers arrived that are not {dtype:?}", other.len()))),
+    }
+}
+
+/// Calls `work` with the numbers of a contiguous tensor on the CPU.
+pub(super) fn of_tensor<R>(tensor: &Tensor, work: impl FnOnce(Data) -> Result<R>) -> Result<R> {
+    let (storage, layout) = tensor.storage_and_layout();
+    let Some((start, end)) = layout.contiguous_offsets() else {
+        return Err(Error::Step(format!("a tensor with strides {:?} is not contiguous", layout.stride())));
+    };
+    let all = match &*storage {
+        Storage::Cpu(CpuStorage::F32(values)) => Data::F32(values),
+        Storage::Cpu(CpuStorage::BF16(values)) => Data::Bf16(values),
+        _ => {
+            let (dtype, device) = (tensor.dtype(), tensor.device());
+            return Err(Error::Step(format!(
+                "the paged cache takes F32 or BF16 on the CPU, not {dtype:?} on {device:?}"
+            )));
+        }
+    };
+    // An empty tensor may start beyond the end of its storage.
+    work(if start < end { all.slice(start..end) } else { all.slice(0..0) })
+}

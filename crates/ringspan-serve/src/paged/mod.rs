@@ -1,0 +1,18 @@
+//! The KV cache in pages, sharded over the ranks, and the execution of one step of the engine.
+//!
+//! Page i of a sequence has the positions `i * page` to `(i + 1) * page` and is on rank `i mod P`, in prefill and decode alike, so
+//! each rank has `1/P` of the cache, give or take a page. The kernels read pages where they are.
+//!
+//! Shape letters: T rows of a step on this rank, H query heads, G key-value heads, D and Dv head widths, C hidden size, P ranks.
+
+mod attention;
+mod cache;
+mod chunks;
+mod decodes;
+mod elements;
+mod execute;
+mod page_map;
+mod step_plan;
+
+pub use cache::PagedCache;
+pub use execute::execute;

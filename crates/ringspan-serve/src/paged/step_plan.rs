@@ -1,0 +1,77 @@
+//! What one rank does in a step.
+
+use super::chunks::Chunks;
+use super::decodes::Decodes;
+use super::page_map::PageMap;
+use crate::error::Result;
+use crate::step::{Outputs, Step, StepSequence};
+
+/// The rows that a rank computes in a step: its share of the chunks' tokens, then the new tokens of all decoding sequences.
+pub(super) struct StepPlan {
+    pub(super) tokens: Vec<u32>,
+    pub(super) positions: Vec<usize>,
+    /// Number of rows that are tokens of chunks.
+    pub(super) chunk_rows: usize,
+    pub(super) chunks: Option<Chunks>,
+    pub(super) decodes: Option<Decodes>,
+    /// For each hidden state that rank 0 needs, in the order of sequences and tokens, a rank that has it and its row there.
+    pub(super) outputs: Vec<(usize, usize)>,
+}
+
+impl StepPlan {
+    /// The plan of a rank. The step must have passed [`PagedCache::check`](super::cache::PagedCache::check).
+    pub(super) fn new(map: &PageMap, step: &Step) -> Result<Self> {
+        let is_chunk = |sequence: &&StepSequence| sequence.tokens.len() > 1;
+        let (chunked, decoded): (Vec<_>, Vec<_>) = step.sequences.iter().partition(is_chunk);
+        let chunks = if chunked.is_empty() { None } else { Some(Chunks::new(map, &chunked)?) };
+        let (mut tokens, mut positions) = (Vec::new(), Vec::new());
+        for run in chunks.iter().flat_map(|chunks| chunks.layout().runs(map.rank)) {
+            let StepSequence { start, tokens: new, .. } = chunked[run.document];
+            tokens.extend(run.positions().map(|position| new[position - start]));
+            positions.extend(run.positions());
+        }
+        let chunk_rows = tokens.len();
+        for sequence in &decoded {
+            tokens.extend(&sequence.tokens);
+            positions.push(sequence.start);
+        }
+        let decodes = (!decoded.is_empty()).then(|| Decodes::new(map, &decoded));
+        let outputs = outputs(step, chunks.as_ref(), map.ranks);
+        Ok(Self { tokens, positions, chunk_rows, chunks, decodes, outputs })
+    }
+}
+
+/// For each hidden state that rank 0 needs, a rank that has it and its row there.
+fn outputs(step: &Step, chunks: Option<&Chunks>, ranks: usize) -> Vec<(usize, usize)> {
+    // For each chunk, the rank and row of each of its new tokens.
+    let is_chunk = |sequence: &StepSequence| sequence.tokens.len() > 1;
+    let chunked = || step.sequences.iter().filter(|sequence| is_chunk(sequence));
+    let mut places: Vec<Vec<(usize, usize)>> = chunked().map(|sequence| vec![(0, 0); sequence.tokens.len()]).collect();
+    let starts: Vec<usize> = chunked().map(|sequence| sequence.start).collect();
+    let mut first_decode = 0;
+    for (rank, layout) in (0..ranks).filter_map(|rank| Some((rank, chunks?.layout()))) {
+        let mut row = 0;
+        for run in layout.runs(rank) {
+            for position in run.positions() {
+                places[run.document][position - starts[run.document]] = (rank, row);
+                row += 1;
+            }
+        }
+        if rank == 0 {
+            first_decode = row;
+        }
+    }
+    let (mut places, mut decodes, mut outputs) = (places.into_iter(), first_decode.., Vec::new());
+    for sequence in &step.sequences {
+        let of_sequence = match is_chunk(sequence) {
+            true => places.next().unwrap_or_default(),
+            false => decodes.next().map(|row| vec![(0, row)]).unwrap_or_default(),
+        };
+        match sequence.outputs {
+            Outputs::None => {}
+            Outputs::Last => outputs.extend(of_sequence.last()),
+            Outputs::All => outputs.extend(of_sequence),
+        }
+    }
+    outputs
+}

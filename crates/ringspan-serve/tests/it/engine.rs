@@ -1,0 +1,425 @@
+//! The engine over real models: what a request hears does not depend on the mesh, on other requests, on what is in the cache, or
+//! on pages that ran out.
+
+use crate::support::*;
+use ringspan_serve::engine::request::{
+    EngineClient, Event, Events, FinishReason, Pooling, Refusal, Request, SamplingParams, TokenLogprobs,
+};
+use ringspan_serve::engine::{Engine, EngineOptions, KvCache};
+use ringspan_serve::{Mesh, Model};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// The meshes of the tests: 1 to 4 ranks.
+const RINGS: [usize; 4] = [1, 2, 3, 4];
+
+fn small() -> EngineOptions {
+    EngineOptions {
+        page: 4,
+        kv_cache: KvCache::Pages(400),
+        max_model_len: Some(400),
+        max_running: 16,
+        prefill_chunk: 16,
+        deadline: Duration::from_secs(30),
+        ..EngineOptions::default()
+    }
+}
+
+fn start(model: &Arc<Model>, ring: usize, options: &EngineOptions) -> Engine {
+    start_on(model, (ring, 1), options)
+}
+
+fn start_on(model: &Arc<Model>, (ring, ulysses): (usize, usize), options: &EngineOptions) -> Engine {
+    let mesh = Mesh { deadline: Duration::from_secs(60), ..mesh(ring, ulysses) };
+    Engine::start(model.clone(), mesh, options).expect("an engine")
+}
+
+fn greedy(prompt: &[u32], max_tokens: usize) -> Request {
+    Request {
+        prompt: prompt.to_vec(),
+        sampling: SamplingParams { temperature: 0.0, ..SamplingParams::default() },
+        max_tokens,
+        min_tokens: 0,
+        stop_token_ids: Vec::new(),
+        logprobs: Some(3),
+        prompt_logprobs: None,
+        adapter: None,
+        constraint: None,
+        embedding: None,
+    }
+}
+
+/// All that a client heard.
+#[derive(Debug, Default, PartialEq)]
+struct Heard {
+    tokens: Vec<u32>,
+    logprobs: Vec<TokenLogprobs>,
+    prompt: Vec<Option<TokenLogprobs>>,
+    embedding: Vec<f32>,
+    end: Option<FinishReason>,
+    cached: usize,
+    failure: Option<String>,
+}
+
+fn hear(mut events: Events) -> Heard {
+    let mut heard = Heard::default();
+    while let Some(event) = events.blocking_recv() {
+        assert!(heard.end.is_none() && heard.failure.is_none(), "{event:?} after the end");
+        match event {
+            Event::Prompt(logprobs) => heard.prompt = logprobs,
+            Event::Embedding(vector) => heard.embedding = vector,
+            Event::Token(token, logprobs) => {
+                heard.tokens.push(token);
+                heard.logprobs.extend(logprobs);
+            }
+            Event::Finished { reason, cached_tokens } => {
+                (heard.end, heard.cached) = (Some(reason), cached_tokens);
+            }
+            Event::Failed(problem) => heard.failure = Some(problem),
+        }
+    }
+    assert!(heard.end.is_some() || heard.failure.is_some(), "events ended without an end");
+    heard
+}
+
+fn ask(engine: &Engine, request: Request) -> Heard {
+    hear(engine.client().submit(request).expect("taken"))
+}
+
+fn close(a: &[TokenLogprobs], b: &[TokenLogprobs]) {
+    assert_eq!(a.len(), b.len());
+    for (a, b) in a.iter().zip(b) {
+        assert_eq!(a.token, b.token);
+        assert!((a.logprob - b.logprob).abs() < 1e-4, "{a:?} and {b:?}");
+    }
+}
+
+fn no_page_is_held(engine: &Engine) {
+    // The numbers are published after each step.
+    for _ in 0..200 {
+        let metrics = engine.client().metrics();
+        if metrics.running + metrics.waiting == 0 && metrics.ranks.iter().all(|rank| rank.pages_used == 0) {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    panic!("pages or requests are left: {:?}", engine.client().metrics());
+}
+
+/// The models of the tests: full attention, windows, windows and full attention in turn, experts.
+fn models() -> Vec<(&'static str, Arc<Model>)> {
+    vec![
+        ("qwen3", Arc::new(qwen3())),
+        ("mistral", Arc::new(mistral(7))),
+        ("gemma3", Arc::new(gemma3())),
+        ("qwen3_moe", Arc::new(qwen3_moe())),
+    ]
+}
+
+#[test]
+fn long_greedy_and_seeded_texts_are_equal_on_every_mesh_and_equal_recomputation() {
+    let model = Arc::new(qwen3());
+    let prompt = tokens(37, 3);
+    let expected = recomputed(&model, &prompt, 40);
+    let mut first: Option<(Heard, Heard)> = None;
+    for ring in RINGS {
+        let engine = start(&model, ring, &small());
+        let (one, other) = (ask(&engine, greedy(&prompt, 256)), ask(&engine, seeded_of(&prompt)));
+        assert_eq!(one.tokens[..40], expected, "{ring} ranks");
+        assert_eq!((one.tokens.len(), one.end), (256, Some(FinishReason::Length)));
+        assert_ne!(one.tokens, other.tokens);
+        if let Some((greedy, seeded)) = &first {
+            assert_eq!((&one.tokens, &other.tokens), (&greedy.tokens, &seeded.tokens), "{ring} ranks");
+            close(&one.logprobs, &greedy.logprobs);
+            close(&other.logprobs, &seeded.logprobs);
+        }
+        first.get_or_insert((one, other));
+        engine.shutdown(true).expect("ended");
+    }
+}
+
+fn seeded_of(prompt: &[u32]) -> Request {
+    let sampling = SamplingParams {
+        temperature: 1.2,
+        top_k: Some(50),
+        top_p: Some(0.95),
+        seed: Some(11),
+        ..SamplingParams::default()
+    };
+    Request { sampling, ..greedy(prompt, 256) }
+}
+
+/// The headline: whatever is in the cache, also in the middle of a page, and whatever else runs, the client hears the same.
+#[test]
+fn a_hit_equals_a_cold_run_on_every_mesh_for_every_kind_of_layer_mixed_with_other_requests() {
+    for (name, model) in models() {
+        let whole = tokens(60, 8);
+        for ring in RINGS {
+            let cold = start(&model, ring, &EngineOptions { prefix_cache: false, ..small() });
+            let warm = start(&model, ring, &small());
+            ask(&warm, greedy(&whole, 3));
+            for (shared, own) in [(60, 0), (59, 3), (32, 9), (30, 1), (29, 17), (1, 12), (0, 9)] {
+                let prompt = [&whole[..shared], &tokens(own, 77 + own as u64)].concat();
+                let expected = ask(&cold, greedy(&prompt, 9));
+                // Other requests run meanwhile: one that shares more, and one that shares nothing.
+                let client = warm.client();
+                let others = [
+                    client.submit(greedy(&[&whole[..], &tokens(5, own as u64)].concat(), 20)).expect("taken"),
+                    client.submit(greedy(&tokens(31, 900 + shared as u64), 20)).expect("taken"),
+                ];
+                let hit = ask(&warm, greedy(&prompt, 9));
+                assert_eq!(hit.tokens, expected.tokens, "{name}, {ring} ranks, {shared} of {} tokens", prompt.len());
+                close(&hit.logprobs, &expected.logprobs);
+                assert_eq!(expected.cached, 0);
+                assert!(hit.cached >= shared.min(prompt.len() - 1), "{} of {shared} were found", hit.cached);
+                others.into_iter().for_each(|events| {
+                    hear(events);
+                });
+            }
+            no_page_is_held(&warm);
+        }
+    }
+}
+
+#[test]
+fn the_next_turn_of_a_chat_finds_the_generated_text_in_the_cache() {
+    let model = Arc::new(gemma3());
+    for ring in [1, 3] {
+        let engine = start(&model, ring, &small());
+        let mut chat = tokens(11, 4);
+        for turn in 0..4 {
+            let before = chat.len();
+            let answer = ask(&engine, greedy(&chat, 7));
+            assert_eq!(answer.tokens, recomputed(&model, &chat, 7), "{ring} ranks, turn {turn}");
+            if turn > 0 {
+                // The last token of the answer never passed through the model, and two are new.
+                assert_eq!(answer.cached, before - 3);
+            }
+            chat.extend(answer.tokens);
+            chat.extend(tokens(2, turn));
+        }
+        let metrics = engine.client().metrics();
+        assert!(metrics.prefix_cache_hits > 0 && metrics.prefix_cache_hits < metrics.prefix_cache_queries);
+    }
+}
+
+#[test]
+fn what_a_request_hears_does_not_depend_on_its_batch_mates() {
+    let model = Arc::new(qwen3());
+    let sampled = |seed: u64, prompt: &[u32]| {
+        let sampling = SamplingParams {
+            temperature: 1.0,
+            min_p: Some(0.02),
+            repetition_penalty: 1.1,
+            presence_penalty: 0.3,
+            seed: Some(seed),
+            ..SamplingParams::default()
+        };
+        Request { sampling, ..greedy(prompt, 24) }
+    };
+    let prompts: Vec<Vec<u32>> = (0..10).map(|i| tokens(1 + 7 * i, i as u64)).collect();
+    let options = EngineOptions { prefix_cache: false, ..small() };
+    let alone = start(&model, 1, &options);
+    let expected: Vec<Heard> =
+        prompts.iter().enumerate().map(|(i, prompt)| ask(&alone, sampled(i as u64, prompt))).collect();
+    for place in MESHES {
+        let engine = start_on(&model, place, &options);
+        let client = engine.client();
+        let all: Vec<Events> = prompts
+            .iter()
+            .enumerate()
+            .map(|(i, prompt)| client.submit(sampled(i as u64, prompt)).expect("taken"))
+            .collect();
+        for (i, (events, expected)) in all.into_iter().zip(&expected).enumerate() {
+            let heard = hear(events);
+            assert_eq!(heard.tokens, expected.tokens, "{place:?}, request {i}");
+            close(&heard.logprobs, &expected.logprobs);
+        }
+    }
+}
+
+#[test]
+fn requests_that_are_put_back_go_on_as_if_nothing_had_happened() {
+    let model = Arc::new(mistral(7));
+    let prompts: Vec<Vec<u32>> = (0..6).map(|i| tokens(20 + i, i as u64)).collect();
+    for (ring, prefix_cache) in [(1, true), (2, false), (3, true)] {
+        let kv_cache = KvCache::Pages(28usize.div_ceil(ring));
+        let options = EngineOptions { kv_cache, max_model_len: Some(84), prefix_cache, ..small() };
+        let engine = start(&model, ring, &options);
+        let client = engine.client();
+        let all: Vec<Events> = prompts.iter().map(|prompt| client.submit(greedy(prompt, 40)).expect("taken")).collect();
+        for (events, prompt) in all.into_iter().zip(&prompts) {
+            assert_eq!(hear(events).tokens, recomputed(&model, prompt, 40), "{ring} ranks");
+        }
+        assert!(client.metrics().preemptions > 0, "the test needs a cache that is too small");
+        no_page_is_held(&engine);
+    }
+}
+
+/// Log-probabilities of prompts and embeddings need hidden states of all tokens, also where these are in the cache.
+#[test]
+fn prompts_are_scored_and_embedded_on_every_mesh() {
+    let model = Arc::new(gemma3());
+    let prompt = tokens(41, 5);
+    let expected = logits(&model, &prompt);
+    for ring in RINGS {
+        let engine = start(&model, ring, &small());
+        ask(&engine, greedy(&prompt, 2));
+        let scored = ask(&engine, Request { prompt_logprobs: Some(2), ..greedy(&prompt, 3) });
+        assert_eq!(scored.prompt.len(), prompt.len());
+        assert_eq!(scored.prompt[0], None);
+        assert_eq!(scored.tokens, recomputed(&model, &prompt, 3));
+        for (position, logprobs) in scored.prompt.iter().enumerate().skip(1) {
+            let logprobs = logprobs.as_ref().expect("a token before it");
+            let row = &expected[position - 1];
+            let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let total: f64 = row.iter().map(|x| f64::from(x - max).exp()).sum();
+            let exact = f64::from(row[prompt[position] as usize] - max) - total.ln();
+            assert_eq!(logprobs.token, prompt[position]);
+            assert!((f64::from(logprobs.logprob) - exact).abs() < 1e-4, "position {position}, {ring} ranks");
+            assert_eq!(logprobs.top.len(), 2);
+        }
+        let mean = ask(&engine, Request { embedding: Some(Pooling::Mean), ..greedy(&prompt, 0) });
+        let last = ask(&engine, Request { embedding: Some(Pooling::Last), ..greedy(&prompt, 0) });
+        let hidden = normed(&model, &prompt);
+        let width = hidden[0].len();
+        let of_mean: Vec<f32> = (0..width)
+            .map(|i| hidden.iter().map(|row| f64::from(row[i])).sum::<f64>() as f32 / hidden.len() as f32)
+            .collect();
+        assert!(apart(&mean.embedding, &of_mean) < 1e-5 && apart(&last.embedding, &hidden[40]) < 1e-5);
+        assert_eq!((mean.end, last.end), (Some(FinishReason::Length), Some(FinishReason::Length)));
+        let one = ask(&engine, Request { prompt_logprobs: Some(0), ..greedy(&[5], 0) });
+        assert_eq!(one.prompt, [None]);
+    }
+}
+
+#[test]
+fn stop_tokens_and_limits_end_a_text() {
+    let model = Arc::new(qwen3());
+    let prompt = tokens(9, 2);
+    let all = recomputed(&model, &prompt, 16);
+    let engine = start(&model, 2, &EngineOptions { max_model_len: Some(20), ..small() });
+    let first = all.iter().position(|token| *token == all[7]).expect("it is there");
+    let stopped = ask(&engine, Request { stop_token_ids: vec![all[7]], ..greedy(&prompt, 11) });
+    assert_eq!(
+        (stopped.tokens.as_slice(), stopped.end),
+        (&all[..first], Some(FinishReason::Stop { token: Some(all[7]) }))
+    );
+    let full = ask(&engine, greedy(&prompt, 1000));
+    assert_eq!((full.tokens.as_slice(), full.end), (&all[..11], Some(FinishReason::Length)));
+    let nothing = ask(&engine, greedy(&prompt, 0));
+    assert_eq!((nothing.tokens.len(), nothing.end), (0, Some(FinishReason::Length)));
+    let refused = engine.client().submit(greedy(&tokens(21, 1), 1)).expect_err("too long").to_string();
+    assert!(refused.contains("21 tokens") && refused.contains("20"), "{refused}");
+}
+
+#[test]
+fn two_hundred_clients_that_leave_when_they_like_lose_nothing_and_leave_nothing() {
+    let model = Arc::new(qwen3());
+    let options = EngineOptions { kv_cache: KvCache::Pages(60), max_model_len: Some(120), max_running: 12, ..small() };
+    let engine = start(&model, 2, &options);
+    let beginning = tokens(24, 1);
+    let texts: Vec<(Vec<u32>, Vec<u32>)> = (0..8)
+        .map(|i| {
+            let prompt = [&beginning[..3 * i], &tokens(1 + 5 * i, 40 + i as u64)].concat();
+            let text = recomputed(&model, &prompt, 12);
+            (prompt, text)
+        })
+        .collect();
+    let (client, texts) = (engine.client(), &texts);
+    std::thread::scope(|scope| {
+        for number in 0..200usize {
+            let client = client.clone();
+            scope.spawn(move || {
+                let (prompt, text) = &texts[number % texts.len()];
+                let mut events = client.submit(greedy(prompt, 12)).expect("taken");
+                let leaves = (number * 7919 % 23).min(13);
+                let mut heard = Vec::new();
+                while heard.len() < leaves {
+                    match events.blocking_recv() {
+                        Some(Event::Token(token, _)) => heard.push(token),
+                        Some(Event::Finished { .. }) => break,
+                        other => panic!("client {number}: {other:?}"),
+                    }
+                }
+                assert_eq!(heard, text[..leaves.min(12)], "client {number}");
+            });
+        }
+    });
+    no_page_is_held(&engine);
+    assert!(client.metrics().ranks.iter().all(|rank| rank.pages_cached <= 60));
+    engine.shutdown(true).expect("ended");
+}
+
+#[test]
+fn too_many_requests_are_refused_and_a_drained_engine_finishes_what_it_has() {
+    let model = Arc::new(qwen3());
+    let engine = start(&model, 1, &EngineOptions { max_waiting: 2, max_running: 1, ..small() });
+    let client = engine.client();
+    let mut taken = Vec::new();
+    let busy = loop {
+        match client.submit(greedy(&tokens(30, 1), 60)) {
+            Ok(events) => taken.push(events),
+            Err(refusal) => break refusal,
+        }
+    };
+    assert!(matches!(busy, Refusal::Busy { waiting } if waiting >= 2), "{busy:?}");
+    engine.shutdown(true).expect("ended");
+    assert!(matches!(client.submit(greedy(&[1], 1)), Err(Refusal::Stopped(_))));
+    assert!(client.check_health().is_err());
+    for events in taken {
+        assert_eq!(hear(events).tokens.len(), 60);
+    }
+}
+
+#[test]
+fn an_engine_that_is_stopped_fails_what_it_has() {
+    let model = Arc::new(qwen3());
+    let engine = start(&model, 2, &small());
+    let events = engine.client().submit(greedy(&tokens(30, 1), 300)).expect("taken");
+    engine.shutdown(false).expect("ended");
+    assert!(hear(events).failure.expect("a failure").contains("shut down"));
+}
+
+#[test]
+fn health_is_a_token_through_every_rank_and_metrics_count_what_they_send() {
+    let model = Arc::new(qwen3());
+    let engine = start(&model, 3, &small());
+    let client = engine.client();
+    for _ in 0..2 {
+        client.check_health().expect("healthy");
+    }
+    assert!(client.metrics().ranks.iter().all(|rank| rank.pages_used == 0));
+    ask(&engine, greedy(&tokens(30, 1), 5));
+    client.check_health().expect("healthy");
+    let metrics = client.metrics();
+    assert_eq!((metrics.prompt_tokens, metrics.generation_tokens), (30, 5));
+    assert!(metrics.steps > 5);
+    assert!(metrics.ranks.iter().all(|rank| rank.transfer_bytes > 0 && rank.wait_seconds > 0.0), "{metrics:?}");
+    let limits = client.limits();
+    assert_eq!((limits.ranks, limits.vocabulary, limits.hidden_size, limits.page), (3, VOCABULARY, 32, 4));
+}
+
+#[test]
+fn an_engine_that_cannot_start_says_why() {
+    let model = Arc::new(qwen3());
+    let error = |mesh: Mesh, options: EngineOptions| {
+        Engine::start(model.clone(), mesh, &options).err().expect("it cannot start").to_string()
+    };
+    let few = error(mesh(2, 1), EngineOptions { kv_cache: KvCache::Pages(3), ..small() });
+    assert!(few.contains("400 tokens") && few.contains("50 pages") && few.contains("24 tokens"), "{few}");
+    let heads = error(mesh(1, 5), small());
+    assert!(heads.contains("ulysses 5") && heads.contains('4'), "{heads}");
+}
+
+/// Final-normed hidden states of all tokens, on one rank without a cache.
+fn normed(model: &Model, tokens: &[u32]) -> Vec<Vec<f32>> {
+    use ringspan::{Documents, Layout, LayoutKind, StrategyKind};
+    let work = |group: Arc<ringspan::Group>| -> ringspan_serve::Result<Vec<Vec<f32>>> {
+        let layout = Layout::new(LayoutKind::Contiguous, &Documents::batch(1, tokens.len()), 1)?;
+        let context = ringspan_candle::Context::new(group, Arc::new(layout), StrategyKind::Ring)?;
+        let hidden = model.hidden(0, tokens, &context)?;
+        Ok(model.decoder().norm(model.weights(0), &hidden)?.to_vec2()?)
+    };
+    Mesh::single().run(work).expect("one rank").remove(0)
+}

@@ -1,0 +1,111 @@
+//! LoRA adapters that are loaded and unloaded while the engine runs, and mixed in one batch.
+
+use crate::support::*;
+use candle_core::{Device, Tensor};
+use ringspan_candle::{Weight, Weights};
+use ringspan_models::{Lora, adapter};
+use ringspan_serve::Model;
+use ringspan_serve::engine::request::{EngineClient, Event, Events, Request, SamplingParams};
+use ringspan_serve::engine::{Engine, EngineOptions, KvCache};
+use std::path::Path;
+use std::sync::Arc;
+
+/// Writes an adapter of random matrices for `base`, and returns the model with it.
+fn adapted(base: &Model, rank: usize, seed: u64, folder: &Path) -> Model {
+    let lora = Lora::of_all_layers(rank, 2.0 * rank as f64).expect("sizes");
+    let decoder = base.decoder().clone().with_lora(lora).expect("layers");
+    let mut matrices = decoder.adapted(Weights::new(), seed).expect("matrices");
+    for matrix in matrices.values_mut() {
+        let numbers = tokens(matrix.elem_count(), seed + matrix.elem_count() as u64);
+        let numbers: Vec<f32> = numbers.into_iter().map(|token| token as f32 / 97.0 - 0.5).collect();
+        *matrix = Tensor::from_vec(numbers, matrix.dims(), &Device::Cpu).expect("its shape");
+    }
+    adapter::save(folder, Path::new("some/model"), decoder.lora().expect("attached"), &matrices).expect("written");
+    let mut weights = base.weights(0).clone();
+    weights.extend(matrices.into_iter().map(|(name, matrix)| (name, Weight::from(matrix))));
+    Model::new(decoder, weights).expect("a model")
+}
+
+fn request(prompt: &[u32], adapter: Option<&str>) -> Request {
+    Request {
+        prompt: prompt.to_vec(),
+        sampling: SamplingParams { temperature: 0.0, ..SamplingParams::default() },
+        max_tokens: 10,
+        min_tokens: 0,
+        stop_token_ids: Vec::new(),
+        logprobs: None,
+        prompt_logprobs: None,
+        adapter: adapter.map(str::to_owned),
+        constraint: None,
+        embedding: None,
+    }
+}
+
+fn text(mut events: Events) -> Vec<u32> {
+    let mut text = Vec::new();
+    while let Some(event) = events.blocking_recv() {
+        match event {
+            Event::Token(token, _) => text.push(token),
+            Event::Finished { .. } => return text,
+            other => panic!("{other:?}"),
+        }
+    }
+    panic!("no end");
+}
+
+#[test]
+fn requests_with_different_adapters_share_a_batch_and_not_their_caches() {
+    let base = qwen3();
+    let folders = [tempfile::tempdir().expect("a folder"), tempfile::tempdir().expect("a folder")];
+    let models = [adapted(&base, 2, 5, folders[0].path()), adapted(&base, 4, 9, folders[1].path())];
+    let prompt = tokens(21, 3);
+    let expected = [&base, &models[0], &models[1]].map(|model| recomputed(model, &prompt, 10));
+    assert!(expected[0] != expected[1] && expected[1] != expected[2], "the adapters must matter");
+    let base = Arc::new(base);
+    for ring in [1, 3] {
+        let options = EngineOptions {
+            page: 4,
+            kv_cache: KvCache::Pages(100),
+            max_model_len: Some(60),
+            ..EngineOptions::default()
+        };
+        let engine = Engine::start(base.clone(), mesh(ring, 1), &options).expect("an engine");
+        let client = engine.client();
+        client.load_adapter("tales", folders[0].path()).expect("loaded");
+        client.load_adapter("verses", folders[1].path()).expect("loaded");
+        assert_eq!(client.adapters(), ["tales", "verses"]);
+        let taken = client.load_adapter("tales", folders[1].path()).expect_err("the name is taken").to_string();
+        assert!(taken.contains("'tales'"), "{taken}");
+        // The second round finds what the first has left in the cache.
+        for _ in 0..2 {
+            let names = [None, Some("tales"), Some("verses")];
+            let all = names.map(|name| client.submit(request(&prompt, name)).expect("taken"));
+            assert_eq!(all.map(text), expected, "{ring} ranks");
+        }
+        let last = client.submit(request(&prompt, Some("tales"))).expect("taken");
+        client.unload_adapter("tales").expect("unloaded");
+        assert_eq!(text(last), expected[1], "requests in flight are finished first");
+        let unknown = client.submit(request(&prompt, Some("tales"))).expect_err("unloaded").to_string();
+        assert!(unknown.contains("'tales'") && unknown.contains("verses"), "{unknown}");
+        // Other weights under the same name find nothing of the old ones.
+        client.load_adapter("tales", folders[1].path()).expect("loaded again");
+        assert_eq!(text(client.submit(request(&prompt, Some("tales"))).expect("taken")), expected[2]);
+        engine.shutdown(true).expect("ended");
+    }
+}
+
+#[test]
+fn an_adapter_that_does_not_fit_is_refused_and_the_engine_goes_on() {
+    let (base, folder) = (Arc::new(qwen3()), tempfile::tempdir().expect("a folder"));
+    adapted(&qwen3_moe(), 2, 5, folder.path());
+    let options = EngineOptions { kv_cache: KvCache::Pages(20), max_model_len: Some(60), ..EngineOptions::default() };
+    let engine = Engine::start(base.clone(), mesh(2, 1), &options).expect("an engine");
+    let client = engine.client();
+    let missing = client.load_adapter("other", &folder.path().join("missing")).expect_err("unreadable").to_string();
+    assert!(missing.contains("adapter_config.json"), "{missing}");
+    let refused = client.load_adapter("other", folder.path()).expect_err("another model's").to_string();
+    assert!(refused.contains("experts"), "{refused}");
+    assert!(client.adapters().is_empty());
+    let prompt = tokens(5, 1);
+    assert_eq!(text(client.submit(request(&prompt, None)).expect("taken")), recomputed(&base, &prompt, 10));
+}
