@@ -7,6 +7,7 @@
 mod adapted_decoder;
 pub mod adapter;
 mod base;
+pub mod chat_template;
 mod config;
 mod decoder;
 mod deepseek;
@@ -39,6 +40,7 @@ mod rope_parameters;
 mod smollm3;
 pub mod special_tokens;
 mod tensor_file;
+pub mod tokenizer_config;
 
 pub use base::Base;
 pub use config::Config;

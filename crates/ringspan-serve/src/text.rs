@@ -34,7 +34,8 @@ pub struct TextStream<'a> {
     taken: usize,
     /// Text that may be the beginning of a stop string.
     held: String,
-    stopped: bool,
+    /// The stop string that has occurred.
+    stopped: Option<String>,
 }
 
 impl<'a> TextStream<'a> {
@@ -46,12 +47,17 @@ impl<'a> TextStream<'a> {
         let window = prompt[prompt.len().saturating_sub(CONTEXT)..].to_vec();
         let taken = whole(&detokenizer.text(&window)?).len();
         let stops = stops.iter().filter(|stop| !stop.is_empty()).cloned().collect();
-        Ok(Self { detokenizer, stops, window, taken, held: String::new(), stopped: false })
+        Ok(Self { detokenizer, stops, window, taken, held: String::new(), stopped: None })
     }
 
     /// Whether a stop string has occurred.
     pub fn stopped(&self) -> bool {
-        self.stopped
+        self.stopped.is_some()
+    }
+
+    /// The stop string that has occurred.
+    pub fn stop_string(&self) -> Option<&str> {
+        self.stopped.as_deref()
     }
 
     /// Adds a token and returns the text that became certain by it; it may be empty.
@@ -59,7 +65,7 @@ impl<'a> TextStream<'a> {
     /// # Errors
     /// Tokens that the tokenizer cannot decode.
     pub fn push(&mut self, token: u32) -> Result<String> {
-        if self.stopped {
+        if self.stopped() {
             return Ok(String::new());
         }
         self.window.push(token);
@@ -86,7 +92,7 @@ impl<'a> TextStream<'a> {
     /// # Errors
     /// Tokens that the tokenizer cannot decode.
     pub fn finish(&mut self) -> Result<String> {
-        if self.stopped {
+        if self.stopped() {
             return Ok(String::new());
         }
         let text = self.detokenizer.text(&self.window)?;
@@ -95,14 +101,15 @@ impl<'a> TextStream<'a> {
             self.taken = text.len();
         }
         let released = self.release();
-        let rest = if self.stopped { String::new() } else { std::mem::take(&mut self.held) };
+        let rest = if self.stopped() { String::new() } else { std::mem::take(&mut self.held) };
         Ok(released + &rest)
     }
 
     /// Releases the text that cannot be part of a stop string.
     fn release(&mut self) -> String {
-        if let Some(at) = self.stops.iter().filter_map(|stop| self.held.find(stop.as_str())).min() {
-            self.stopped = true;
+        let found = self.stops.iter().filter_map(|stop| self.held.find(stop.as_str()).map(|at| (at, stop)));
+        if let Some((at, stop)) = found.min_by_key(|(at, _)| *at) {
+            self.stopped = Some(stop.clone());
             let mut text = std::mem::take(&mut self.held);
             text.truncate(at);
             return text;

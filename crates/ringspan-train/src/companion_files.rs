@@ -5,9 +5,8 @@ use crate::{
     durable_file::write_file,
     error::{Error, Result, model_error},
     tokenizer::Tokenizer,
-    tokenizer_config::TOKENIZER_CONFIG,
 };
-use ringspan_models::{ModelSource, special_tokens::GENERATION_CONFIG};
+use ringspan_models::{ModelSource, special_tokens::GENERATION_CONFIG, tokenizer_config::TOKENIZER_CONFIG};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 

@@ -113,6 +113,15 @@ impl Error {
     }
 }
 
+/// The error of a chat template, or of the file that names special tokens.
+pub(crate) fn template_error(error: ringspan_models::Error) -> Error {
+    match error {
+        ringspan_models::Error::Io { path, source } => Error::Io { action: "read", path, source },
+        ringspan_models::Error::Format { path, problem } => Error::Template { path, problem },
+        other => Error::Model(other.to_string()),
+    }
+}
+
 /// Wraps an error of a model: of its folder, its configuration, its computation.
 pub(crate) fn model_error(error: impl std::fmt::Display) -> Error {
     Error::Model(error.to_string())

@@ -34,7 +34,6 @@ mod shards;
 mod single_step;
 mod token_windows;
 mod tokenizer;
-mod tokenizer_config;
 mod trainer;
 mod watchdog;
 

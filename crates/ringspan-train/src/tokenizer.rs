@@ -1,11 +1,13 @@
 //! Text to tokens and back: Hugging Face's `tokenizer.json`, and the byte-level tokenizer of new models.
 
 use crate::{
-    error::{Error, Result},
+    error::{Error, Result, template_error},
     token_windows::{self, PositionedToken, Window},
+};
+use ringspan_models::{
+    special_tokens::{self, SpecialTokens},
     tokenizer_config::{self, TOKENIZER_CONFIG},
 };
-use ringspan_models::special_tokens::{self, SpecialTokens};
 use serde_json::{Value, json};
 use std::{
     fmt,
@@ -67,7 +69,8 @@ impl Tokenizer {
         let folder = path.parent().map(Path::to_path_buf);
         let mut read = Self { folder, ..Self::parse(&bytes, path)? };
         let Some(folder) = &read.folder else { return Ok(read) };
-        let named = tokenizer_config::strings(&folder.join(TOKENIZER_CONFIG))?.remove("eos_token");
+        let strings = tokenizer_config::strings(&folder.join(TOKENIZER_CONFIG)).map_err(template_error)?;
+        let named = strings.get("eos_token").cloned();
         if let Some(named) = named.as_ref().and_then(Value::as_str)
             && let Some(id) = read.inner.token_to_id(named)
         {

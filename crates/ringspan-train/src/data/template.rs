@@ -1,36 +1,20 @@
 //! Chat templates: turn conversations into text, and find in it what the assistant said.
 
 use super::chat_formats;
-use crate::{
-    error::{Error, Result},
-    tokenizer_config::{self, TOKENIZER_CONFIG},
+use crate::error::{Result, template_error};
+use ringspan_models::{
+    chat_template::{ChatTemplate, Conversation, GENERATION_MARKERS},
+    gguf,
 };
-use minijinja::{Environment, ErrorKind, Value as TemplateValue, value::Kwargs};
-use ringspan_models::gguf::ChatTemplate;
-use serde::Serialize;
-use serde_json::Value;
-use std::{
-    ops::Range,
-    path::{Path, PathBuf},
-};
-
-/// Markers around the text of a `{% generation %}` block while a template is rendered; data may not hold them.
-const GENERATION_MARKERS: [char; 2] = ['\u{10fffe}', '\u{10ffff}'];
+use serde_json::{Map, Value};
+use std::{ops::Range, path::Path};
 
 /// Placeholder for the words of a message when a conversation is rendered with other words; no text may hold it.
 const PLACEHOLDER: char = '\u{fdd0}';
 
-/// A model's chat template, as Hugging Face keeps it beside the tokenizer.
+/// A model's chat template, and where in its texts the assistant's words are.
 #[derive(Debug, Clone)]
-pub struct Template {
-    environment: Environment<'static>,
-    /// Special tokens that the template may use, by name.
-    tokens: serde_json::Map<String, Value>,
-    source: String,
-    /// Whether the template itself marks the assistant's words, by `{% generation %}` blocks.
-    has_generation_blocks: bool,
-    path: PathBuf,
-}
+pub struct Template(ChatTemplate);
 
 /// A conversation as text.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -42,36 +26,20 @@ pub struct Rendered {
 }
 
 impl Template {
-    /// The template in the folder of a model or of a tokenizer: `chat_template.jinja`, or else `chat_template` in
-    /// `tokenizer_config.json`, which also names the special tokens. `None` where there is none.
+    /// The template in the folder of a model or of a tokenizer; `None` where there is none.
     ///
     /// # Errors
     /// [`Error::Template`] for a damaged file, [`Error::Io`] when the system refuses.
     pub fn from_model_folder(folder: &Path) -> Result<Option<Self>> {
-        let config_path = folder.join(TOKENIZER_CONFIG);
-        let config = tokenizer_config::strings(&config_path)?;
-        let path = folder.join("chat_template.jinja");
-        if path.exists() {
-            return Self::parse(read(&path)?, config, &path).map(Some);
-        }
-        let source = match config.get("chat_template") {
-            Some(Value::String(source)) => source.clone(),
-            // Some models have several templates, each with a name.
-            Some(Value::Array(all)) => match all.iter().find(|one| one["name"] == "default") {
-                Some(one) => one["template"].as_str().unwrap_or_default().to_owned(),
-                None => return Ok(None),
-            },
-            _ => return Ok(None),
-        };
-        Self::parse(source, config, &config_path).map(Some)
+        Ok(ChatTemplate::from_model_folder(folder).map_err(template_error)?.map(Self))
     }
 
     /// The template that a model's own file (GGUF) holds.
     ///
     /// # Errors
     /// [`Error::Template`] for a damaged template.
-    pub fn from_gguf(template: ChatTemplate, path: &Path) -> Result<Self> {
-        Self::parse(template.source, template.tokens, path)
+    pub fn from_gguf(template: gguf::ChatTemplate, path: &Path) -> Result<Self> {
+        ChatTemplate::from_gguf(template, path).map(Self).map_err(template_error)
     }
 
     /// The template in a Jinja file; the tokenizer's folder, where there is one, names the special tokens.
@@ -79,37 +47,18 @@ impl Template {
     /// # Errors
     /// As [`Self::from_model_folder`].
     pub fn read(path: &Path, tokenizer: Option<&Path>) -> Result<Self> {
-        let tokens = tokenizer.map(|folder| tokenizer_config::strings(&folder.join(TOKENIZER_CONFIG))).transpose()?;
-        Self::parse(read(path)?, tokens.unwrap_or_default(), path)
-    }
-
-    fn parse(source: String, tokens: serde_json::Map<String, Value>, path: &Path) -> Result<Self> {
-        let mut environment = Environment::new();
-        environment.set_trim_blocks(true);
-        environment.set_lstrip_blocks(true);
-        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        environment.add_function(
-            "raise_exception",
-            |message: String| -> std::result::Result<TemplateValue, minijinja::Error> {
-                Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
-            },
-        );
-        environment.add_filter("tojson", python_json);
-        let (marked_source, has_generation_blocks) = mark_generation(&source);
-        let broken = |e: minijinja::Error| Error::Template { path: path.into(), problem: error_text(&e) };
-        environment.add_template_owned("chat", marked_source).map_err(broken)?;
-        Ok(Self { environment, tokens, source, has_generation_blocks, path: path.into() })
+        ChatTemplate::read(path, tokenizer).map(Self).map_err(template_error)
     }
 
     /// The template's source.
     #[must_use]
     pub fn source(&self) -> &str {
-        &self.source
+        self.0.source()
     }
 
     /// The template's source and special tokens, for a fingerprint.
     pub(crate) fn identity(&self) -> String {
-        format!("{}{}", self.source, Value::from(self.tokens.clone()))
+        format!("{}{}", self.0.source(), Value::from(self.0.tokens().clone()))
     }
 
     /// Renders a conversation and finds the assistant's words. These are the text of `{% generation %}` blocks. Without such
@@ -123,7 +72,7 @@ impl Template {
         let is_learned: Vec<bool> = messages.iter().map(chat_formats::is_learned).collect();
         let messages = &messages.iter().map(chat_formats::without_train_key).collect::<Vec<_>>()[..];
         let text = self.render_text(messages, tools, false)?;
-        if self.has_generation_blocks {
+        if self.0.has_generation_blocks() {
             return self.keep_learned(unmark(&text)?, messages, &is_learned);
         }
         let mut learned = Vec::new();
@@ -140,7 +89,7 @@ impl Template {
                     "the template {} writes what comes before or in message {} differently when more follows, so the \
                      assistant's words cannot be found; put them between {{% generation %}} and {{% endgeneration %}} in \
                      it, and give it with --chat-template",
-                    self.path.display(),
+                    self.0.path().display(),
                     index + 1
                 ));
             };
@@ -169,7 +118,7 @@ impl Template {
                 "some of the assistant's {} messages are not to be learned, but the template {} has {block_count} generation \
                  blocks for them, so it is not known which is whose",
                 is_learned.len(),
-                self.path.display()
+                self.0.path().display()
             )),
         }
     }
@@ -204,14 +153,8 @@ impl Template {
     }
 
     fn render_text(&self, messages: &[Value], tools: &Value, prompt: bool) -> std::result::Result<String, String> {
-        let mut context = self.tokens.clone();
-        context.insert("messages".into(), messages.into());
-        context.insert("tools".into(), tools.clone());
-        context.insert("documents".into(), Value::Null);
-        context.insert("add_generation_prompt".into(), prompt.into());
-        let template = self.environment.get_template("chat").map_err(|e| error_text(&e))?;
-        let text = template.render(TemplateValue::from_serialize(&context)).map_err(|e| error_text(&e))?;
-        Ok(text)
+        let variables = &Map::new();
+        self.0.render_marked(&Conversation { messages, tools, add_generation_prompt: prompt, variables })
     }
 }
 
@@ -239,49 +182,6 @@ fn replace_words(message: &mut Value) -> usize {
     count.max(1)
 }
 
-fn read(path: &Path) -> Result<String> {
-    std::fs::read_to_string(path).map_err(Error::io("read", path))
-}
-
-/// The message of a template engine's error, with its causes.
-fn error_text(error: &minijinja::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = std::error::Error::source(error);
-    while let Some(next) = cause {
-        text = format!("{text}: {next}");
-        cause = next.source();
-    }
-    text.replace('\n', " ")
-}
-
-/// Replaces Hugging Face's `generation` tags by what this engine knows: a marker inside an empty condition, whose two tags keep
-/// the trimming of white space on both sides as it was. Also returns whether there was any.
-fn mark_generation(source: &str) -> (String, bool) {
-    let mut out = String::with_capacity(source.len());
-    let (mut rest, mut has_generation_blocks) = (source, false);
-    while let Some(start) = rest.find("{%") {
-        let Some(end) = rest[start..].find("%}").map(|end| start + end + 2) else { break };
-        let tag = &rest[start..end];
-        let inner = tag[2..tag.len() - 2].trim_matches(['-', '+']);
-        let sign = |c: Option<char>| c.filter(|c| "-+".contains(*c)).map_or(String::new(), String::from);
-        let (left, right) = (sign(tag[2..].chars().next()), sign(tag[..tag.len() - 2].chars().last()));
-        out.push_str(&rest[..start]);
-        match inner.trim() {
-            "generation" => {
-                has_generation_blocks = true;
-                out.push_str(&format!("{{%{left} if true %}}{}{{% if true {right}%}}", GENERATION_MARKERS[0]));
-            }
-            "endgeneration" => {
-                out.push_str(&format!("{{%{left} endif %}}{}{{% endif {right}%}}", GENERATION_MARKERS[1]))
-            }
-            _ => out.push_str(tag),
-        }
-        rest = &rest[end..];
-    }
-    out.push_str(rest);
-    (out, has_generation_blocks)
-}
-
 /// Removes the markers from a text and records the ranges between them.
 fn unmark(marked: &str) -> std::result::Result<Rendered, String> {
     let mut rendered = Rendered { text: String::with_capacity(marked.len()), learned: Vec::new() };
@@ -300,41 +200,6 @@ fn unmark(marked: &str) -> std::result::Result<Rendered, String> {
         }
     }
     Ok(rendered)
-}
-
-/// Writes JSON as Python does, for which templates were written: with a space after colons and commas.
-fn python_json(value: &TemplateValue, options: Kwargs) -> std::result::Result<TemplateValue, minijinja::Error> {
-    let indent: Option<usize> = options.get("indent")?;
-    // The other arguments of Python's function do not change this output.
-    let _: Option<bool> = options.get("ensure_ascii")?;
-    options.assert_all_used()?;
-    let failed = |e: serde_json::Error| minijinja::Error::new(ErrorKind::BadSerialization, e.to_string());
-    let mut bytes = Vec::new();
-    match indent {
-        Some(width) => {
-            let indent = vec![b' '; width];
-            let pretty = serde_json::ser::PrettyFormatter::with_indent(&indent);
-            value.serialize(&mut serde_json::Serializer::with_formatter(&mut bytes, pretty)).map_err(failed)?;
-        }
-        None => {
-            value.serialize(&mut serde_json::Serializer::with_formatter(&mut bytes, PythonSpacing)).map_err(failed)?
-        }
-    }
-    Ok(TemplateValue::from_safe_string(String::from_utf8_lossy(&bytes).into_owned()))
-}
-
-struct PythonSpacing;
-
-impl serde_json::ser::Formatter for PythonSpacing {
-    fn begin_array_value<W: ?Sized + std::io::Write>(&mut self, writer: &mut W, first: bool) -> std::io::Result<()> {
-        writer.write_all(if first { b"" } else { b", " })
-    }
-    fn begin_object_key<W: ?Sized + std::io::Write>(&mut self, writer: &mut W, first: bool) -> std::io::Result<()> {
-        writer.write_all(if first { b"" } else { b", " })
-    }
-    fn begin_object_value<W: ?Sized + std::io::Write>(&mut self, writer: &mut W) -> std::io::Result<()> {
-        writer.write_all(b": ")
-    }
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@ use super::*;
 use serde_json::json;
 
 fn template(source: &str) -> Template {
-    Template::parse(source.into(), serde_json::Map::new(), Path::new("t.jinja")).expect("a template")
+    Template(ChatTemplate::parse(source.into(), Map::new(), Path::new("t.jinja")).expect("a template"))
 }
 
 fn say(role: &str, content: &str) -> Value {
@@ -112,7 +112,7 @@ fn errors_of_a_template_and_unsupported_features_are_reported() {
     assert!(message.contains("no user"), "{message}");
     let message = render("{{ messages[0].content.frobnicate() }}").expect_err("refused");
     assert!(message.contains("frobnicate"), "{message}");
-    let broken = Template::parse("{% if %}".into(), serde_json::Map::new(), Path::new("t.jinja")).expect_err("refused");
+    let broken = ChatTemplate::parse("{% if %}".into(), Map::new(), Path::new("t.jinja")).expect_err("refused");
     assert!(broken.to_string().contains("t.jinja"), "{broken}");
 }
 

@@ -1,0 +1,180 @@
+//! What all routes share: the engine, the tokenizer, the template, the model's defaults and names.
+
+use crate::error::{ApiError, Result};
+use crate::fields::Fields;
+use crate::generation::Target;
+use crate::grammar::{Grammar, Grammars};
+use crate::metrics::ServerMetrics;
+use crate::sampling::Sampling;
+use crate::tools::ToolFormat;
+use crate::vocabulary::Vocabulary;
+use ringspan_models::chat_template::ChatTemplate;
+use ringspan_models::special_tokens::SpecialTokens;
+use ringspan_serve::engine::request::{EngineClient, TokenConstraint};
+use serde_json::{Map, Value};
+use std::hash::{BuildHasher, RandomState};
+use std::sync::{Arc, OnceLock};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use tokenizers::Tokenizer;
+
+/// A model to serve.
+pub struct ServedModel {
+    /// The engine that computes it.
+    pub engine: Arc<dyn EngineClient>,
+    /// The name by which clients ask for it.
+    pub name: String,
+    /// Its tokenizer.
+    pub tokenizer: Tokenizer,
+    /// Its chat template; without one, routes of conversations are refused.
+    pub template: Option<ChatTemplate>,
+    /// The tokens that end a text.
+    pub end_tokens: Vec<u32>,
+    /// Its `generation_config.json`, whose sampling fields are the defaults of requests; empty without one.
+    pub generation_config: Map<String, Value>,
+}
+
+/// Why a model cannot be served.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// The model's own defaults are wrong.
+    #[error("generation_config.json: {0}")]
+    GenerationConfig(String),
+    /// The tokenizer's post-processor fails.
+    #[error("the tokenizer: {0}")]
+    Tokenizer(String),
+    /// The port is taken, or the address is not of this machine.
+    #[error("cannot listen on {address}: {source}")]
+    Listen {
+        /// The address that was asked for.
+        address: String,
+        /// The operating system's error.
+        source: std::io::Error,
+    },
+    /// A setting of the server that is impossible.
+    #[error("{0}")]
+    Settings(String),
+    /// The operating system refuses a thread or a socket.
+    #[error(transparent)]
+    Io(#[from] std::io::Error),
+}
+
+/// The state of the server.
+pub(crate) struct App {
+    pub(crate) engine: Arc<dyn EngineClient>,
+    /// The name of the base model.
+    pub(crate) name: String,
+    pub(crate) vocabulary: Vocabulary,
+    /// The special tokens around a text.
+    pub(crate) special: SpecialTokens,
+    pub(crate) template: Option<ChatTemplate>,
+    /// The form in which the model's template writes calls of tools.
+    pub(crate) tool_format: Option<ToolFormat>,
+    pub(crate) end_tokens: Vec<u32>,
+    pub(crate) defaults: Sampling,
+    pub(crate) metrics: ServerMetrics,
+    /// When the server started, in seconds since 1970.
+    pub(crate) created: u64,
+    grammars: OnceLock<std::result::Result<Grammars, String>>,
+    /// Makes ids of responses, which no client can guess.
+    ids: RandomState,
+}
+
+impl std::fmt::Debug for App {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("App").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+impl App {
+    pub(crate) fn new(model: ServedModel) -> std::result::Result<Arc<Self>, ServeError> {
+        let ServedModel { engine, name, tokenizer, template, end_tokens, generation_config } = model;
+        let defaults = Sampling::defaults(generation_config).map_err(|e| ServeError::GenerationConfig(e.message))?;
+        let special = SpecialTokens::of(&tokenizer).map_err(|e| ServeError::Tokenizer(e.to_string()))?;
+        let vocabulary = Vocabulary::new(tokenizer, engine.limits().vocabulary);
+        let tool_format = template.as_ref().and_then(|template| ToolFormat::of(template.source()));
+        let metrics = ServerMetrics::new(engine.clone(), &name);
+        Ok(Arc::new(Self {
+            engine,
+            name,
+            vocabulary,
+            special,
+            template,
+            tool_format,
+            end_tokens,
+            defaults,
+            metrics,
+            created: now(),
+            grammars: OnceLock::new(),
+            ids: RandomState::new(),
+        }))
+    }
+
+    /// The names that requests may ask for: the model's, and those of its adapters.
+    pub(crate) fn models(&self) -> Vec<String> {
+        std::iter::once(self.name.clone()).chain(self.engine.adapters()).collect()
+    }
+
+    /// Takes `model` from a body; without it, the base model is meant.
+    ///
+    /// # Errors
+    /// A name that is not served.
+    pub(crate) fn target(&self, fields: &mut Fields) -> Result<Target> {
+        let model = fields.string("model")?.unwrap_or_else(|| self.name.clone());
+        let adapter = (model != self.name).then(|| model.clone());
+        if adapter.as_ref().is_some_and(|adapter| !self.engine.adapters().contains(adapter)) {
+            return Err(ApiError::unknown_model(&model, &self.models()));
+        }
+        Ok(Target { model, adapter, arrived: Instant::now() })
+    }
+
+    /// The tokens of a text, optionally after the special tokens that begin texts.
+    pub(crate) fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
+        let encoding = self.vocabulary.tokenizer().encode_fast(text, false);
+        let encoding =
+            encoding.map_err(|error| ApiError::invalid(format!("the tokenizer cannot encode the text: {error}")))?;
+        let tokens = encoding.get_ids().to_vec();
+        Ok(if special { self.special.begin(tokens) } else { tokens })
+    }
+
+    /// The text of tokens, with or without their special tokens.
+    pub(crate) fn decode(&self, tokens: &[u32], skip_special: bool) -> Result<String> {
+        let size = self.vocabulary.size();
+        if let Some(token) = tokens.iter().find(|token| **token as usize >= size) {
+            return Err(ApiError::invalid(format!("token {token} is outside the vocabulary of {size}")));
+        }
+        let text = self.vocabulary.tokenizer().decode(tokens, skip_special);
+        text.map_err(|error| ApiError::invalid(format!("the tokenizer cannot decode the tokens: {error}")))
+    }
+
+    /// The constraint of a grammar.
+    ///
+    /// # Errors
+    /// A grammar that is damaged or impossible.
+    pub(crate) fn constraint(&self, grammar: &Grammar) -> Result<Box<dyn TokenConstraint>> {
+        let grammars = self.grammars.get_or_init(|| Grammars::new(&self.vocabulary, &self.end_tokens));
+        let constraint = grammars.as_ref().map_err(Clone::clone).and_then(|grammars| grammars.constraint(grammar));
+        constraint.map_err(|problem| ApiError::invalid(format!("the answer's grammar is impossible: {problem}")))
+    }
+
+    /// An id with a prefix, such as `chatcmpl-`.
+    pub(crate) fn id(&self, prefix: &str) -> String {
+        static COUNT: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
+        let count = COUNT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        format!("{prefix}{:016x}{:08x}", self.ids.hash_one(count), self.ids.hash_one((count, 1)) as u32)
+    }
+
+    /// Runs work that takes long, such as tokenizing a long text, beside the threads that serve others.
+    pub(crate) async fn work<T: Send + 'static>(
+        self: &Arc<Self>,
+        work: impl FnOnce(&Arc<Self>) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let app = self.clone();
+        let done = tokio::task::spawn_blocking(move || work(&app)).await;
+        done.unwrap_or_else(|_| Err(ApiError::failed("the server has failed on this request")))
+    }
+}
+
+/// Seconds since 1970.
+pub(crate) fn now() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs())
+}

@@ -1,0 +1,47 @@
+//! Bodies of requests: JSON objects of limited size.
+
+use crate::error::ApiError;
+use axum::body::Bytes;
+use axum::extract::{FromRequest, Request, rejection::BytesRejection};
+use axum::http::{StatusCode, header::CONTENT_TYPE};
+use serde_json::{Map, Value};
+
+/// The JSON object in a request's body.
+#[derive(Debug)]
+pub(crate) struct Body(pub(crate) Map<String, Value>);
+
+impl<S: Send + Sync> FromRequest<S> for Body {
+    type Rejection = ApiError;
+
+    async fn from_request(request: Request, state: &S) -> Result<Self, ApiError> {
+        let kind = request.headers().get(CONTENT_TYPE).map(|kind| kind.to_str().unwrap_or("?").to_owned());
+        if let Some(kind) = kind
+            && !is_json(&kind)
+        {
+            let message = format!("the body must be application/json, not {kind}");
+            return Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, message));
+        }
+        let bytes = Bytes::from_request(request, state).await.map_err(|rejection| refused(&rejection))?;
+        match serde_json::from_slice(&bytes) {
+            Ok(Value::Object(map)) => Ok(Self(map)),
+            Ok(other) => {
+                Err(ApiError::invalid(format!("the body must be an object, not {}", crate::fields::kind(&other))))
+            }
+            Err(error) => Err(ApiError::invalid(format!("the body is no JSON: {error}"))),
+        }
+    }
+}
+
+fn is_json(kind: &str) -> bool {
+    let kind = kind.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
+    kind == "application/json" || (kind.starts_with("application/") && kind.ends_with("+json"))
+}
+
+fn refused(rejection: &BytesRejection) -> ApiError {
+    match rejection.status() {
+        StatusCode::PAYLOAD_TOO_LARGE => {
+            ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "the body is larger than this server takes (--max-body)")
+        }
+        status => ApiError::new(status, format!("the body cannot be read: {rejection}")),
+    }
+}

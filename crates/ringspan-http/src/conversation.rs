@@ -1,0 +1,357 @@
+//! Conversations: messages and tools become a prompt, and the model's text becomes words and calls of tools.
+
+use crate::app::App;
+use crate::error::{ApiError, Result};
+use crate::fields::{Fields, kind};
+use crate::generation::{self, End, Part, Target, Texts};
+use crate::grammar::Grammar;
+use crate::sampling::Sampling;
+use crate::tools::{Parsed, ToolMode, ToolParser};
+use ringspan_models::chat_template::Conversation as Rendered;
+use ringspan_serve::engine::request::TokenLogprobs;
+use serde_json::{Map, Value, json};
+use std::sync::Arc;
+
+/// A conversation whose next message is asked for.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Conversation {
+    /// Messages in OpenAI's form, as templates read them: contents are strings.
+    pub(crate) messages: Vec<Value>,
+    /// The functions in OpenAI's form; empty for none.
+    pub(crate) tools: Vec<Value>,
+    /// How the model may use them.
+    pub(crate) choice: ToolChoice,
+    /// Whether it may call several at once.
+    pub(crate) parallel_calls: bool,
+    /// Further variables of the template.
+    pub(crate) variables: Map<String, Value>,
+}
+
+/// How the model may use its tools.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(crate) enum ToolChoice {
+    /// Not at all.
+    None,
+    /// As it decides.
+    #[default]
+    Auto,
+    /// It must call at least one.
+    Required,
+    /// It must call this one.
+    Named(String),
+}
+
+impl Conversation {
+    /// Reads messages in OpenAI's form.
+    ///
+    /// # Errors
+    /// Messages of an unknown form, and contents other than text.
+    pub(crate) fn read(messages: Vec<Value>) -> Result<Vec<Value>> {
+        if messages.is_empty() {
+            return Err(ApiError::field("messages", "must contain at least one message"));
+        }
+        let each = |(index, message)| {
+            message_of(message)
+                .map_err(|(field, problem)| ApiError::field(format!("messages[{index}]{field}"), problem))
+        };
+        messages.into_iter().enumerate().map(each).collect()
+    }
+
+    /// The tokens of the prompt, which end with the beginning of an answer unless `add_generation_prompt` is false.
+    ///
+    /// # Errors
+    /// A model without a template, what the template itself raises, and tools that it does not know.
+    pub(crate) fn prompt(&self, app: &App, add_generation_prompt: bool) -> Result<Vec<u32>> {
+        app.encode(&self.text(app, add_generation_prompt)?, false)
+    }
+
+    fn text(&self, app: &App, add_generation_prompt: bool) -> Result<String> {
+        let Some(template) = &app.template else {
+            return Err(ApiError::invalid(format!(
+                "the model `{}` has no chat template, so it is not known how it reads conversations; use /v1/completions",
+                app.name
+            )));
+        };
+        if !self.tools.is_empty() && self.choice != ToolChoice::None && !template.mentions("tools") {
+            return Err(ApiError::field("tools", "the model's chat template knows none, so it would ignore them"));
+        }
+        if let Some(name) = self.variables.keys().find(|name| !template.mentions(name)) {
+            let message = format!("the model's chat template does not read `{name}`, so it would change nothing");
+            return Err(ApiError::field("chat_template_kwargs", message));
+        }
+        let tools = match self.tools.is_empty() || self.choice == ToolChoice::None {
+            true => Value::Null,
+            false => Value::from(self.tools.clone()),
+        };
+        let rendered =
+            Rendered { messages: &self.messages, tools: &tools, add_generation_prompt, variables: &self.variables };
+        template
+            .render(&rendered)
+            .map_err(|error| ApiError::field("messages", format!("the chat template says: {error}")))
+    }
+
+    /// What the tools mean for the text, and the grammar that they need.
+    fn tool_mode(&self, app: &App) -> Result<(ToolMode, Option<Grammar>)> {
+        let parameters = |tool: &Value| match tool["function"].get("parameters") {
+            Some(schema @ Value::Object(_)) => schema.clone(),
+            _ => json!({"type": "object"}),
+        };
+        match &self.choice {
+            ToolChoice::None => Ok((ToolMode::None, None)),
+            _ if self.tools.is_empty() => match &self.choice {
+                ToolChoice::Auto => Ok((ToolMode::None, None)),
+                _ => Err(ApiError::field("tool_choice", "asks for a tool, but there are no tools")),
+            },
+            ToolChoice::Auto => match app.tool_format {
+                Some(format) => Ok((ToolMode::Auto(format), None)),
+                None => Err(ApiError::field(
+                    "tool_choice",
+                    "it is not known in which form this model's chat template writes calls of tools, so `auto` is impossible; \
+                     `required` and named functions work",
+                )),
+            },
+            ToolChoice::Required => {
+                let call = |tool: &Value| {
+                    json!({"type": "object", "properties": {"name": {"const": tool["function"]["name"]},
+                        "parameters": parameters(tool)}, "required": ["name", "parameters"], "additionalProperties": false})
+                };
+                let calls: Vec<Value> = self.tools.iter().map(call).collect();
+                let mut schema = json!({"type": "array", "minItems": 1, "items": {"anyOf": calls}});
+                if !self.parallel_calls {
+                    schema["maxItems"] = json!(1);
+                }
+                Ok((ToolMode::Required, Some(Grammar::JsonSchema(schema))))
+            }
+            ToolChoice::Named(name) => match self.tools.iter().find(|tool| tool["function"]["name"] == name.as_str()) {
+                Some(tool) => Ok((ToolMode::Named(name.clone()), Some(Grammar::JsonSchema(parameters(tool))))),
+                None => Err(ApiError::field("tool_choice", format!("there is no tool `{name}`"))),
+            },
+        }
+    }
+
+    /// Begins the answers.
+    ///
+    /// # Errors
+    /// As for [`Conversation::prompt`], and those of [`generation::start`].
+    pub(crate) fn start(&self, app: &Arc<App>, target: &Target, sampling: &Sampling) -> Result<Reply> {
+        let prompt = self.prompt(app, true)?;
+        let (mode, grammar) = self.tool_mode(app)?;
+        let mut sampling = sampling.clone();
+        if grammar.is_some() {
+            if sampling.grammar.is_some() {
+                return Err(ApiError::field(
+                    "tool_choice",
+                    "and response_format both say what the text must look like",
+                ));
+            }
+            sampling.grammar = grammar;
+        }
+        if matches!(mode, ToolMode::Auto(format) if format.has_special_marks()) {
+            sampling.skip_special_tokens = false;
+        }
+        let most = if self.parallel_calls { usize::MAX } else { 1 };
+        let parsers = (0..sampling.n).map(|_| ToolParser::new(mode.clone(), most)).collect();
+        let texts = generation::start(app, target, std::slice::from_ref(&prompt), &sampling)?;
+        let called = vec![false; sampling.n];
+        let usage = Usage { prompt_tokens: prompt.len(), ..Usage::default() };
+        Ok(Reply { texts, parsers, called, ended: None, prompt, usage })
+    }
+}
+
+/// The answers of a conversation, as they arrive.
+#[derive(Debug)]
+pub(crate) struct Reply {
+    texts: Texts,
+    parsers: Vec<ToolParser>,
+    /// For each answer, whether it has called a tool.
+    called: Vec<bool>,
+    /// An end that is reported after what the parser held back.
+    ended: Option<(usize, ReplyPart)>,
+    /// The tokens of the prompt.
+    pub(crate) prompt: Vec<u32>,
+    /// What was computed so far; complete once all answers have ended.
+    pub(crate) usage: Usage,
+}
+
+/// A part of an answer.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum ReplyPart {
+    /// Log-probabilities of the prompt.
+    Prompt(Vec<Option<TokenLogprobs>>),
+    /// Words and calls, with the tokens that have become certain.
+    Said(Vec<Parsed>, Vec<(u32, Option<TokenLogprobs>)>),
+    /// The answer has ended; whether it has called tools.
+    End(End, bool),
+}
+
+impl Reply {
+    /// The next part, with the index of its answer; `None` once all have ended.
+    ///
+    /// # Errors
+    /// A failure of the engine.
+    pub(crate) async fn next(&mut self) -> Result<Option<(usize, ReplyPart)>> {
+        if let Some(end) = self.ended.take() {
+            return Ok(Some(end));
+        }
+        let Some((index, part)) = self.texts.next().await? else { return Ok(None) };
+        let part = match part {
+            Part::Prompt(logprobs) => ReplyPart::Prompt(logprobs),
+            Part::Text { text, tokens } => {
+                let parsed = self.parsers[index].push(&text);
+                self.note(index, &parsed);
+                ReplyPart::Said(parsed, tokens)
+            }
+            Part::End(end) => {
+                self.usage.add(&end);
+                let rest = self.parsers[index].finish();
+                self.note(index, &rest);
+                let end = ReplyPart::End(end, self.called[index]);
+                if rest.is_empty() {
+                    end
+                } else {
+                    self.ended = Some((index, end));
+                    ReplyPart::Said(rest, Vec::new())
+                }
+            }
+            Part::Failed(message) => return Err(ApiError::failed(message)),
+        };
+        Ok(Some((index, part)))
+    }
+
+    fn note(&mut self, index: usize, parsed: &[Parsed]) {
+        self.called[index] |= parsed.iter().any(|part| matches!(part, Parsed::Call(_)));
+    }
+}
+
+/// Tokens that a request has cost.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Usage {
+    /// Tokens of the prompts.
+    pub(crate) prompt_tokens: usize,
+    /// Generated tokens.
+    pub(crate) completion_tokens: usize,
+    /// Tokens of the prompts that were cached, as far as known.
+    pub(crate) cached_tokens: Option<usize>,
+}
+
+impl Usage {
+    /// Adds a text that has ended. Texts of one prompt share it, so the largest cached part counts.
+    pub(crate) fn add(&mut self, end: &End) {
+        self.completion_tokens += end.tokens;
+        self.cached_tokens = self.cached_tokens.max(end.cached_tokens);
+    }
+
+    /// In OpenAI's shape.
+    pub(crate) fn to_json(self) -> Value {
+        let details = self.cached_tokens.map(|cached| json!({"cached_tokens": cached}));
+        json!({"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens, "prompt_tokens_details": details})
+    }
+}
+
+/// Reads a message for a template; errors have the rest of the field's name, and a sentence.
+fn message_of(message: Value) -> std::result::Result<Value, (String, String)> {
+    let Value::Object(mut message) = message else {
+        return Err((String::new(), format!("must be an object, not {}", kind(&message))));
+    };
+    let role = match message.get("role") {
+        // The name of system messages in newer models of OpenAI.
+        Some(Value::String(role)) if role == "developer" => "system".to_owned(),
+        Some(Value::String(role)) => role.clone(),
+        _ => return Err((".role".into(), "must be a string".into())),
+    };
+    if !["system", "user", "assistant", "tool"].contains(&role.as_str()) {
+        return Err((".role".into(), format!("must be system, developer, user, assistant or tool, not {role}")));
+    }
+    message.insert("role".into(), role.clone().into());
+    let calls = message.get("tool_calls").is_some_and(|calls| !calls.is_null());
+    let content = match message.shift_remove("content") {
+        None | Some(Value::Null) if role == "assistant" && calls => String::new(),
+        None | Some(Value::Null) => return Err((".content".into(), "is required".into())),
+        Some(content) => text_content(content).map_err(|(field, problem)| (format!(".content{field}"), problem))?,
+    };
+    message.insert("content".into(), content.into());
+    if let Some(Value::Array(calls)) = message.get_mut("tool_calls") {
+        for (index, call) in calls.iter_mut().enumerate() {
+            // Templates read the arguments as an object, where clients send its text.
+            let Some(arguments) = call.pointer_mut("/function/arguments") else {
+                return Err((format!(".tool_calls[{index}]"), "needs function.name and function.arguments".into()));
+            };
+            if let Value::String(text) = arguments
+                && let Ok(object @ Value::Object(_)) = serde_json::from_str::<Value>(text)
+            {
+                *arguments = object;
+            }
+        }
+    }
+    Ok(Value::Object(message))
+}
+
+/// The text of a content: a string, or a list of parts of text.
+pub(crate) fn text_content(content: Value) -> std::result::Result<String, (String, String)> {
+    let parts = match content {
+        Value::String(text) => return Ok(text),
+        Value::Array(parts) => parts,
+        other => return Err((String::new(), format!("must be a string or a list of parts, not {}", kind(&other)))),
+    };
+    let each = |(index, part): (usize, Value)| match (part["type"].as_str(), &part["text"]) {
+        (Some("text" | "input_text" | "output_text"), Value::String(text)) => Ok(text.clone()),
+        (Some("refusal"), _) if part["refusal"].is_string() => Ok(part["refusal"].as_str().unwrap_or_default().into()),
+        (Some(other), _) => Err((format!("[{index}].type"), format!("is {other}, but this model reads text alone"))),
+        (None, _) => Err((format!("[{index}].type"), "is required".into())),
+    };
+    let texts: Vec<String> = parts.into_iter().enumerate().map(each).collect::<std::result::Result<_, _>>()?;
+    Ok(texts.join("\n"))
+}
+
+/// Reads tools in OpenAI's form.
+///
+/// # Errors
+/// Tools that are no functions, functions without a name.
+pub(crate) fn tools(list: Vec<Value>) -> Result<Vec<Value>> {
+    for (index, tool) in list.iter().enumerate() {
+        let path = format!("tools[{index}]");
+        if tool["type"] != "function" {
+            return Err(ApiError::field(path, "must have the type `function`; this server has no tools of its own"));
+        }
+        if !tool["function"]["name"].is_string() {
+            return Err(ApiError::field(format!("{path}.function.name"), "must be a string"));
+        }
+    }
+    Ok(list)
+}
+
+/// Reads `tool_choice` in the forms of OpenAI's two interfaces.
+///
+/// # Errors
+/// Another form.
+pub(crate) fn tool_choice(value: Option<Value>) -> Result<ToolChoice> {
+    let name = |value: &Value| value.pointer("/function/name").or_else(|| value.get("name")).cloned();
+    match value {
+        None => Ok(ToolChoice::Auto),
+        Some(Value::String(word)) if word == "auto" => Ok(ToolChoice::Auto),
+        Some(Value::String(word)) if word == "none" => Ok(ToolChoice::None),
+        Some(Value::String(word)) if word == "required" => Ok(ToolChoice::Required),
+        Some(value) => match (value["type"].as_str(), name(&value)) {
+            (Some("function"), Some(Value::String(name))) => Ok(ToolChoice::Named(name)),
+            _ => Err(ApiError::field("tool_choice", "must be none, auto, required, or a function with its name")),
+        },
+    }
+}
+
+/// Takes `chat_template_kwargs`, and `reasoning_effort`, which some templates read.
+///
+/// # Errors
+/// Values of the wrong type.
+pub(crate) fn variables(fields: &mut Fields) -> Result<Map<String, Value>> {
+    let mut variables = fields.object("chat_template_kwargs")?.unwrap_or_default();
+    for own in ["messages", "tools", "add_generation_prompt"] {
+        if variables.contains_key(own) {
+            return Err(ApiError::field("chat_template_kwargs", format!("cannot replace `{own}`")));
+        }
+    }
+    if let Some(effort) = fields.string("reasoning_effort")? {
+        variables.insert("reasoning_effort".into(), effort.into());
+    }
+    Ok(variables)
+}

@@ -1,0 +1,218 @@
+//! The fields of a JSON body: each is taken once, with its type and range, and what is left over is refused by name.
+
+use crate::error::{ApiError, Result};
+use serde_json::{Map, Value};
+use std::fmt::Display;
+use std::ops::RangeInclusive;
+
+/// Fields of requests that never change a result: names and notes for the operator's own records, and hints for caches.
+const WITHOUT_EFFECT: [&str; 11] = [
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "prediction",
+    "priority",
+    "request_id",
+    "cache_salt",
+];
+
+/// A JSON object that is being read.
+#[derive(Debug)]
+pub(crate) struct Fields {
+    map: Map<String, Value>,
+    /// Precedes names in messages, such as `stream_options.`.
+    path: String,
+}
+
+impl Fields {
+    /// The fields of a body.
+    pub(crate) fn new(map: Map<String, Value>) -> Self {
+        Self { map, path: String::new() }
+    }
+
+    /// The fields of an object at `path`.
+    pub(crate) fn at(path: &str, value: Value) -> Result<Self> {
+        match value {
+            Value::Object(map) => Ok(Self { map, path: format!("{path}.") }),
+            other => Err(ApiError::field(path, format!("must be an object, not {}", kind(&other)))),
+        }
+    }
+
+    /// The names of the fields that are left.
+    pub(crate) fn names(&self) -> Vec<String> {
+        self.map.keys().cloned().collect()
+    }
+
+    /// The full name of a field, for messages.
+    pub(crate) fn name(&self, field: &str) -> String {
+        format!("{}{field}", self.path)
+    }
+
+    /// Takes any value; null counts as absent.
+    pub(crate) fn value(&mut self, field: &str) -> Option<Value> {
+        self.map.shift_remove(field).filter(|value| !value.is_null())
+    }
+
+    /// Takes a value that must be there.
+    pub(crate) fn required<T>(&self, field: &str, value: Option<T>) -> Result<T> {
+        value.ok_or_else(|| ApiError::field(self.name(field), "is required"))
+    }
+
+    fn wrong<T>(&self, field: &str, expected: &str, value: &Value) -> Result<T> {
+        Err(ApiError::field(self.name(field), format!("must be {expected}, not {}", shown(value))))
+    }
+
+    /// Takes a string.
+    pub(crate) fn string(&mut self, field: &str) -> Result<Option<String>> {
+        match self.value(field) {
+            None => Ok(None),
+            Some(Value::String(text)) => Ok(Some(text)),
+            Some(other) => self.wrong(field, "a string", &other),
+        }
+    }
+
+    /// Takes a truth value.
+    pub(crate) fn boolean(&mut self, field: &str) -> Result<Option<bool>> {
+        match self.value(field) {
+            None => Ok(None),
+            Some(Value::Bool(value)) => Ok(Some(value)),
+            Some(other) => self.wrong(field, "true or false", &other),
+        }
+    }
+
+    /// Takes a list.
+    pub(crate) fn list(&mut self, field: &str) -> Result<Option<Vec<Value>>> {
+        match self.value(field) {
+            None => Ok(None),
+            Some(Value::Array(list)) => Ok(Some(list)),
+            Some(other) => self.wrong(field, "a list", &other),
+        }
+    }
+
+    /// Takes an object.
+    pub(crate) fn object(&mut self, field: &str) -> Result<Option<Map<String, Value>>> {
+        match self.value(field) {
+            None => Ok(None),
+            Some(Value::Object(map)) => Ok(Some(map)),
+            Some(other) => self.wrong(field, "an object", &other),
+        }
+    }
+
+    /// Takes the fields of an object.
+    pub(crate) fn fields(&mut self, field: &str) -> Result<Option<Self>> {
+        let path = self.name(field);
+        self.value(field).map(|value| Self::at(&path, value)).transpose()
+    }
+
+    /// Takes an integer within a range; floats without a fraction count, as clients of dynamic languages send them.
+    pub(crate) fn integer(&mut self, field: &str, range: RangeInclusive<i64>) -> Result<Option<i64>> {
+        let Some(value) = self.value(field) else { return Ok(None) };
+        let float = value.as_f64().filter(|x| x.fract() == 0.0 && x.abs() < 9e15).map(|x| x as i64);
+        match value.as_i64().or(float) {
+            Some(integer) if range.contains(&integer) => Ok(Some(integer)),
+            Some(integer) => Err(outside(self.name(field), integer, range.start(), range.end())),
+            None => self.wrong(field, "an integer", &value),
+        }
+    }
+
+    /// Takes a count: an integer of at least `least`.
+    pub(crate) fn count(&mut self, field: &str, least: usize) -> Result<Option<usize>> {
+        let value = self.integer(field, i64::MIN..=i64::MAX)?;
+        match value.map(|value| (usize::try_from(value), value)) {
+            None => Ok(None),
+            Some((Ok(count), _)) if count >= least => Ok(Some(count)),
+            Some((_, value)) => {
+                Err(ApiError::field(self.name(field), format!("must be at least {least}, and is {value}")))
+            }
+        }
+    }
+
+    /// Takes a finite number within a range.
+    pub(crate) fn number(&mut self, field: &str, range: RangeInclusive<f64>) -> Result<Option<f32>> {
+        let Some(value) = self.value(field) else { return Ok(None) };
+        match value.as_f64() {
+            Some(number) if range.contains(&number) => Ok(Some(number as f32)),
+            Some(number) => Err(outside(self.name(field), number, range.start(), range.end())),
+            None => self.wrong(field, "a number", &value),
+        }
+    }
+
+    /// Takes a string or a list of strings.
+    pub(crate) fn strings(&mut self, field: &str) -> Result<Vec<String>> {
+        let value = self.value(field);
+        let text = |value| match value {
+            Value::String(text) => Some(text),
+            _ => None,
+        };
+        let name = self.name(field);
+        let wrong = || ApiError::field(name, "must be a string or a list of strings");
+        match value {
+            None => Ok(Vec::new()),
+            Some(Value::Array(list)) => list.into_iter().map(text).collect::<Option<_>>().ok_or_else(wrong),
+            Some(value) => text(value).map(|text| vec![text]).ok_or_else(wrong),
+        }
+    }
+
+    /// Takes a list of token ids.
+    pub(crate) fn tokens(&mut self, field: &str) -> Result<Option<Vec<u32>>> {
+        let Some(list) = self.list(field)? else { return Ok(None) };
+        token_ids(&list).map(Some).ok_or_else(|| ApiError::field(self.name(field), "must be a list of token ids"))
+    }
+
+    /// Refuses a field unless it has the value that changes nothing.
+    pub(crate) fn only(&mut self, field: &str, neutral: &[Value], reason: &str) -> Result<()> {
+        match self.value(field) {
+            Some(value) if !neutral.contains(&value) => {
+                Err(ApiError::field(self.name(field), format!("{} is not supported: {reason}", shown(&value))))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Refuses the fields that nobody took, except those without effect.
+    pub(crate) fn finish(self) -> Result<()> {
+        let Self { map, path } = self;
+        let unknown = map.iter().find(|(name, value)| !value.is_null() && !WITHOUT_EFFECT.contains(&name.as_str()));
+        match unknown {
+            None => Ok(()),
+            Some((name, _)) => Err(ApiError {
+                code: Some("unknown_parameter"),
+                ..ApiError::field(format!("{path}{name}"), "is not supported here, and might change the result")
+            }),
+        }
+    }
+}
+
+/// The token ids of a list of numbers, if all are.
+pub(crate) fn token_ids(list: &[Value]) -> Option<Vec<u32>> {
+    list.iter().map(|id| id.as_u64().and_then(|id| u32::try_from(id).ok())).collect()
+}
+
+fn outside<T: Display>(name: String, value: T, least: &T, most: &T) -> ApiError {
+    ApiError::field(name, format!("must be between {least} and {most}, and is {value}"))
+}
+
+/// What a JSON value is, in words.
+pub(crate) fn kind(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "a truth value",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a string",
+        Value::Array(_) => "a list",
+        Value::Object(_) => "an object",
+    }
+}
+
+/// A value for a message: itself where it is short.
+fn shown(value: &Value) -> String {
+    match value {
+        Value::Array(_) | Value::Object(_) => kind(value).to_owned(),
+        Value::String(text) if text.chars().count() > 40 => kind(value).to_owned(),
+        short => short.to_string(),
+    }
+}

@@ -1,0 +1,150 @@
+//! Metrics in Prometheus' text format, under the names that dashboards of vLLM know, and those of ranks.
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, prometheus_text};
+use prometheus_client::metrics::{MetricType, counter::Counter, family::Family, histogram::Histogram};
+use prometheus_client::registry::Registry;
+use ringspan_serve::engine::request::{EngineClient, RankMetrics};
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// The content type of [`ServerMetrics::text`].
+pub(crate) const CONTENT_TYPE: &str = prometheus_text::CONTENT_TYPE;
+
+/// Seconds of the first token, and of whole requests.
+const LONG: [f64; 22] = [
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+    160.0, 640.0, 2560.0,
+];
+/// Seconds between tokens.
+const SHORT: [f64; 16] = [0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0];
+
+/// What the server measures itself; everything else it asks the engine for.
+pub(crate) struct ServerMetrics {
+    registry: Registry,
+    first_token: Histogram,
+    between_tokens: Histogram,
+    whole: Histogram,
+    success: Family<[(&'static str, &'static str); 1], Counter>,
+}
+
+impl ServerMetrics {
+    pub(crate) fn new(engine: Arc<dyn EngineClient>, model: &str) -> Self {
+        let labels = [("model_name".into(), model.to_owned().into())];
+        let mut registry = Registry::with_labels(labels.into_iter());
+        let (first_token, between_tokens, whole) = (Histogram::new(LONG), Histogram::new(SHORT), Histogram::new(LONG));
+        let success = Family::default();
+        let help = "Seconds from the arrival of a request to its first token";
+        registry.register("vllm:time_to_first_token_seconds", help, first_token.clone());
+        let help = "Seconds between two tokens of a text";
+        registry.register("vllm:inter_token_latency_seconds", help, between_tokens.clone());
+        let help = "Seconds from the arrival of a request to the end of its text";
+        registry.register("vllm:e2e_request_latency_seconds", help, whole.clone());
+        registry.register("vllm:request_success", "Texts that have ended, by the reason", success.clone());
+        registry.register_collector(Box::new(EngineMetrics { engine }));
+        Self { registry, first_token, between_tokens, whole, success }
+    }
+
+    pub(crate) fn first_token(&self, time: Duration) {
+        self.first_token.observe(time.as_secs_f64());
+    }
+
+    pub(crate) fn next_token(&self, time: Duration) {
+        self.between_tokens.observe(time.as_secs_f64());
+    }
+
+    /// Counts a text that has ended: stop, length, abort (the client left) or error.
+    pub(crate) fn finished(&self, reason: &'static str, arrived: Instant) {
+        self.whole.observe(arrived.elapsed().as_secs_f64());
+        self.success.get_or_create(&[("finished_reason", reason)]).inc();
+    }
+
+    /// All metrics as text.
+    pub(crate) fn text(&self) -> Result<String, fmt::Error> {
+        let mut text = String::new();
+        prometheus_text::encode(&mut text, &self.registry)?;
+        Ok(text)
+    }
+}
+
+/// The engine's own counters and gauges, read when somebody asks.
+struct EngineMetrics {
+    engine: Arc<dyn EngineClient>,
+}
+
+impl fmt::Debug for EngineMetrics {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("EngineMetrics").finish_non_exhaustive()
+    }
+}
+
+/// One rank's value of a metric.
+type OfRank = fn(&RankMetrics) -> f64;
+
+impl Collector for EngineMetrics {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let now = self.engine.metrics();
+        let pages = self.engine.limits().pages_per_rank.saturating_mul(now.ranks.len()).max(1);
+        let used: usize = now.ranks.iter().map(|rank| rank.pages_used).sum();
+        let gauges = [
+            ("vllm:num_requests_running", "Requests in the current steps", now.running as f64),
+            ("vllm:num_requests_waiting", "Requests that wait for pages or for a place", now.waiting as f64),
+            (
+                "vllm:kv_cache_usage_perc",
+                "Share of the cache's pages that running requests hold (1 is all)",
+                used as f64 / pages as f64,
+            ),
+        ];
+        for (name, help, value) in gauges {
+            encoder.encode_descriptor(name, help, None, MetricType::Gauge)?.encode_gauge(&value)?;
+        }
+        let mut metric =
+            encoder.encode_descriptor("ringspan:kv_pages", "Pages of each rank", None, MetricType::Gauge)?;
+        metric.encode_gauge(&(self.engine.limits().pages_per_rank as f64))?;
+        let counters = [
+            ("vllm:prompt_tokens", "Prompt tokens that were computed or found in the cache", now.prompt_tokens),
+            ("vllm:generation_tokens", "Generated tokens", now.generation_tokens),
+            (
+                "vllm:prefix_cache_queries",
+                "Prompt tokens that were looked up in the prefix cache",
+                now.prefix_cache_queries,
+            ),
+            ("vllm:prefix_cache_hits", "Prompt tokens that were found in the prefix cache", now.prefix_cache_hits),
+            ("vllm:num_preemptions", "Requests that were put back because pages ran out", now.preemptions),
+            ("ringspan:engine_steps", "Steps of the engine", now.steps),
+        ];
+        for (name, help, value) in counters {
+            let mut metric = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
+            metric.encode_counter::<[(&str, &str); 0], _, u64>(&value, None)?;
+        }
+        let of_ranks: [(&str, &str, MetricType, OfRank); 4] = [
+            ("ringspan:kv_pages_used", "Pages that running requests hold", MetricType::Gauge, |rank| {
+                rank.pages_used as f64
+            }),
+            ("ringspan:kv_pages_cached", "Pages that only the prefix cache holds", MetricType::Gauge, |rank| {
+                rank.pages_cached as f64
+            }),
+            ("ringspan:transfer_bytes", "Bytes that the rank has sent to others", MetricType::Counter, |rank| {
+                rank.transfer_bytes as f64
+            }),
+            ("ringspan:wait_seconds", "Seconds that the rank has waited for others", MetricType::Counter, |rank| {
+                rank.wait_seconds
+            }),
+        ];
+        for (name, help, kind, value) in of_ranks {
+            let mut metric = encoder.encode_descriptor(name, help, None, kind)?;
+            for (rank, metrics) in now.ranks.iter().enumerate() {
+                let labels = [("rank", rank.to_string())];
+                let mut of_rank = metric.encode_family(&labels)?;
+                match kind {
+                    MetricType::Counter => {
+                        of_rank.encode_counter::<[(&str, &str); 0], _, u64>(&value(metrics), None)?
+                    }
+                    _ => of_rank.encode_gauge(&value(metrics))?,
+                }
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,241 @@
+//! `POST /v1/completions`: texts and tokens that are continued, or scored by `echo` and `logprobs`.
+
+use super::chat::{MOST_LOGPROBS, stop_reason, streaming};
+use crate::app::{App, now};
+use crate::body::Body;
+use crate::conversation::Usage;
+use crate::error::{ApiError, Result};
+use crate::fields::{Fields, token_ids};
+use crate::generation::{self, End, Part, Target, Texts};
+use crate::logprobs::{self, LegacyLogprobs};
+use crate::sampling::Sampling;
+use crate::sse;
+use crate::vocabulary::Vocabulary;
+use axum::Json;
+use axum::extract::State;
+use axum::response::{IntoResponse, Response};
+use ringspan_serve::engine::request::TokenLogprobs;
+use serde_json::{Map, Value, json};
+use std::sync::Arc;
+
+/// Tokens of a text, if a request does not say.
+const MAX_TOKENS: usize = 16;
+
+/// A prompt: its tokens, and its text as it was sent.
+pub(crate) struct Prompt {
+    /// The tokens.
+    pub(crate) tokens: Vec<u32>,
+    /// The text, if it was sent as text.
+    pub(crate) text: Option<String>,
+}
+
+/// Reads a string, a list of strings, a list of token ids or a list of such lists. Texts get the special tokens that begin a text.
+///
+/// # Errors
+/// Another form, or an empty list.
+pub(crate) fn prompts(app: &App, field: &str, value: Value, special: bool) -> Result<Vec<Prompt>> {
+    let wrong =
+        || ApiError::field(field, "must be a string, a list of strings, a list of token ids, or a list of such lists");
+    let text = |text: String| Ok(Prompt { tokens: app.encode(&text, special)?, text: Some(text) });
+    let list = match value {
+        Value::String(one) => return Ok(vec![text(one)?]),
+        Value::Array(list) => list,
+        _ => return Err(wrong()),
+    };
+    match list.first() {
+        None => Err(ApiError::field(field, "must contain at least one prompt")),
+        Some(Value::Number(_)) => {
+            let tokens = token_ids(&list).ok_or_else(wrong)?;
+            Ok(vec![Prompt { tokens, text: None }])
+        }
+        Some(_) => {
+            let each = |value| match value {
+                Value::String(one) => text(one),
+                Value::Array(ids) => Ok(Prompt { tokens: token_ids(&ids).ok_or_else(wrong)?, text: None }),
+                _ => Err(wrong()),
+            };
+            list.into_iter().map(each).collect()
+        }
+    }
+}
+
+struct Asked {
+    target: Target,
+    prompts: Vec<Prompt>,
+    sampling: Sampling,
+    echo: bool,
+    stream: bool,
+    include_usage: bool,
+}
+
+impl Asked {
+    fn read(app: &App, body: Map<String, Value>) -> Result<Self> {
+        let mut fields = Fields::new(body);
+        let target = app.target(&mut fields)?;
+        let special = fields.boolean("add_special_tokens")?.unwrap_or(true);
+        let prompt = fields.value("prompt");
+        let mut prompts = prompts(app, "prompt", fields.required("prompt", prompt)?, special)?;
+        let mut sampling = Sampling::take(&app.defaults, &mut fields, app.vocabulary.size())?;
+        sampling.max_tokens = Some(fields.count("max_tokens", 0)?.unwrap_or(MAX_TOKENS));
+        sampling.logprobs = fields.integer("logprobs", 0..=MOST_LOGPROBS)?.map(|logprobs| logprobs as usize);
+        let echo = fields.boolean("echo")?.unwrap_or(false);
+        if echo {
+            // The prompt's tokens are reported as those of the text.
+            sampling.prompt_logprobs = sampling.prompt_logprobs.max(sampling.logprobs);
+            for prompt in &mut prompts {
+                if prompt.text.is_none() {
+                    prompt.text = Some(app.decode(&prompt.tokens, sampling.skip_special_tokens)?);
+                }
+            }
+        }
+        fields.only("suffix", &[json!("")], "texts are continued at their end")?;
+        fields.only("best_of", &[json!(sampling.n)], "as many texts are computed as are returned; use n")?;
+        fields.only("truncate_prompt_tokens", &[], "shorten the prompt yourself")?;
+        let (stream, include_usage) = streaming(&mut fields)?;
+        fields.finish()?;
+        Ok(Self { target, prompts, sampling, echo, stream, include_usage })
+    }
+}
+
+pub(crate) async fn create(State(app): State<Arc<App>>, Body(body): Body) -> Result<Response> {
+    let begin = move |app: &Arc<App>| {
+        let asked = Asked::read(app, body)?;
+        let prompts: Vec<Vec<u32>> = asked.prompts.iter().map(|prompt| prompt.tokens.clone()).collect();
+        let texts = generation::start(app, &asked.target, &prompts, &asked.sampling)?;
+        Ok((asked, texts))
+    };
+    let (asked, texts) = app.work(begin).await?;
+    let prompt_tokens = asked.prompts.iter().map(|prompt| prompt.tokens.len()).sum();
+    let count = asked.prompts.len() * asked.sampling.n;
+    let choices = (0..count).map(|_| Choice::default()).collect();
+    let usage = Usage { prompt_tokens, ..Usage::default() };
+    let answer = Answer { id: app.id("cmpl-"), created: now(), app, asked, choices, usage };
+    match answer.asked.stream {
+        true => Ok(sse::stream(sse::openai_failure, |writer| answer.stream(texts, writer))),
+        false => answer.whole(texts).await,
+    }
+}
+
+struct Answer {
+    app: Arc<App>,
+    id: String,
+    created: u64,
+    asked: Asked,
+    choices: Vec<Choice>,
+    usage: Usage,
+}
+
+/// A text that is not reported yet.
+#[derive(Debug, Default)]
+struct Choice {
+    text: String,
+    logprobs: LegacyLogprobs,
+    tokens: Vec<u32>,
+    prompt_logprobs: Value,
+    end: Option<End>,
+    /// Whether the echo of the prompt is in the text.
+    echoed: bool,
+}
+
+impl Answer {
+    /// Adds a part of a text to its choice; returns whether there is something to report.
+    fn add(&mut self, index: usize, part: Part) -> Result<bool> {
+        let prompt = &self.asked.prompts[index / self.asked.sampling.n];
+        let choice = &mut self.choices[index];
+        let vocabulary = &self.app.vocabulary;
+        let with_logprobs = self.asked.sampling.logprobs.is_some();
+        if self.asked.echo && !choice.echoed {
+            choice.echoed = true;
+            choice.text.push_str(prompt.text.as_deref().unwrap_or_default());
+        }
+        match part {
+            Part::Prompt(all) => {
+                if self.asked.echo && with_logprobs {
+                    for (token, logprobs) in prompt.tokens.iter().zip(&all) {
+                        choice.logprobs.push(vocabulary, *token, logprobs.as_ref());
+                    }
+                }
+                choice.prompt_logprobs = logprobs::prompt(vocabulary, &all);
+                Ok(self.asked.echo)
+            }
+            Part::Text { text, tokens } => {
+                choice.text.push_str(&text);
+                for (token, logprobs) in &tokens {
+                    choice.push(vocabulary, *token, logprobs.as_ref());
+                }
+                Ok(!text.is_empty() || !tokens.is_empty())
+            }
+            Part::End(end) => {
+                self.usage.add(&end);
+                choice.end = Some(end);
+                Ok(true)
+            }
+            Part::Failed(message) => Err(ApiError::failed(message)),
+        }
+    }
+
+    /// What a choice has to report.
+    fn take(&mut self, index: usize) -> Value {
+        let asked = &self.asked;
+        let choice = &mut self.choices[index];
+        let logprobs = match asked.sampling.logprobs {
+            Some(_) => choice.logprobs.take(),
+            None => Value::Null,
+        };
+        let finish_reason = choice.end.as_ref().map(|end| if end.length { "length" } else { "stop" });
+        let mut value = json!({"index": index, "text": std::mem::take(&mut choice.text), "logprobs": logprobs,
+            "finish_reason": finish_reason, "stop_reason": choice.end.as_ref().map_or(Value::Null, stop_reason)});
+        if asked.sampling.prompt_logprobs.is_some() {
+            value["prompt_logprobs"] = choice.prompt_logprobs.take();
+        }
+        if asked.sampling.return_token_ids {
+            value["token_ids"] = std::mem::take(&mut choice.tokens).into();
+            value["prompt_token_ids"] = asked.prompts[index / asked.sampling.n].tokens.clone().into();
+        }
+        value
+    }
+
+    fn object(&self, choices: Vec<Value>) -> Value {
+        json!({"id": self.id, "object": "text_completion", "created": self.created, "model": self.asked.target.model,
+            "choices": choices})
+    }
+
+    async fn whole(mut self, mut texts: Texts) -> Result<Response> {
+        while let Some((index, part)) = texts.next().await? {
+            self.add(index, part)?;
+        }
+        let choices = (0..self.choices.len()).map(|index| self.take(index)).collect();
+        let mut body = self.object(choices);
+        body["usage"] = self.usage.to_json();
+        Ok(Json(body).into_response())
+    }
+
+    async fn stream(mut self, mut texts: Texts, writer: sse::Writer) -> Result<()> {
+        while let Some((index, part)) = texts.next().await? {
+            if self.add(index, part)? {
+                let choice = self.take(index);
+                let mut chunk = self.object(vec![choice]);
+                if self.asked.include_usage {
+                    chunk["usage"] = Value::Null;
+                }
+                writer.data(&chunk).await;
+            }
+        }
+        if self.asked.include_usage {
+            let mut last = self.object(Vec::new());
+            last["usage"] = self.usage.to_json();
+            writer.data(&last).await;
+        }
+        writer.text(sse::DONE).await;
+        Ok(())
+    }
+}
+
+impl Choice {
+    fn push(&mut self, vocabulary: &Vocabulary, token: u32, logprobs: Option<&TokenLogprobs>) {
+        self.tokens.push(token);
+        if logprobs.is_some() {
+            self.logprobs.push(vocabulary, token, logprobs);
+        }
+    }
+}

@@ -1,0 +1,189 @@
+//! The server: routes, their limits, and the life of its socket.
+
+use crate::app::{App, ServeError, ServedModel};
+use crate::auth::{self, Keys};
+use crate::error::ApiError;
+use crate::routes::{adapters, chat, completions, embeddings, messages, models, operation, responses, tokens};
+use axum::Router;
+use axum::extract::{DefaultBodyLimit, Request};
+use axum::http::{HeaderValue, Method, StatusCode, Uri};
+use axum::middleware::{self, Next};
+use axum::response::Response;
+use axum::routing::{get, post};
+use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
+use std::time::Duration;
+use tokio::runtime::Runtime;
+use tower_http::cors::{AllowHeaders, CorsLayer};
+
+/// Time between two looks whether the server should stop.
+const STOP_INTERVAL: Duration = Duration::from_millis(50);
+
+/// Settings of a server.
+#[derive(Debug, Clone)]
+pub struct Settings {
+    /// The address to listen on.
+    pub host: String,
+    /// The port; 0 takes any that is free.
+    pub port: u16,
+    /// Largest body of a request, in bytes.
+    pub max_body: usize,
+    /// The keys that open the server; without any, it is open to everybody who reaches it.
+    pub api_keys: Vec<String>,
+    /// Origins whose pages may call the server from a browser; `*` for all.
+    pub allow_origin: Vec<String>,
+    /// How long a server that stops waits for the requests that run.
+    pub drain: Duration,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            host: "127.0.0.1".into(),
+            port: 8000,
+            max_body: 64 << 20,
+            api_keys: Vec::new(),
+            allow_origin: Vec::new(),
+            drain: Duration::from_secs(60),
+        }
+    }
+}
+
+/// A server that listens, and answers once it runs.
+#[derive(Debug)]
+pub struct Server {
+    runtime: Runtime,
+    listener: TcpListener,
+    router: Router,
+    drain: Duration,
+}
+
+impl Server {
+    /// Listens at the address of the settings.
+    ///
+    /// # Errors
+    /// A port that is taken, settings that are impossible, a model whose own files are wrong.
+    pub fn bind(model: ServedModel, settings: &Settings) -> Result<Self, ServeError> {
+        let router = router(model, settings)?;
+        let refused = |source| ServeError::Listen { address: format!("{}:{}", settings.host, settings.port), source };
+        let addresses: Vec<SocketAddr> =
+            (settings.host.as_str(), settings.port).to_socket_addrs().map_err(refused)?.collect();
+        let listener = TcpListener::bind(&addresses[..]).map_err(refused)?;
+        listener.set_nonblocking(true)?;
+        let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().thread_name("http").build()?;
+        Ok(Self { runtime, listener, router, drain: settings.drain })
+    }
+
+    /// The address that the server listens on.
+    ///
+    /// # Errors
+    /// The operating system's.
+    pub fn address(&self) -> Result<SocketAddr, ServeError> {
+        Ok(self.listener.local_addr()?)
+    }
+
+    /// Answers until `stopped`, which is asked often, says so; then takes no more connections, and ends when the requests that run
+    /// have ended, or when the time to drain is over. Returns whether all requests were finished.
+    ///
+    /// # Errors
+    /// The operating system's.
+    pub fn run(self, stopped: impl Fn() -> bool) -> Result<bool, ServeError> {
+        let Self { runtime, listener, router, drain } = self;
+        let drained = runtime.block_on(async {
+            let listener = tokio::net::TcpListener::from_std(listener)?;
+            let (stopping, mut is_stopping) = tokio::sync::watch::channel(false);
+            let graceful = async move {
+                // A sender that is gone has stopped as well.
+                let _ = is_stopping.wait_for(|stopping| *stopping).await;
+            };
+            let serving = axum::serve(listener, router).with_graceful_shutdown(graceful);
+            let end = async {
+                while !stopped() {
+                    tokio::time::sleep(STOP_INTERVAL).await;
+                }
+                // Only a server that has ended already does not hear it.
+                let _ = stopping.send(true);
+                tokio::time::sleep(drain).await;
+            };
+            tokio::select! {
+                result = async { serving.await } => result.map(|()| true),
+                () = end => Ok(false),
+            }
+        })?;
+        // Requests that are still running are dropped, and with them what they hold.
+        runtime.shutdown_background();
+        Ok(drained)
+    }
+}
+
+fn router(model: ServedModel, settings: &Settings) -> Result<Router, ServeError> {
+    let keys = Keys(settings.api_keys.clone().into());
+    let closed = Router::new()
+        .route("/v1/models", get(models::list))
+        .route("/v1/models/{*name}", get(models::one))
+        .route("/v1/chat/completions", post(chat::create))
+        .route("/v1/completions", post(completions::create))
+        .route("/v1/embeddings", post(embeddings::create))
+        .route("/v1/responses", post(responses::create))
+        .route("/v1/messages", post(messages::create))
+        .route("/v1/messages/count_tokens", post(messages::count_tokens))
+        .route("/v1/load_lora_adapter", post(adapters::load))
+        .route("/v1/unload_lora_adapter", post(adapters::unload))
+        .route("/tokenize", post(tokens::tokenize))
+        .route("/detokenize", post(tokens::detokenize))
+        .route("/metrics", get(operation::metrics))
+        .route_layer(middleware::from_fn_with_state(keys, auth::check));
+    let open = Router::new()
+        .route("/", get(operation::page))
+        .route("/health", get(operation::health))
+        .route("/version", get(operation::version))
+        .route("/openapi.json", get(operation::openapi));
+    let router = closed
+        .merge(open)
+        .fallback(unknown_route)
+        .method_not_allowed_fallback(unknown_method)
+        .layer(DefaultBodyLimit::max(settings.max_body))
+        .layer(middleware::from_fn(in_shape_of_route))
+        .with_state(App::new(model)?);
+    Ok(match cors(&settings.allow_origin)? {
+        Some(cors) => router.layer(cors),
+        None => router,
+    })
+}
+
+/// The layer that lets pages of other origins read answers; none without origins.
+fn cors(origins: &[String]) -> Result<Option<CorsLayer>, ServeError> {
+    if origins.is_empty() {
+        return Ok(None);
+    }
+    let layer =
+        CorsLayer::new().allow_methods([Method::GET, Method::POST]).allow_headers(AllowHeaders::mirror_request());
+    if origins.iter().any(|origin| origin == "*") {
+        return Ok(Some(layer.allow_origin(tower_http::cors::Any)));
+    }
+    let header = |origin: &String| {
+        HeaderValue::from_str(origin).map_err(|_| ServeError::Settings(format!("`{origin}` is no origin")))
+    };
+    let origins: Vec<HeaderValue> = origins.iter().map(header).collect::<Result<_, _>>()?;
+    Ok(Some(layer.allow_origin(origins)))
+}
+
+async fn unknown_route(method: Method, uri: Uri) -> ApiError {
+    ApiError::new(
+        StatusCode::NOT_FOUND,
+        format!("there is no {method} {}; /openapi.json lists what there is", uri.path()),
+    )
+}
+
+async fn unknown_method(method: Method, uri: Uri) -> ApiError {
+    ApiError::new(StatusCode::METHOD_NOT_ALLOWED, format!("{} does not answer {method}", uri.path()))
+}
+
+/// Writes errors of Anthropic's routes in Anthropic's shape, wherever they come from.
+async fn in_shape_of_route(request: Request, next: Next) -> Response {
+    let is_anthropic = request.uri().path().starts_with("/v1/messages");
+    let mut response = next.run(request).await;
+    match response.extensions_mut().remove::<ApiError>() {
+        Some(error) if is_anthropic => error.into_anthropic_response(),
+        _ => response,
+    }
+}

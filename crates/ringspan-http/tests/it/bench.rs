@@ -1,0 +1,44 @@
+//! The load generator against the server.
+
+use crate::client::{start, start_with};
+use ringspan_http::Settings;
+use ringspan_http::bench::{BenchError, Load};
+use std::time::Duration;
+
+#[test]
+fn each_number_of_clients_is_measured() {
+    let server = start_with(Settings { api_keys: vec!["k".into()], ..Settings::default() }, None);
+    let load = Load {
+        url: format!("http://{}", server.address),
+        api_key: Some("k".into()),
+        prompt_tokens: 30,
+        output_tokens: 5,
+        requests: None,
+    };
+    let mut all = Vec::new();
+    load.run(&[1, 3], |measured| all.push(measured.clone())).expect("measured");
+    assert_eq!(all.iter().map(|measured| (measured.clients, measured.requests)).collect::<Vec<_>>(), [(1, 4), (3, 12)]);
+    for measured in all {
+        assert!(
+            measured.first_token.median > Duration::ZERO && measured.first_token.p99 >= measured.first_token.median
+        );
+        assert!(measured.output_tokens_per_second > 0.0);
+        // 30 prompt tokens for 5 of the text.
+        let ratio = measured.prompt_tokens_per_second / measured.output_tokens_per_second;
+        assert!((ratio - 6.0).abs() < 1e-9, "{ratio}");
+    }
+}
+
+#[test]
+fn a_server_that_refuses_is_named_with_its_reason() {
+    let server = start();
+    let load =
+        |url: String, prompt_tokens| Load { url, api_key: None, prompt_tokens, output_tokens: 5, requests: None };
+    let url = format!("http://{}", server.address);
+    match load(url, 5000).run(&[1], |_| ()) {
+        Err(BenchError::Refused { status: 400, body, .. }) => assert!(body.contains("5000"), "{body}"),
+        other => panic!("{other:?}"),
+    }
+    assert!(matches!(load("https://x".into(), 1).run(&[1], |_| ()), Err(BenchError::Url { .. })));
+    assert!(matches!(load("http://127.0.0.1:1".into(), 1).run(&[1], |_| ()), Err(BenchError::Connection(_))));
+}

@@ -1,0 +1,209 @@
+//! Chat completions.
+
+use crate::client::{start, start_with};
+use ringspan_http::Settings;
+use serde_json::{Value, json};
+
+#[test]
+fn an_answer_has_openais_fields() {
+    let server = start();
+    let answer = server.chat("say:Grüße 😀", json!({}));
+    assert_eq!(answer.status, 200, "{}", answer.body);
+    let body = answer.json();
+    assert!(body["id"].as_str().unwrap().starts_with("chatcmpl-"));
+    assert_eq!((&body["object"], &body["model"]), (&json!("chat.completion"), &json!("test")));
+    let choice = &body["choices"][0];
+    assert_eq!(choice["message"], json!({"role": "assistant", "content": "Grüße 😀", "refusal": null}));
+    assert_eq!((&choice["finish_reason"], &choice["logprobs"]), (&json!("stop"), &Value::Null));
+    // <|user|>user: say:…<|assistant|>: two special tokens and the bytes of the rest.
+    let prompt = 2 + "user: say:Grüße 😀".len();
+    let completion = "Grüße 😀".len() + 1;
+    assert_eq!(body["usage"]["prompt_tokens"], prompt);
+    assert_eq!(body["usage"]["completion_tokens"], completion);
+    assert_eq!(body["usage"]["total_tokens"], prompt + completion);
+    assert_eq!(body["usage"]["prompt_tokens_details"]["cached_tokens"], 0);
+    let again = server.chat("say:Grüße 😀", json!({})).json();
+    assert_eq!(again["usage"]["prompt_tokens_details"]["cached_tokens"], prompt - 1);
+}
+
+#[test]
+fn a_stream_is_a_role_then_whole_characters_then_a_reason_then_usage() {
+    let server = start();
+    let answer = server.chat("say:é😀x", json!({"stream": true, "stream_options": {"include_usage": true}}));
+    assert!(answer.headers.contains("content-type: text/event-stream"), "{}", answer.headers);
+    let chunks = answer.chunks();
+    assert!(chunks.iter().all(|chunk| chunk["object"] == "chat.completion.chunk" && chunk["id"] == chunks[0]["id"]));
+    let delta = |chunk: &Value| chunk["choices"][0]["delta"].clone();
+    assert_eq!(delta(&chunks[0]), json!({"role": "assistant", "content": ""}));
+    let said: Vec<Value> = chunks[1..4].iter().map(delta).collect();
+    assert_eq!(said, [json!({"content": "é"}), json!({"content": "😀"}), json!({"content": "x"})]);
+    let last = chunks.iter().filter(|chunk| chunk["choices"][0]["finish_reason"] == "stop").count();
+    assert_eq!(last, 1);
+    let usage = chunks.last().unwrap();
+    assert_eq!((&usage["choices"], &usage["usage"]["completion_tokens"]), (&json!([]), &json!(8)));
+    assert!(chunks[0]["usage"].is_null() && chunks[0].as_object().unwrap().contains_key("usage"));
+    let without = server.chat("say:x", json!({"stream": true})).chunks();
+    assert!(without.iter().all(|chunk| chunk.get("usage").is_none()));
+}
+
+#[test]
+fn stop_strings_end_texts_across_tokens_and_are_left_out() {
+    let server = start();
+    for stream in [false, true] {
+        let answer =
+            server.chat("say:one END two", json!({"stop": ["ZZ", " END"], "stream": stream, "logprobs": true}));
+        let (content, reason, tokens) = match stream {
+            false => {
+                let choice = answer.json()["choices"][0].clone();
+                let tokens = choice["logprobs"]["content"].as_array().unwrap().len();
+                (choice["message"]["content"].as_str().unwrap().to_owned(), choice["stop_reason"].clone(), tokens)
+            }
+            true => {
+                let chunks = answer.chunks();
+                let text = chunks.iter().filter_map(|chunk| chunk["choices"][0]["delta"]["content"].as_str());
+                let tokens = chunks.iter().filter_map(|chunk| chunk["choices"][0]["logprobs"]["content"].as_array());
+                let reason = chunks.iter().find_map(|chunk| chunk["choices"][0].get("stop_reason").cloned());
+                (text.collect(), reason.unwrap(), tokens.map(Vec::len).sum())
+            }
+        };
+        assert_eq!((content.as_str(), reason, tokens), ("one", json!(" END"), 3), "stream: {stream}");
+    }
+}
+
+#[test]
+fn texts_end_by_length_by_tokens_or_by_neither() {
+    let server = start();
+    let reason = |body: Value| {
+        let body = server.chat("say:abcdef", body).json();
+        let choice = &body["choices"][0];
+        (
+            choice["message"]["content"].as_str().unwrap().to_owned(),
+            choice["finish_reason"].as_str().unwrap().to_owned(),
+        )
+    };
+    assert_eq!(reason(json!({"max_tokens": 2})), ("ab".into(), "length".into()));
+    assert_eq!(reason(json!({"max_completion_tokens": 3, "max_tokens": 2})), ("abc".into(), "length".into()));
+    assert_eq!(reason(json!({"stop_token_ids": [u32::from(b'd')]})), ("abc".into(), "stop".into()));
+    let ignored = reason(json!({"ignore_eos": true, "max_tokens": 8, "skip_special_tokens": false}));
+    assert_eq!(ignored, ("abcdef<|end|><|end|>".into(), "length".into()));
+    let forced = reason(json!({"min_tokens": 8, "max_tokens": 8}));
+    assert_eq!(forced.0.len(), 8);
+}
+
+#[test]
+fn log_probabilities_have_bytes_and_alternatives() {
+    let server = start();
+    let body = server.chat("say:é", json!({"logprobs": true, "top_logprobs": 2})).json();
+    let content = body["choices"][0]["logprobs"]["content"].as_array().unwrap().clone();
+    assert_eq!(content.len(), 2);
+    assert_eq!(content[0]["bytes"], json!([0xc3]));
+    assert_eq!(content[0]["top_logprobs"].as_array().unwrap().len(), 2);
+    assert_eq!(content[0]["top_logprobs"][0]["logprob"], content[0]["logprob"]);
+    let own = content[0]["logprob"].as_f64().unwrap();
+    assert!(own < 0.0 && own > -0.1, "{own}");
+    let error = server.chat("x", json!({"top_logprobs": 2})).error(400);
+    assert_eq!(error["param"], "top_logprobs");
+}
+
+#[test]
+fn several_answers_are_several_choices() {
+    let server = start();
+    let body = server.chat("say:hi", json!({"n": 3, "seed": 1})).json();
+    let choices = body["choices"].as_array().unwrap();
+    assert_eq!(choices.iter().map(|choice| choice["index"].as_u64().unwrap()).collect::<Vec<_>>(), [0, 1, 2]);
+    assert!(choices.iter().all(|choice| choice["message"]["content"] == "hi"));
+    assert_eq!(body["usage"]["completion_tokens"], 9);
+}
+
+#[test]
+fn token_ids_are_reported_if_asked_for() {
+    let server = start();
+    let body = server.chat("say:hi", json!({"return_token_ids": true, "prompt_logprobs": 1})).json();
+    assert_eq!(body["choices"][0]["token_ids"], json!([104, 105]));
+    assert_eq!(body["prompt_token_ids"][0], 257);
+    let prompt = body["prompt_logprobs"].as_array().unwrap();
+    assert!(prompt[0].is_null() && prompt[1]["117"]["logprob"].as_f64().unwrap() < 0.0, "{}", prompt[1]);
+}
+
+#[test]
+fn answers_follow_grammars() {
+    let server = start();
+    let content = |body: Value| {
+        let answer = server.chat("say:zzz", body);
+        assert_eq!(answer.status, 200, "{}", answer.body);
+        answer.json()["choices"][0]["message"]["content"].as_str().unwrap().to_owned()
+    };
+    assert_eq!(content(json!({"structured_outputs": {"choice": ["no", "yes"]}})), "no");
+    let digits = content(json!({"structured_outputs": {"regex": "[0-9]{3}"}}));
+    assert!(digits.len() == 3 && digits.chars().all(|c| c.is_ascii_digit()), "{digits}");
+    let lark = content(json!({"structured_outputs": {"grammar": "start: \"(\" /[ab]/ \")\""}}));
+    assert_eq!(lark, "(a)");
+    let schema = json!({"type": "object", "properties": {"ok": {"type": "boolean"}, "n": {"$ref": "#/$defs/n"}},
+        "required": ["ok", "n"], "additionalProperties": false, "$defs": {"n": {"enum": [7, 8]}}});
+    let format = json!({"type": "json_schema", "json_schema": {"name": "x", "strict": true, "schema": schema}});
+    let text = content(json!({"response_format": format}));
+    let value: Value = serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"));
+    assert!(value["ok"].is_boolean() && (value["n"] == 7 || value["n"] == 8), "{text}");
+}
+
+#[test]
+fn impossible_grammars_are_refused() {
+    let server = start();
+    for structured in [
+        json!({"json": {"type": "string", "minLength": 5, "maxLength": 2}}),
+        json!({"regex": "["}),
+        json!({"grammar": "start: nothing"}),
+        json!({"json": {"type": "nonsense"}}),
+        json!({}),
+        json!({"regex": "a", "choice": ["b"]}),
+    ] {
+        let answer = server.chat("x", json!({"structured_outputs": structured}));
+        assert_eq!(answer.status, 400, "{structured}: {}", answer.body);
+    }
+}
+
+#[test]
+fn messages_of_unknown_forms_are_refused_by_name() {
+    let server = start();
+    let error = |messages: Value| {
+        server.post("/v1/chat/completions", json!({"model": "test", "messages": messages})).error(400)["param"].clone()
+    };
+    assert_eq!(error(json!([])), "messages");
+    assert_eq!(error(json!("hi")), "messages");
+    assert_eq!(error(json!([{"role": "robot", "content": "x"}])), "messages[0].role");
+    assert_eq!(error(json!([{"role": "user"}])), "messages[0].content");
+    let image = json!([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]);
+    assert_eq!(error(image), "messages[0].content[0].type");
+    let parts = json!({"model": "test", "messages": [{"role": "developer", "content": "be nice"},
+        {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "text", "text": "say:hi"}]}]});
+    let body = server.post("/v1/chat/completions", parts).json();
+    assert_eq!(body["choices"][0]["message"]["content"], "hi");
+}
+
+#[test]
+fn variables_of_templates_are_set_if_the_template_reads_them() {
+    let server = start();
+    assert_eq!(
+        server.chat("x", json!({"max_tokens": 1, "chat_template_kwargs": {"enable_thinking": false}})).status,
+        200
+    );
+    let error = server.chat("x", json!({"chat_template_kwargs": {"thinking": false}})).error(400);
+    assert!(error["message"].as_str().unwrap().contains("`thinking`"), "{error}");
+    let error = server.chat("x", json!({"reasoning_effort": "high"})).error(400);
+    assert!(error["message"].as_str().unwrap().contains("reasoning_effort"), "{error}");
+}
+
+#[test]
+fn a_model_without_a_template_has_no_chat() {
+    let server = start_with(Settings::default(), None);
+    let error = server.chat("x", json!({})).error(400);
+    assert!(error["message"].as_str().unwrap().contains("no chat template"), "{error}");
+    assert_eq!(server.complete("say:hi", json!({})).json()["choices"][0]["text"], "hi");
+}
+
+#[test]
+fn what_a_template_raises_is_the_answer() {
+    let server = start_with(Settings::default(), Some("{{ raise_exception('roles must alternate') }}"));
+    let error = server.chat("x", json!({})).error(400);
+    assert!(error["message"].as_str().unwrap().contains("roles must alternate"), "{error}");
+}

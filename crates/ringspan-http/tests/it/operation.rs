@@ -1,0 +1,76 @@
+//! What operators look at, and adapters.
+
+use crate::client::start;
+use serde_json::json;
+
+#[test]
+fn metrics_have_the_names_of_dashboards() {
+    let server = start();
+    server.complete("say:hello", json!({}));
+    server.complete("say:hello", json!({"max_tokens": 1}));
+    let answer = server.get("/metrics");
+    assert!(answer.headers.contains("content-type: text/plain; version=0.0.4"), "{}", answer.headers);
+    for line in [
+        "vllm:num_requests_running{model_name=\"test\"} 0",
+        "vllm:num_requests_waiting{model_name=\"test\"} 0",
+        "vllm:kv_cache_usage_perc{model_name=\"test\"} 0",
+        "vllm:prompt_tokens_total{model_name=\"test\"} 5",
+        "vllm:generation_tokens_total{model_name=\"test\"} 0",
+        "vllm:prefix_cache_queries_total{model_name=\"test\"} 0",
+        "vllm:prefix_cache_hits_total{model_name=\"test\"} 0",
+        "vllm:time_to_first_token_seconds_count{model_name=\"test\"} 2",
+        "vllm:inter_token_latency_seconds_count{model_name=\"test\"} 4",
+        "vllm:e2e_request_latency_seconds_count{model_name=\"test\"} 2",
+        "vllm:request_success_total{model_name=\"test\",finished_reason=\"stop\"} 1",
+        "vllm:request_success_total{model_name=\"test\",finished_reason=\"length\"} 1",
+        "ringspan:kv_pages_used{model_name=\"test\",rank=\"0\"} 0",
+        "ringspan:kv_pages_cached{model_name=\"test\",rank=\"1\"} 7",
+        "ringspan:transfer_bytes_total{model_name=\"test\",rank=\"0\"} 11",
+        "ringspan:wait_seconds_total{model_name=\"test\",rank=\"1\"} 0.5",
+    ] {
+        let found = answer.body.lines().any(|found| found.strip_suffix(".0").unwrap_or(found) == line);
+        assert!(found, "{line} is missing in\n{}", answer.body);
+    }
+}
+
+#[test]
+fn models_are_listed_with_their_adapters() {
+    let server = start();
+    let folder = tempfile::tempdir().unwrap();
+    assert_eq!(
+        server.post("/v1/load_lora_adapter", json!({"lora_name": "org/a", "lora_path": folder.path()})).status,
+        200
+    );
+    let list = server.get("/v1/models").json();
+    let ids: Vec<&str> = list["data"].as_array().unwrap().iter().map(|model| model["id"].as_str().unwrap()).collect();
+    assert_eq!(ids, ["test", "org/a"]);
+    assert_eq!((&list["data"][0]["parent"], &list["data"][1]["parent"]), (&json!(null), &json!("test")));
+    assert_eq!(server.get("/v1/models/org/a").json()["id"], "org/a");
+    server.get("/v1/models/b").error(404);
+    assert_eq!(server.complete("say:x", json!({"model": "org/a"})).json()["model"], "org/a");
+    server.post("/v1/load_lora_adapter", json!({"lora_name": "org/a", "lora_path": folder.path()})).error(400);
+    server.post("/v1/load_lora_adapter", json!({"lora_name": "b", "lora_path": "/nowhere"})).error(400);
+    server.post("/v1/load_lora_adapter", json!({"lora_name": "test", "lora_path": folder.path()})).error(400);
+    assert_eq!(server.post("/v1/unload_lora_adapter", json!({"lora_name": "org/a"})).status, 200);
+    server.post("/v1/unload_lora_adapter", json!({"lora_name": "org/a"})).error(404);
+    server.complete("say:x", json!({"model": "org/a"})).error(404);
+}
+
+#[test]
+fn the_page_and_the_description_are_served() {
+    let server = start();
+    let page = server.get("/");
+    assert!(page.headers.contains("text/html") && page.body.contains("/v1/chat/completions"), "{}", page.headers);
+    let openapi = server.get("/openapi.json").json();
+    let paths = openapi["paths"].as_object().unwrap();
+    for path in paths.keys().filter(|path| !path.contains('{')) {
+        // Each route that is described is there.
+        let status = server.request("PATCH", path, "", b"").status;
+        assert_eq!(status, 405, "{path}");
+    }
+    for path in ["/v1/chat/completions", "/v1/responses", "/v1/messages/count_tokens", "/metrics", "/detokenize"] {
+        assert!(paths.contains_key(path), "{path}");
+    }
+    assert_eq!(server.get("/version").json()["version"], env!("CARGO_PKG_VERSION"));
+    assert_eq!(server.get("/health").json()["status"], "ok");
+}

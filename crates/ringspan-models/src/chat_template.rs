@@ -1,0 +1,296 @@
+//! Chat templates: turn conversations into the text that a model reads.
+
+use crate::error::{Error, Result};
+use crate::gguf;
+use crate::model_source::ModelSource;
+use crate::tokenizer_config::{self, TOKENIZER_CONFIG};
+use minijinja::{Environment, ErrorKind, Value as TemplateValue, value::Kwargs};
+use serde::Serialize;
+use serde_json::{Map, Value};
+use std::path::{Path, PathBuf};
+
+/// Markers around the text of a `{% generation %}` block in a text of [`ChatTemplate::render_marked`]; data may not hold them.
+pub const GENERATION_MARKERS: [char; 2] = ['\u{10fffe}', '\u{10ffff}'];
+
+/// The file of a template that has one of its own.
+const CHAT_TEMPLATE: &str = "chat_template.jinja";
+
+/// A model's chat template, as Hugging Face keeps it beside the tokenizer.
+#[derive(Debug, Clone)]
+pub struct ChatTemplate {
+    environment: Environment<'static>,
+    /// Special tokens that the template may use, by name.
+    tokens: Map<String, Value>,
+    source: String,
+    has_generation_blocks: bool,
+    path: PathBuf,
+}
+
+/// What a template renders.
+#[derive(Debug, Clone, Copy)]
+pub struct Conversation<'a> {
+    /// Objects with `role` and `content`.
+    pub messages: &'a [Value],
+    /// The functions that the assistant may call, in OpenAI's form; null for none.
+    pub tools: &'a Value,
+    /// Whether the text ends with what the template writes before an answer.
+    pub add_generation_prompt: bool,
+    /// Further variables of the template, such as `enable_thinking`; they win over special tokens of the same name.
+    pub variables: &'a Map<String, Value>,
+}
+
+impl ChatTemplate {
+    /// The template of a model: from the folder of an adapter or of the model itself, or from the GGUF file. `None` where there
+    /// is none.
+    ///
+    /// # Errors
+    /// Files that cannot be read, and a damaged template.
+    pub fn of(source: &ModelSource) -> Result<Option<Self>> {
+        for folder in source.folders() {
+            if let Some(template) = Self::from_model_folder(folder)? {
+                return Ok(Some(template));
+            }
+        }
+        source.chat_template()?.map(|template| Self::from_gguf(template, source.base().path())).transpose()
+    }
+
+    /// The template in the folder of a model or of a tokenizer: `chat_template.jinja`, or else `chat_template` in
+    /// `tokenizer_config.json`, which also names the special tokens. `None` where there is none.
+    ///
+    /// # Errors
+    /// [`Error::Format`] for a damaged file, [`Error::Io`] when the system refuses.
+    pub fn from_model_folder(folder: &Path) -> Result<Option<Self>> {
+        let config_path = folder.join(TOKENIZER_CONFIG);
+        let config = tokenizer_config::strings(&config_path)?;
+        let path = folder.join(CHAT_TEMPLATE);
+        if path.exists() {
+            return Self::parse(read(&path)?, config, &path).map(Some);
+        }
+        let source = match config.get("chat_template") {
+            Some(Value::String(source)) => source.clone(),
+            // Some models have several templates, each with a name.
+            Some(Value::Array(all)) => match all.iter().find(|one| one["name"] == "default") {
+                Some(one) => one["template"].as_str().unwrap_or_default().to_owned(),
+                None => return Ok(None),
+            },
+            _ => return Ok(None),
+        };
+        Self::parse(source, config, &config_path).map(Some)
+    }
+
+    /// The template that a model's own file (GGUF) holds.
+    ///
+    /// # Errors
+    /// [`Error::Format`] for a damaged template.
+    pub fn from_gguf(template: gguf::ChatTemplate, path: &Path) -> Result<Self> {
+        Self::parse(template.source, template.tokens, path)
+    }
+
+    /// The template in a Jinja file; the tokenizer's folder, where there is one, names the special tokens.
+    ///
+    /// # Errors
+    /// As [`Self::from_model_folder`].
+    pub fn read(path: &Path, tokenizer: Option<&Path>) -> Result<Self> {
+        let tokens = tokenizer.map(|folder| tokenizer_config::strings(&folder.join(TOKENIZER_CONFIG))).transpose()?;
+        Self::parse(read(path)?, tokens.unwrap_or_default(), path)
+    }
+
+    /// Makes a template of its Jinja source, and of the texts of special tokens by their variables' names (`bos_token`); `path`
+    /// is for messages.
+    ///
+    /// # Errors
+    /// [`Error::Format`] for a damaged template.
+    pub fn parse(source: String, tokens: Map<String, Value>, path: &Path) -> Result<Self> {
+        let mut environment = Environment::new();
+        environment.set_trim_blocks(true);
+        environment.set_lstrip_blocks(true);
+        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.add_function(
+            "raise_exception",
+            |message: String| -> std::result::Result<TemplateValue, minijinja::Error> {
+                Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
+            },
+        );
+        environment.add_filter("tojson", python_json);
+        let (marked_source, has_generation_blocks) = mark_generation(&source);
+        let broken = |e: minijinja::Error| Error::Format { path: path.into(), problem: error_text(&e) };
+        environment.add_template_owned("chat", marked_source).map_err(broken)?;
+        Ok(Self { environment, tokens, source, has_generation_blocks, path: path.into() })
+    }
+
+    /// The template's source.
+    #[must_use]
+    pub fn source(&self) -> &str {
+        &self.source
+    }
+
+    /// Whether the template's source has this variable's name.
+    #[must_use]
+    pub fn mentions(&self, variable: &str) -> bool {
+        let of_name = |c: char| c.is_alphanumeric() || c == '_';
+        !variable.is_empty()
+            && self.source.match_indices(variable).any(|(at, _)| {
+                !self.source[..at].ends_with(of_name) && !self.source[at + variable.len()..].starts_with(of_name)
+            })
+    }
+
+    /// The texts of special tokens, by the template's variables for them.
+    #[must_use]
+    pub fn tokens(&self) -> &Map<String, Value> {
+        &self.tokens
+    }
+
+    /// The file that holds the template.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Whether the template itself marks the assistant's words, by `{% generation %}` blocks.
+    #[must_use]
+    pub fn has_generation_blocks(&self) -> bool {
+        self.has_generation_blocks
+    }
+
+    /// The text of a conversation.
+    ///
+    /// # Errors
+    /// The template's own error, in words.
+    pub fn render(&self, conversation: &Conversation<'_>) -> std::result::Result<String, String> {
+        let text = self.render_marked(conversation)?;
+        Ok(if self.has_generation_blocks { text.replace(GENERATION_MARKERS, "") } else { text })
+    }
+
+    /// The text of a conversation, with [`GENERATION_MARKERS`] around each generation block.
+    ///
+    /// # Errors
+    /// The template's own error, in words.
+    pub fn render_marked(&self, conversation: &Conversation<'_>) -> std::result::Result<String, String> {
+        let mut context = self.tokens.clone();
+        context.insert("messages".into(), conversation.messages.into());
+        context.insert("tools".into(), conversation.tools.clone());
+        context.insert("documents".into(), Value::Null);
+        context.insert("add_generation_prompt".into(), conversation.add_generation_prompt.into());
+        context.extend(conversation.variables.clone());
+        let template = self.environment.get_template("chat").map_err(|e| error_text(&e))?;
+        template.render(TemplateValue::from_serialize(&context)).map_err(|e| error_text(&e))
+    }
+}
+
+fn read(path: &Path) -> Result<String> {
+    std::fs::read_to_string(path).map_err(|source| Error::Io { path: path.to_owned(), source })
+}
+
+/// The message of a template engine's error, with its causes.
+fn error_text(error: &minijinja::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = std::error::Error::source(error);
+    while let Some(next) = cause {
+        text = format!("{text}: {next}");
+        cause = next.source();
+    }
+    text.replace('\n', " ")
+}
+
+/// Replaces Hugging Face's `generation` tags by what this engine knows: a marker inside an empty condition, whose two tags keep
+/// the trimming of white space on both sides as it was. Also returns whether there was any.
+fn mark_generation(source: &str) -> (String, bool) {
+    let mut out = String::with_capacity(source.len());
+    let (mut rest, mut has_generation_blocks) = (source, false);
+    while let Some(start) = rest.find("{%") {
+        let Some(end) = rest[start..].find("%}").map(|end| start + end + 2) else { break };
+        let tag = &rest[start..end];
+        let inner = tag[2..tag.len() - 2].trim_matches(['-', '+']);
+        let sign = |c: Option<char>| c.filter(|c| "-+".contains(*c)).map_or(String::new(), String::from);
+        let (left, right) = (sign(tag[2..].chars().next()), sign(tag[..tag.len() - 2].chars().last()));
+        out.push_str(&rest[..start]);
+        match inner.trim() {
+            "generation" => {
+                has_generation_blocks = true;
+                out.push_str(&format!("{{%{left} if true %}}{}{{% if true {right}%}}", GENERATION_MARKERS[0]));
+            }
+            "endgeneration" => {
+                out.push_str(&format!("{{%{left} endif %}}{}{{% endif {right}%}}", GENERATION_MARKERS[1]))
+            }
+            _ => out.push_str(tag),
+        }
+        rest = &rest[end..];
+    }
+    out.push_str(rest);
+    (out, has_generation_blocks)
+}
+
+/// Writes JSON as Python does, for which templates were written: with a space after colons and commas.
+fn python_json(value: &TemplateValue, options: Kwargs) -> std::result::Result<TemplateValue, minijinja::Error> {
+    let indent: Option<usize> = options.get("indent")?;
+    // The other arguments of Python's function do not change this output.
+    let _: Option<bool> = options.get("ensure_ascii")?;
+    options.assert_all_used()?;
+    let failed = |e: serde_json::Error| minijinja::Error::new(ErrorKind::BadSerialization, e.to_string());
+    let mut bytes = Vec::new();
+    match indent {
+        Some(width) => {
+            let indent = vec![b' '; width];
+            let pretty = serde_json::ser::PrettyFormatter::with_indent(&indent);
+            value.serialize(&mut serde_json::Serializer::with_formatter(&mut bytes, pretty)).map_err(failed)?;
+        }
+        None => {
+            value.serialize(&mut serde_json::Serializer::with_formatter(&mut bytes, PythonSpacing)).map_err(failed)?
+        }
+    }
+    Ok(TemplateValue::from_safe_string(String::from_utf8_lossy(&bytes).into_owned()))
+}
+
+/// Puts a space after colons and commas.
+struct PythonSpacing;
+
+impl serde_json::ser::Formatter for PythonSpacing {
+    fn begin_array_value<W: ?Sized + std::io::Write>(&mut self, writer: &mut W, first: bool) -> std::io::Result<()> {
+        writer.write_all(if first { b"" } else { b", " })
+    }
+    fn begin_object_key<W: ?Sized + std::io::Write>(&mut self, writer: &mut W, first: bool) -> std::io::Result<()> {
+        writer.write_all(if first { b"" } else { b", " })
+    }
+    fn begin_object_value<W: ?Sized + std::io::Write>(&mut self, writer: &mut W) -> std::io::Result<()> {
+        writer.write_all(b": ")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn text(source: &str, variables: Value, add_generation_prompt: bool) -> std::result::Result<String, String> {
+        let template = ChatTemplate::parse(source.into(), Map::new(), Path::new("t.jinja")).expect("a template");
+        let messages = [json!({"role": "user", "content": "hi"})];
+        let Value::Object(variables) = variables else { panic!("no object") };
+        template.render(&Conversation {
+            messages: &messages,
+            tools: &Value::Null,
+            add_generation_prompt,
+            variables: &variables,
+        })
+    }
+
+    #[test]
+    fn a_caller_sets_variables_and_asks_for_the_beginning_of_an_answer() {
+        let source = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}\
+                      {% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}";
+        assert_eq!(text(source, json!({}), true), Ok("hi<a>".into()));
+        assert_eq!(text(source, json!({"enable_thinking": false}), false), Ok("hi<think></think>".into()));
+    }
+
+    #[test]
+    fn a_part_of_a_name_is_not_the_name() {
+        let template =
+            ChatTemplate::parse("{{ enable_thinking }}".into(), Map::new(), Path::new("t.jinja")).expect("one");
+        assert!(template.mentions("enable_thinking") && !template.mentions("thinking") && !template.mentions(""));
+    }
+
+    #[test]
+    fn generation_blocks_leave_no_markers() {
+        let source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}";
+        assert_eq!(text(source, json!({}), false), Ok("hi".into()));
+    }
+}
