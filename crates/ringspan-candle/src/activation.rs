@@ -72,6 +72,14 @@ impl Activation {
             Self::GeluTanh => vectorized(|| gated_backward(Self::GeluTanh, gate, up, d)),
         }
     }
+
+    /// Turns `gate` and `up` in place into their gradients, where `d` is the gradient of `act(gate) * up`.
+    pub(crate) fn gate_gradients_in_place<T: Number>(self, gate: &mut [T], up: &mut [T], d: &[T]) {
+        match self {
+            Self::Silu => vectorized(|| gated_gradients(Self::Silu, gate, up, d)),
+            Self::GeluTanh => vectorized(|| gated_gradients(Self::GeluTanh, gate, up, d)),
+        }
+    }
 }
 
 #[inline(always)]
@@ -86,6 +94,14 @@ fn gated_backward<T: Number>(act: Activation, gate: &mut [T], up: &mut [T], d: &
     for ((gate, up), d) in gate.iter_mut().zip(up).zip(d) {
         let ((y, slope), u, dy) = (act.value_and_slope(gate.upcast()), up.upcast(), d.upcast());
         (*gate, *up, *d) = (T::round_from(dy * u * slope), T::round_from(dy * y), T::round_from(y * u));
+    }
+}
+
+#[inline(always)]
+fn gated_gradients<T: Number>(act: Activation, gate: &mut [T], up: &mut [T], d: &[T]) {
+    for ((gate, up), d) in gate.iter_mut().zip(up).zip(d) {
+        let ((y, slope), u, dy) = (act.value_and_slope(gate.upcast()), up.upcast(), d.upcast());
+        (*gate, *up) = (T::round_from(dy * u * slope), T::round_from(dy * y));
     }
 }
 

@@ -67,12 +67,15 @@ impl CustomOp2 for Gated {
         }
         with_number!(gate.dtype(), T => {
             let copy = |tensor: &Tensor| elements_of(tensor, |values: &[T]| Ok(values.to_vec()));
-            let (mut d_gate, mut d_up, mut d) = (copy(gate)?, copy(up)?, copy(&d.contiguous()?)?);
-            let part = pool::part(d.len(), 1);
-            let parts = d_gate.chunks_mut(part).zip(d_up.chunks_mut(part)).zip(d.chunks_mut(part)).collect();
-            pool::map(parts, |((gate, up), d): ((&mut [T], &mut [T]), &mut [T])| {
-                self.0.gate_backward_in_place(gate, up, d);
-            });
+            let (mut d_gate, mut d_up) = (copy(gate)?, copy(up)?);
+            elements_of(&d.contiguous()?, |d: &[T]| {
+                let part = pool::part(d.len(), 1);
+                let parts = d_gate.chunks_mut(part).zip(d_up.chunks_mut(part)).zip(d.chunks(part)).collect();
+                pool::map(parts, |((gate, up), d): ((&mut [T], &mut [T]), &[T])| {
+                    self.0.gate_gradients_in_place(gate, up, d);
+                });
+                Ok(())
+            })?;
             let tensor = |values, like: &Tensor| Tensor::from_vec(values, like.shape(), like.device()).map(Some);
             Ok((tensor(d_gate, gate)?, tensor(d_up, up)?))
         })

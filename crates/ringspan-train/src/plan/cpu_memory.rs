@@ -173,8 +173,12 @@ impl Shape {
         // of the norm; with attention, the input and the gradient that bypasses attention; after it, also the input's norm, its
         // gradient, and what one linear layer adds to that. With tensor parallelism, norms and their gradients are of all
         // tokens.
-        let (of_dense, of_experts) =
-            if self.tp == 1 { (5 * rows, 5 * rows) } else { (3 * rows + 3 * tokens, 5 * rows) };
+        let (of_dense, of_experts) = match self.tp {
+            1 => (5 * rows, 5 * rows),
+            // Ranks that compute adapters in tiles are not all at their fullest at the same time.
+            _ if self.feed_forward_adapted => (3 * rows + 2 * tokens, 5 * rows),
+            _ => (3 * rows + 3 * tokens, 5 * rows),
+        };
         // Latent attention gathers narrower tensors than norms, and makes queries, keys and values of parts by candle's operations,
         // whose graph holds the parts until all of it is differentiated.
         let is_latent = self.dim != self.value_dim;
@@ -225,6 +229,8 @@ impl Shape {
         // inputs and outputs of their own.
         let (rows, of_adapters, tiles) = match self.recompute {
             Recompute::Nothing => (tokens, 5, 0),
+            // A tile of all rows is not copied.
+            _ if tokens == tile => (tile, 5, 2 * tile * self.hidden),
             _ => (tile, 5, 3 * tile * self.hidden),
         };
         let (wide, tiles) = match (self.feed_forward_adapted, self.feed_forward_bias || self.held.stores_layers) {
