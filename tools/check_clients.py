@@ -212,7 +212,9 @@ def check_scripted(client, model):
         assert final.message.tool_calls[0].function.arguments == '{"place":"Ulm"}' and final.finish_reason == "tool_calls"
     named = {"type": "function", "function": {"name": "weather"}}
     for choice in ("required", named):
-        forced = client.chat.completions.create(model=model, messages=user("say:no"), tools=TOOLS, tool_choice=choice, max_tokens=999)
+        forced = client.chat.completions.create(
+            model=model, messages=user("say:no"), tools=TOOLS, tool_choice=choice, max_tokens=999, parallel_tool_calls=False
+        )
         assert forced.choices[0].message.tool_calls[0].function.name == "weather", forced
     functions = [{"type": "function", **TOOLS[0]["function"], "strict": False}]
     response = client.responses.create(model=model, input="say:" + CALL, tools=functions)
