@@ -13,3 +13,12 @@ ringspan=$target/debug/ringspan
 "$python" tools/bench_peers.py --binary "$ringspan" --cases tiny --masks causal,full --dtype f32,bf16 --threads 1 --rings 2 \
   --peers torch,jax,alone --rounds 1 --repeat 1
 "$python" tools/bench_training.py --profile test --tiny --lengths 64 --threads 2 --ranks 2 --rounds 1
+# Clients have an environment of their own: their packages and those of the scripts above would constrain each other.
+clients=$target/python-clients
+if [ "$(cat "$clients/made-of" 2>/dev/null)" != "$(sha256sum <tools/requirements-serve.txt)" ]; then
+  rm -rf "$clients"
+  python3 -m venv "$clients"
+  "$python" -m uv pip install --quiet --python "$clients/bin/python" -r tools/requirements-serve.txt
+  sha256sum <tools/requirements-serve.txt >"$clients/made-of"
+fi
+"$clients/bin/python" tools/check_clients.py --scripted "$target/debug/examples/scripted_engine" --schemathesis --ringspan "$ringspan"

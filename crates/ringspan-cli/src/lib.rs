@@ -3,6 +3,7 @@
 
 mod allocator;
 pub mod attend;
+mod bench;
 mod device;
 mod draw;
 mod export;
@@ -15,6 +16,7 @@ mod mesh;
 mod model;
 mod say;
 mod score;
+mod serve;
 mod tokens;
 mod topology;
 mod train;
@@ -42,11 +44,13 @@ enum Command {
     Train(Box<train::TrainArgs>),
     Export(export::ExportArgs),
     Generate(generate::GenerateArgs),
+    Serve(Box<serve::ServeArgs>),
     Score(score::ScoreArgs),
     Attend(attend::AttendArgs),
     Draw(draw::DrawArgs),
     Mesh(topology::TopologyArgs),
     Verify(verify::VerifyArgs),
+    Bench(bench::BenchArgs),
 }
 
 /// Lets mimalloc keep freed memory. By default it returns memory that was free for a while, and each training step requests and
@@ -79,11 +83,13 @@ fn run(command: Command, ranks: &Ranks) -> anyhow::Result<ExitCode> {
         Command::Train(args) => return train::run(*args, ranks),
         Command::Export(args) => export::run(&args, ranks),
         Command::Generate(args) => generate::run(&args, ranks),
+        Command::Serve(args) => serve::run(&args, ranks),
         Command::Score(args) => score::run(&args, ranks),
         Command::Attend(args) => attend::run(&args, ranks),
         Command::Draw(args) => draw::run(&args, ranks),
         Command::Mesh(args) => topology::run(&args, ranks),
         Command::Verify(args) => verify::run(&args, ranks),
+        Command::Bench(args) => bench::run(&args),
     }?;
     Ok(ExitCode::SUCCESS)
 }

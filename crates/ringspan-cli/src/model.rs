@@ -7,9 +7,10 @@ use ringspan::comm::ranks::Ranks;
 use ringspan_candle::{DeviceName, Devices, Precision};
 use ringspan_models::{
     Decoder, ModelSource, RopeScaling,
-    special_tokens::{SpecialTokens, without_tokenizer},
+    special_tokens::{GENERATION_CONFIG, SpecialTokens, without_tokenizer},
 };
 use ringspan_serve::{Mesh, Model};
+use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 use tokenizers::Tokenizer;
 
@@ -99,6 +100,15 @@ pub(crate) fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
 /// The tokens that end a text: `eos_token_id` of `generation_config.json`, else of `config.json`.
 pub(crate) fn end_tokens(path: &Path) -> Result<Vec<u32>> {
     ModelSource::at(path).and_then(|source| source.end_tokens()).with_context(|| format!("--model {}", path.display()))
+}
+
+/// The settings for generation that come with the model: `generation_config.json`; empty without one.
+pub(crate) fn generation_config(path: &Path) -> Result<Map<String, Value>> {
+    let source = ModelSource::at(path).context("--model")?;
+    let files = source.folders().into_iter().map(|folder| folder.join(GENERATION_CONFIG));
+    let Some(file) = files.into_iter().find(|file| file.exists()) else { return Ok(Map::new()) };
+    let text = std::fs::read_to_string(&file).with_context(|| format!("cannot read {}", file.display()))?;
+    serde_json::from_str(&text).with_context(|| format!("{}", file.display()))
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 use crate::error::ApiError;
 use axum::body::Bytes;
 use axum::extract::{FromRequest, Request, rejection::BytesRejection};
-use axum::http::{StatusCode, header::CONTENT_TYPE};
+use axum::http::{StatusCode, header::CONTENT_TYPE, header::ORIGIN};
 use serde_json::{Map, Value};
 
 /// The JSON object in a request's body.
@@ -15,6 +15,8 @@ impl<S: Send + Sync> FromRequest<S> for Body {
 
     async fn from_request(request: Request, state: &S) -> Result<Self, ApiError> {
         let kind = request.headers().get(CONTENT_TYPE).map(|kind| kind.to_str().unwrap_or("?").to_owned());
+        // A page of another origin can send bodies without asking, unless they are declared to be JSON.
+        let kind = kind.or_else(|| request.headers().contains_key(ORIGIN).then(|| "of no type".to_owned()));
         if let Some(kind) = kind
             && !is_json(&kind)
         {

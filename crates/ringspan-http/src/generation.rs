@@ -249,6 +249,7 @@ impl Text {
                 return self.send_end(sender, part, end).await;
             }
             if sender.send((self.index, part)).await.is_err() {
+                self.app.metrics.finished("abort", self.target.arrived);
                 return Ok(());
             }
         }

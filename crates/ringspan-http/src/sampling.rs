@@ -9,6 +9,8 @@ use std::collections::BTreeMap;
 
 /// Upper limit of texts for one prompt.
 const MOST_CHOICES: i64 = 128;
+/// Most alternatives of a token.
+pub(crate) const MOST_LOGPROBS: i64 = 20;
 
 /// How texts are drawn and where they end.
 #[derive(Debug, Clone, PartialEq)]
@@ -120,7 +122,8 @@ impl Sampling {
         sampling.stop_token_ids = stop_token_ids;
         sampling.ignore_eos = fields.boolean("ignore_eos")?.unwrap_or(false);
         sampling.skip_special_tokens = fields.boolean("skip_special_tokens")?.unwrap_or(true);
-        sampling.prompt_logprobs = fields.count("prompt_logprobs", 0)?;
+        sampling.prompt_logprobs =
+            fields.integer("prompt_logprobs", 0..=MOST_LOGPROBS)?.map(|logprobs| logprobs as usize);
         sampling.return_token_ids = fields.boolean("return_token_ids")?.unwrap_or(false);
         sampling.grammar = grammar(fields)?;
         neutral(fields)?;

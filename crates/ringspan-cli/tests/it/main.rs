@@ -13,4 +13,5 @@ mod interrupt;
 mod kill;
 mod mesh;
 mod models;
+mod serve;
 mod train_memory;

@@ -6,7 +6,7 @@ use crate::conversation::{self, Conversation, Reply, ReplyPart};
 use crate::error::{ApiError, Result};
 use crate::fields::Fields;
 use crate::generation::{End, Target};
-use crate::sampling::Sampling;
+use crate::sampling::{MOST_LOGPROBS, Sampling};
 use crate::tools::Parsed;
 use crate::{logprobs, sse};
 use axum::Json;
@@ -15,9 +15,6 @@ use axum::response::{IntoResponse, Response};
 use ringspan_serve::engine::request::TokenLogprobs;
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
-
-/// Most alternatives of a token.
-pub(crate) const MOST_LOGPROBS: i64 = 20;
 
 /// What a request asks for beside its texts.
 struct Asked {

@@ -1,6 +1,6 @@
 //! `POST /v1/completions`: texts and tokens that are continued, or scored by `echo` and `logprobs`.
 
-use super::chat::{MOST_LOGPROBS, stop_reason, streaming};
+use super::chat::{stop_reason, streaming};
 use crate::app::{App, now};
 use crate::body::Body;
 use crate::conversation::Usage;
@@ -8,7 +8,7 @@ use crate::error::{ApiError, Result};
 use crate::fields::{Fields, token_ids};
 use crate::generation::{self, End, Part, Target, Texts};
 use crate::logprobs::{self, LegacyLogprobs};
-use crate::sampling::Sampling;
+use crate::sampling::{MOST_LOGPROBS, Sampling};
 use crate::sse;
 use crate::vocabulary::Vocabulary;
 use axum::Json;
@@ -64,6 +64,8 @@ struct Asked {
     prompts: Vec<Prompt>,
     sampling: Sampling,
     echo: bool,
+    /// Whether `prompt_logprobs` was asked for, beside what an echo needs.
+    prompt_logprobs: bool,
     stream: bool,
     include_usage: bool,
 }
@@ -79,6 +81,7 @@ impl Asked {
         sampling.max_tokens = Some(fields.count("max_tokens", 0)?.unwrap_or(MAX_TOKENS));
         sampling.logprobs = fields.integer("logprobs", 0..=MOST_LOGPROBS)?.map(|logprobs| logprobs as usize);
         let echo = fields.boolean("echo")?.unwrap_or(false);
+        let prompt_logprobs = sampling.prompt_logprobs.is_some();
         if echo {
             // The prompt's tokens are reported as those of the text.
             sampling.prompt_logprobs = sampling.prompt_logprobs.max(sampling.logprobs);
@@ -93,7 +96,7 @@ impl Asked {
         fields.only("truncate_prompt_tokens", &[], "shorten the prompt yourself")?;
         let (stream, include_usage) = streaming(&mut fields)?;
         fields.finish()?;
-        Ok(Self { target, prompts, sampling, echo, stream, include_usage })
+        Ok(Self { target, prompts, sampling, echo, prompt_logprobs, stream, include_usage })
     }
 }
 
@@ -185,7 +188,7 @@ impl Answer {
         let finish_reason = choice.end.as_ref().map(|end| if end.length { "length" } else { "stop" });
         let mut value = json!({"index": index, "text": std::mem::take(&mut choice.text), "logprobs": logprobs,
             "finish_reason": finish_reason, "stop_reason": choice.end.as_ref().map_or(Value::Null, stop_reason)});
-        if asked.sampling.prompt_logprobs.is_some() {
+        if asked.prompt_logprobs {
             value["prompt_logprobs"] = choice.prompt_logprobs.take();
         }
         if asked.sampling.return_token_ids {

@@ -30,6 +30,7 @@ fn bodies_are_json_objects_of_limited_size() {
     let fine = b"{\"prompt\": \"x\", \"max_tokens\": 1}";
     assert_eq!(post("content-type: application/json; charset=utf-8\r\n", fine).status, 200);
     assert_eq!(post("", fine).status, 200);
+    post("origin: http://elsewhere.example\r\n", fine).error(415);
 }
 
 #[test]

@@ -1,0 +1,219 @@
+//! `ringspan serve`: an OpenAI-compatible server over a mesh of ranks.
+
+use crate::mesh::MeshArgs;
+use crate::model::ModelArgs;
+use crate::{interrupt, model, say};
+use anyhow::{Context, Result, anyhow, ensure};
+use ringspan::comm::ranks::Ranks;
+use ringspan_http::{ServedModel, Server, Settings};
+use ringspan_models::{ModelSource, chat_template::ChatTemplate};
+use ringspan_serve::engine::request::EngineClient;
+use ringspan_serve::engine::{Engine, EngineOptions, KvCache};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+/// Serve a model over HTTP, in the interfaces of OpenAI and Anthropic.
+///
+/// All ranks read prompts together and each caches the keys and values of its pages. Requests are computed together, step by step.
+/// The first line on standard output is `listening on http://HOST:PORT`. Ctrl-C or SIGTERM ends the server after the requests that
+/// run; a second one ends it at once.
+#[derive(Debug, clap::Args)]
+pub(crate) struct ServeArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// The name by which clients ask for the model [default: the name of the folder or file]
+    #[arg(long, value_name = "NAME")]
+    model_name: Option<String>,
+    /// Address to listen on; 0.0.0.0 for all of this machine
+    #[arg(long, default_value = "127.0.0.1", value_name = "ADDRESS", help_heading = "Server")]
+    host: String,
+    /// Port to listen on; 0 for any that is free
+    #[arg(long, default_value_t = 8000, value_name = "PORT", help_heading = "Server")]
+    port: u16,
+    /// A file with API keys, one a line; without it, everybody who reaches the port is served
+    #[arg(long, value_name = "FILE", help_heading = "Server")]
+    api_key_file: Option<PathBuf>,
+    /// An origin whose web pages may call the server, or * for all; may be given more than once
+    #[arg(long, value_name = "ORIGIN", help_heading = "Server")]
+    allow_origin: Vec<String>,
+    /// Largest body of a request, such as 64MiB
+    #[arg(long, default_value = "64MiB", value_name = "BYTES", value_parser = bytes, help_heading = "Server")]
+    max_body: u64,
+    /// Seconds that the server waits for the requests that run when it is asked to end
+    #[arg(long, default_value_t = 60, value_name = "SECONDS", help_heading = "Server")]
+    drain: u64,
+    /// Memory for keys and values: bytes on each rank, such as 4GiB, or a share of the free memory for all ranks, such as 50%
+    #[arg(long, default_value = "50%", value_name = "BYTES|SHARE%", value_parser = kv_cache, help_heading = "Engine")]
+    kv_cache: KvCache,
+    /// Tokens of a page of the cache
+    #[arg(long, default_value_t = 16, value_name = "TOKENS", help_heading = "Engine")]
+    page: usize,
+    /// Longest sequence, prompt and text [default: what the model is made for and the cache holds]
+    #[arg(long, value_name = "N", help_heading = "Engine")]
+    max_model_len: Option<usize>,
+    /// Most requests that are computed together
+    #[arg(long, default_value_t = 64, value_name = "N", help_heading = "Engine")]
+    max_running: usize,
+    /// Most requests that wait; further ones are told to come later
+    #[arg(long, default_value_t = 1024, value_name = "N", help_heading = "Engine")]
+    max_waiting: usize,
+    /// Most tokens of prompts in one step: fewer make others wait less for their next token, more make prompts faster
+    #[arg(long, default_value_t = 512, value_name = "N", help_heading = "Engine")]
+    prefill_chunk: usize,
+    /// Forget keys and values once their request has ended
+    #[arg(long, help_heading = "Engine")]
+    no_prefix_cache: bool,
+    /// A LoRA adapter (a PEFT folder) and the name by which clients ask for it; may be given more than once
+    #[arg(long, value_name = "NAME=DIR", value_parser = adapter, help_heading = "Engine")]
+    lora: Vec<(String, PathBuf)>,
+    #[command(flatten)]
+    mesh: MeshArgs,
+}
+
+pub(crate) fn run(args: &ServeArgs, ranks: &Ranks) -> Result<()> {
+    let settings = Settings {
+        host: args.host.clone(),
+        port: args.port,
+        max_body: usize::try_from(args.max_body).context("--max-body")?,
+        api_keys: args.api_key_file.as_deref().map(read_keys).transpose()?.unwrap_or_default(),
+        allow_origin: args.allow_origin.clone(),
+        drain: Duration::from_secs(args.drain),
+    };
+    let path = &args.model.path;
+    let mesh = model::mesh(&args.mesh, &args.model, ranks)?;
+    let tokenizer = model::tokenizer(path)?;
+    let template = ModelSource::at(path).and_then(|source| ChatTemplate::of(&source)).context("--model")?;
+    let (end_tokens, generation_config) = (model::end_tokens(path)?, model::generation_config(path)?);
+    let loaded = args.model.load(&mesh)?;
+    loaded.held(&mesh.devices).iter().for_each(say::note);
+    let mesh = model::connected(mesh)?;
+    let engine = Engine::start(loaded, mesh, &args.options())?;
+    // A launcher passes signals to all processes: the others end when rank 0 does.
+    let stop = interrupt::watch();
+    if !ranks.lead() {
+        return Ok(engine.wait()?);
+    }
+    let client = Arc::new(engine.client());
+    let limits = client.limits();
+    say::note(format!(
+        "{} ranks with {} pages of {} tokens each; sequences of up to {} tokens, {} at a time; {} requests may wait",
+        limits.ranks, limits.pages_per_rank, limits.page, limits.max_model_len, limits.max_running, limits.max_waiting
+    ));
+    let name = args.model_name.clone().unwrap_or_else(|| name_of(path));
+    for (adapter, folder) in &args.lora {
+        ensure!(*adapter != name, "--lora {adapter}: the model itself has this name");
+        client.load_adapter(adapter, folder).with_context(|| format!("--lora {adapter}={}", folder.display()))?;
+    }
+    if template.is_none() {
+        say::note("the model has no chat template: texts can be continued, but there is no chat");
+    }
+    let model = ServedModel { engine: client, name, tokenizer, template, end_tokens, generation_config };
+    let server = Server::bind(model, &settings)?;
+    say::line(format!("listening on http://{}", server.address()?))?;
+    let drained = server.run(|| stop.load(Ordering::SeqCst) || engine.is_finished())?;
+    if !drained {
+        say::note(format!("ended before all requests did, since --drain {} is over", args.drain));
+    }
+    Ok(engine.shutdown(drained)?)
+}
+
+impl ServeArgs {
+    fn options(&self) -> EngineOptions {
+        EngineOptions {
+            page: self.page,
+            kv_cache: self.kv_cache,
+            max_model_len: self.max_model_len,
+            max_running: self.max_running,
+            max_waiting: self.max_waiting,
+            prefill_chunk: self.prefill_chunk,
+            prefix_cache: !self.no_prefix_cache,
+            ..EngineOptions::default()
+        }
+    }
+}
+
+/// Reads API keys, one a line; empty lines and lines that begin with # are none.
+pub(crate) fn read_keys(path: &Path) -> Result<Vec<String>> {
+    let text = std::fs::read_to_string(path).with_context(|| format!("--api-key-file {}", path.display()))?;
+    let lines = text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
+    let keys: Vec<String> = lines.map(str::to_owned).collect();
+    ensure!(!keys.is_empty(), "--api-key-file {}: the file has no key, so nobody could be served", path.display());
+    Ok(keys)
+}
+
+/// The name of a model's folder, or of its file without the ending.
+fn name_of(path: &Path) -> String {
+    let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    let name = if path.is_file() { path.file_stem() } else { path.file_name() };
+    name.map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned())
+}
+
+fn adapter(text: &str) -> Result<(String, PathBuf)> {
+    match text.split_once('=') {
+        Some((name, folder)) if !name.is_empty() && !folder.is_empty() => Ok((name.to_owned(), folder.into())),
+        _ => Err(anyhow!("must be a name, =, and a folder")),
+    }
+}
+
+fn kv_cache(text: &str) -> Result<KvCache> {
+    let Some(share) = text.strip_suffix('%') else { return bytes(text).map(KvCache::Bytes) };
+    let share: f64 = share.trim().parse().with_context(|| format!("`{share}` is no number"))?;
+    ensure!(share > 0.0 && share <= 100.0, "a share must be more than 0% and at most 100%");
+    Ok(KvCache::Share(share / 100.0))
+}
+
+/// A number of bytes, such as 1000, 64MiB or 1.5GB.
+fn bytes(text: &str) -> Result<u64> {
+    let split = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(split);
+    let number: f64 = number.trim().parse().with_context(|| format!("`{text}` is no number of bytes"))?;
+    let unit = match unit.to_ascii_lowercase().as_str() {
+        "" | "b" => 1.0,
+        "kb" | "k" => 1e3,
+        "mb" | "m" => 1e6,
+        "gb" | "g" => 1e9,
+        "kib" => 1024.0,
+        "mib" => 1024.0 * 1024.0,
+        "gib" => 1024.0 * 1024.0 * 1024.0,
+        other => return Err(anyhow!("`{other}` is no unit; there are B, kB, MB, GB, KiB, MiB and GiB")),
+    };
+    ensure!(number >= 1.0 / unit && number * unit < 1e18, "`{text}` is less than a byte, or more than there can be");
+    Ok((number * unit) as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_bytes_with_a_unit_or_a_share() {
+        assert_eq!(bytes("64MiB").expect("bytes"), 64 << 20);
+        assert_eq!(bytes("1.5 GB").expect("bytes"), 1_500_000_000);
+        assert_eq!(bytes("12").expect("bytes"), 12);
+        for wrong in ["", "x", "0", "-1GB", "1TBx", "nan"] {
+            assert!(bytes(wrong).is_err(), "{wrong}");
+        }
+        assert_eq!(kv_cache("25%").expect("a share"), KvCache::Share(0.25));
+        assert_eq!(kv_cache("1KiB").expect("bytes"), KvCache::Bytes(1024));
+        for wrong in ["0%", "101%", "%", "nan%"] {
+            assert!(kv_cache(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn keys_are_lines() {
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        std::fs::write(file.path(), "# of the team\nabc\r\n\n  def \n").expect("written");
+        assert_eq!(read_keys(file.path()).expect("keys"), ["abc", "def"]);
+        std::fs::write(file.path(), "\n#x\n").expect("written");
+        assert!(read_keys(file.path()).expect_err("none").to_string().contains("no key"));
+    }
+
+    #[test]
+    fn adapters_have_a_name_and_a_folder() {
+        assert_eq!(adapter("a=b/c=d").expect("one"), ("a".to_owned(), PathBuf::from("b/c=d")));
+        assert!(adapter("a").is_err() && adapter("=b").is_err() && adapter("a=").is_err());
+    }
+}

@@ -1,0 +1,125 @@
+//! `ringspan serve` and `ringspan bench serve`, as programs: answers that are equal on every mesh, a load, signals.
+#![cfg(unix)]
+
+use crate::support::{Bench, model::bench};
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::process::{Child, Command, Stdio};
+
+struct Served {
+    process: Child,
+    /// Host and port.
+    address: String,
+}
+
+impl Served {
+    fn start(bench: &Bench, flags: &[&str]) -> Self {
+        let mut process = Command::new(env!("CARGO_BIN_EXE_ringspan"))
+            .args(["serve", "--port", "0", "--threads", "1", "--kv-cache", "16MiB", "--model"])
+            .arg(bench.path("model"))
+            .args(flags)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("the binary starts");
+        let mut line = String::new();
+        BufReader::new(process.stdout.take().expect("a pipe")).read_line(&mut line).expect("a line");
+        let address = line.trim().strip_prefix("listening on http://").expect("the address comes first").to_owned();
+        Self { process, address }
+    }
+
+    /// Sends a request; returns the status and the body.
+    fn request(&self, method: &str, path: &str, body: &Value) -> (u16, Value) {
+        let mut socket = TcpStream::connect(&self.address).expect("a connection");
+        let body = if body.is_null() { String::new() } else { body.to_string() };
+        let length = body.len();
+        write!(socket, "{method} {path} HTTP/1.0\r\ncontent-length: {length}\r\n\r\n{body}").expect("sent");
+        let mut answer = String::new();
+        socket.read_to_string(&mut answer).expect("an answer");
+        let (head, body) = answer.split_once("\r\n\r\n").expect("a head and a body");
+        (head[9..12].parse().expect("a status"), serde_json::from_str(body).unwrap_or_default())
+    }
+
+    fn text(&self, body: Value) -> Value {
+        let (status, body) = self.request("POST", "/v1/completions", &body);
+        assert_eq!(status, 200, "{body}");
+        body["choices"].clone()
+    }
+
+    /// Ends the server by a signal; returns its exit code.
+    fn end(&mut self, signal: &str) -> Option<i32> {
+        let killed = Command::new("kill").args([signal, &self.process.id().to_string()]).status().expect("kill runs");
+        assert!(killed.success());
+        self.process.wait().expect("it ends").code()
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        // It may have ended already.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+#[test]
+fn answers_are_equal_on_every_mesh_and_a_signal_ends_the_server() {
+    let bench = bench(&json!({}));
+    let prompt = "line 3 of 4\nline 77 of 8\n".repeat(8);
+    let asked = json!({"prompt": [prompt, "line"], "max_tokens": 24, "temperature": 0, "echo": true, "logprobs": 0});
+    let mut expected: Option<Value> = None;
+    for flags in [&["--ring", "1"][..], &["--ring", "3"], &["--ring", "2", "--ulysses", "2", "--prefill-chunk", "50"]] {
+        let mut served = Served::start(&bench, flags);
+        assert_eq!(served.request("GET", "/health", &Value::Null).0, 200);
+        let models = served.request("GET", "/v1/models", &Value::Null).1;
+        assert_eq!(models["data"][0]["id"], "model");
+        let choices = served.text(asked.clone());
+        // The second time, the prefix is in the cache.
+        for choices in [&choices, &served.text(asked.clone())] {
+            let texts = [&choices[0]["text"], &choices[1]["text"]];
+            let expected = expected.get_or_insert_with(|| choices.clone());
+            assert_eq!(texts, [&expected[0]["text"], &expected[1]["text"]], "{flags:?}");
+            let logprobs = |choices: &Value| -> Vec<f64> {
+                choices[0]["logprobs"]["token_logprobs"].as_array().unwrap().iter().filter_map(Value::as_f64).collect()
+            };
+            let (own, first) = (logprobs(choices), logprobs(expected));
+            assert_eq!(own.len(), first.len());
+            assert!(own.iter().zip(&first).all(|(a, b)| (a - b).abs() < 1e-4), "{flags:?}");
+        }
+        let refused =
+            served.request("POST", "/v1/chat/completions", &json!({"messages": [{"role": "user", "content": "x"}]}));
+        assert_eq!(refused.0, 400, "the model has no template: {}", refused.1);
+        assert_eq!(served.end("-TERM"), Some(0));
+    }
+}
+
+#[test]
+fn a_load_is_measured() {
+    let bench = bench(&json!({}));
+    let served = Served::start(&bench, &["--ring", "2"]);
+    let output = bench
+        .command("bench")
+        .args(["serve", "--url", &format!("http://{}", served.address), "--clients", "1,3"])
+        .args(["--prompt-tokens", "20", "--output-tokens", "6", "--requests", "3"])
+        .output()
+        .expect("the binary runs");
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
+    let rows: Vec<Vec<&str>> = said.lines().skip(2).map(|row| row.split_whitespace().collect()).collect();
+    assert_eq!(rows.iter().map(|row| &row[..2]).collect::<Vec<_>>(), [["1", "3"], ["3", "3"]], "{said}");
+}
+
+#[test]
+fn flags_that_cannot_be_are_refused() {
+    let bench = bench(&json!({}));
+    let refusal =
+        |flags: &str| crate::support::model::refusal(&bench, "serve", &format!("--model model --port 0 {flags}"));
+    assert!(refusal("--kv-cache 0%").contains("more than 0%"));
+    assert!(refusal("--kv-cache 1KiB").contains("page"));
+    assert!(refusal("--lora model=model").contains("the model itself"));
+    assert!(refusal("--lora a=nowhere").contains("--lora a=nowhere"));
+    assert!(refusal("--api-key-file nowhere").contains("nowhere"));
+    assert!(refusal("--allow-origin \u{7f}").contains("origin"));
+    assert!(refusal("--host 192.0.2.1").contains("cannot listen on 192.0.2.1:0"));
+}
