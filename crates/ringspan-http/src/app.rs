@@ -2,7 +2,6 @@
 
 use crate::error::{ApiError, Result};
 use crate::fields::Fields;
-use crate::generation::Target;
 use crate::grammar::{Grammar, Grammars};
 use crate::metrics::ServerMetrics;
 use crate::sampling::Sampling;
@@ -56,6 +55,17 @@ pub enum ServeError {
     /// The operating system refuses a thread or a socket.
     #[error(transparent)]
     Io(#[from] std::io::Error),
+}
+
+/// What a prompt's texts are computed with.
+#[derive(Debug, Clone)]
+pub(crate) struct Target {
+    /// The name under which the model was asked for.
+    pub(crate) model: String,
+    /// The LoRA adapter of that name.
+    pub(crate) adapter: Option<String>,
+    /// When the request arrived.
+    pub(crate) arrived: Instant,
 }
 
 /// The state of the server.

@@ -1,9 +1,9 @@
 //! Conversations: messages and tools become a prompt, and the model's text becomes words and calls of tools.
 
-use crate::app::App;
+use crate::app::{App, Target};
 use crate::error::{ApiError, Result};
 use crate::fields::{Fields, kind};
-use crate::generation::{self, End, Part, Target, Texts};
+use crate::generation::{self, End, Part, Texts};
 use crate::grammar::Grammar;
 use crate::sampling::Sampling;
 use crate::tools::{Parsed, ToolMode, ToolParser};

@@ -1,6 +1,6 @@
 //! Runs requests on the engine, and turns the tokens they report into text that is certain.
 
-use crate::app::App;
+use crate::app::{App, Target};
 use crate::error::{ApiError, Result};
 use crate::sampling::Sampling;
 use crate::vocabulary::Vocabulary;
@@ -74,17 +74,6 @@ impl Texts {
             None => Err(ApiError::failed("the engine ended without an answer")),
         }
     }
-}
-
-/// What a prompt's texts are computed with.
-#[derive(Debug, Clone)]
-pub(crate) struct Target {
-    /// The name under which the model was asked for.
-    pub(crate) model: String,
-    /// The LoRA adapter of that name.
-    pub(crate) adapter: Option<String>,
-    /// When the request arrived.
-    pub(crate) arrived: Instant,
 }
 
 /// Queues `n` texts for each prompt, and returns them: text `i * n + j` is the j-th text of prompt i.

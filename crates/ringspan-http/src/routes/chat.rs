@@ -1,11 +1,11 @@
 //! `POST /v1/chat/completions`.
 
-use crate::app::{App, now};
+use crate::app::{App, Target, now};
 use crate::body::Body;
 use crate::conversation::{self, Conversation, Reply, ReplyPart};
 use crate::error::{ApiError, Result};
 use crate::fields::Fields;
-use crate::generation::{End, Target};
+use crate::generation::End;
 use crate::sampling::{MOST_LOGPROBS, Sampling};
 use crate::tools::Parsed;
 use crate::{logprobs, sse};

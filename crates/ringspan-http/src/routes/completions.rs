@@ -1,12 +1,12 @@
 //! `POST /v1/completions`: texts and tokens that are continued, or scored by `echo` and `logprobs`.
 
 use super::chat::{stop_reason, streaming};
-use crate::app::{App, now};
+use crate::app::{App, Target, now};
 use crate::body::Body;
 use crate::conversation::Usage;
 use crate::error::{ApiError, Result};
 use crate::fields::{Fields, token_ids};
-use crate::generation::{self, End, Part, Target, Texts};
+use crate::generation::{self, End, Part, Texts};
 use crate::logprobs::{self, LegacyLogprobs};
 use crate::sampling::{MOST_LOGPROBS, Sampling};
 use crate::sse;

@@ -1,11 +1,11 @@
 //! `POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's interface.
 
-use crate::app::App;
+use crate::app::{App, Target};
 use crate::body::Body;
 use crate::conversation::{Conversation, Reply, ReplyPart, ToolChoice, Usage, text_content};
 use crate::error::{ApiError, Result};
 use crate::fields::Fields;
-use crate::generation::{End, Target};
+use crate::generation::End;
 use crate::sampling::{Sampling, stop_strings};
 use crate::sse;
 use crate::tools::Parsed;

@@ -1,11 +1,10 @@
 //! `POST /v1/responses`: OpenAI's newer interface. Responses are not stored, so each request brings its whole conversation.
 
-use crate::app::{App, now};
+use crate::app::{App, Target, now};
 use crate::body::Body;
 use crate::conversation::{self, Conversation, Reply, ReplyPart, Usage, text_content};
 use crate::error::{ApiError, Result};
 use crate::fields::Fields;
-use crate::generation::Target;
 use crate::sampling::{Sampling, response_format};
 use crate::sse;
 use crate::tools::Parsed;
