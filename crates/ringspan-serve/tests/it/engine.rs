@@ -13,7 +13,7 @@ use std::time::Duration;
 /// The meshes of the tests: 1 to 4 ranks.
 const RINGS: [usize; 4] = [1, 2, 3, 4];
 
-fn small() -> EngineOptions {
+pub(super) fn small() -> EngineOptions {
     EngineOptions {
         page: 4,
         kv_cache: KvCache::Pages(400),
@@ -25,7 +25,7 @@ fn small() -> EngineOptions {
     }
 }
 
-fn start(model: &Arc<Model>, ring: usize, options: &EngineOptions) -> Engine {
+pub(super) fn start(model: &Arc<Model>, ring: usize, options: &EngineOptions) -> Engine {
     start_on(model, (ring, 1), options)
 }
 
@@ -34,7 +34,7 @@ fn start_on(model: &Arc<Model>, (ring, ulysses): (usize, usize), options: &Engin
     Engine::start(model.clone(), mesh, options).expect("an engine")
 }
 
-fn greedy(prompt: &[u32], max_tokens: usize) -> Request {
+pub(super) fn greedy(prompt: &[u32], max_tokens: usize) -> Request {
     Request {
         prompt: prompt.to_vec(),
         sampling: SamplingParams { temperature: 0.0, ..SamplingParams::default() },
@@ -51,9 +51,9 @@ fn greedy(prompt: &[u32], max_tokens: usize) -> Request {
 
 /// All that a client heard.
 #[derive(Debug, Default, PartialEq)]
-struct Heard {
-    tokens: Vec<u32>,
-    logprobs: Vec<TokenLogprobs>,
+pub(super) struct Heard {
+    pub(super) tokens: Vec<u32>,
+    pub(super) logprobs: Vec<TokenLogprobs>,
     prompt: Vec<Option<TokenLogprobs>>,
     embedding: Vec<f32>,
     end: Option<FinishReason>,
@@ -82,11 +82,11 @@ fn hear(mut events: Events) -> Heard {
     heard
 }
 
-fn ask(engine: &Engine, request: Request) -> Heard {
+pub(super) fn ask(engine: &Engine, request: Request) -> Heard {
     hear(engine.client().submit(request).expect("taken"))
 }
 
-fn close(a: &[TokenLogprobs], b: &[TokenLogprobs]) {
+pub(super) fn close(a: &[TokenLogprobs], b: &[TokenLogprobs]) {
     assert_eq!(a.len(), b.len());
     for (a, b) in a.iter().zip(b) {
         assert_eq!(a.token, b.token);

@@ -6,6 +6,7 @@ mod support;
 mod engine;
 mod engine_adapters;
 mod engine_failures;
+mod engine_models;
 mod generate;
 mod known_failures;
 mod paged;

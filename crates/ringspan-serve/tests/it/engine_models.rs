@@ -1,0 +1,75 @@
+//! The engine with models of every family, with weights as files store them, and in bf16.
+
+use super::engine::{ask, close, greedy, small, start};
+use crate::support::*;
+use ringspan_candle::{DeviceName, Devices, Precision};
+use ringspan_models::{Decoder, ModelSource};
+use ringspan_serve::engine::{Engine, EngineOptions};
+use ringspan_serve::{Mesh, Model};
+use std::path::Path;
+use std::sync::Arc;
+
+/// Sinks, latent attention, factors and caps on logits, layers without positions, partial rotary embeddings.
+#[test]
+fn every_family_serves_as_it_reads() {
+    for name in
+        ["granite", "mixtral", "gemma2", "olmo2", "smollm3", "glm4", "phi3", "phi3_longrope", "deepseek_v2", "gpt_oss"]
+    {
+        let model = Arc::new(of_fixture(name));
+        // Rotary embeddings that depend on a length are made for that of the longest sequence.
+        let options = EngineOptions { max_model_len: Some(36), ..small() };
+        // A model that repeats one token would hide a wrong position.
+        let of_prompt = |seed| {
+            let prompt: Vec<u32> = tokens(23, seed).into_iter().map(|token| token % 96).collect();
+            let expected = recomputed(&model, &prompt, 14);
+            let several = expected.iter().collect::<std::collections::BTreeSet<_>>().len() > 1;
+            several.then_some((prompt, expected))
+        };
+        let (prompt, expected) = (5..40).find_map(of_prompt).expect("a prompt that several tokens follow");
+        for ring in [1, 3] {
+            let engine = start(&model, ring, &options);
+            // The second time, the prompt is in the cache.
+            for _ in 0..2 {
+                assert_eq!(ask(&engine, greedy(&prompt, 14)).tokens, expected[..13], "{name}, {ring} ranks");
+            }
+        }
+    }
+}
+
+/// Each rank has a share of the output head's rows, quantized or not.
+#[test]
+fn quantized_weights_serve_alike_on_every_mesh() {
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../ringspan-models/tests/fixtures/gguf");
+    for name in ["qwen3.gguf", "llama_tied.gguf"] {
+        let (config, _, weights) =
+            ModelSource::at(&fixtures.join(name)).and_then(ModelSource::load_stored).expect(name);
+        let model = Arc::new(Model::new(Decoder::new(config).expect("supported"), weights).expect("an embedding"));
+        let options = EngineOptions { max_model_len: Some(40), ..small() };
+        let vocabulary = model.vocabulary() as u32;
+        let prompt: Vec<u32> = tokens(19, 7).into_iter().map(|token| token % vocabulary).collect();
+        let expected = ask(&start(&model, 1, &options), greedy(&prompt, 12));
+        assert_eq!(expected.tokens, recomputed(&model, &prompt, 12), "{name}");
+        for ring in [2, 3] {
+            let heard = ask(&start(&model, ring, &options), greedy(&prompt, 12));
+            assert_eq!(heard.tokens, expected.tokens, "{name}, {ring} ranks");
+            close(&heard.logprobs, &expected.logprobs);
+        }
+    }
+}
+
+#[test]
+fn a_model_in_bf16_serves_what_it_does_in_f32_up_to_rounding() {
+    let devices = Devices::open(DeviceName::Cpu, None).expect("the CPU").computing_in(Precision::Bf16);
+    let (wide, narrow) = (Arc::new(gemma3()), Arc::new(gemma3().on(&devices).expect("rounded")));
+    let prompt = tokens(23, 5);
+    let expected = ask(&start(&wide, 1, &small()), greedy(&prompt, 1));
+    for ring in [1, 3] {
+        let mesh = Mesh { devices: devices.clone(), ..mesh(ring, 1) };
+        let engine = Engine::start(narrow.clone(), mesh, &small()).expect("an engine");
+        for _ in 0..2 {
+            let heard = ask(&engine, greedy(&prompt, 1));
+            let (got, exact) = (heard.logprobs[0].top[0], expected.logprobs[0].top[0]);
+            assert!(got.0 == exact.0 && (got.1 - exact.1).abs() < 0.1, "{got:?} for {exact:?}, {ring} ranks");
+        }
+    }
+}
