@@ -154,10 +154,10 @@ impl PagedCache {
             if let Some(page) = pages.iter().find(|page| **page as usize >= self.pages) {
                 return wrong(format!("has page {page}; a rank has {}", self.pages));
             }
-            for index in start / self.page..pages.len() {
-                if !written.insert((index % map.ranks, pages[index])) {
-                    let owner = index % map.ranks;
-                    return wrong(format!("writes page {} of rank {owner}, which is written already", pages[index]));
+            for (index, page) in pages.iter().enumerate().skip(start / self.page) {
+                let owner = index % map.ranks;
+                if !written.insert((owner, page)) {
+                    return wrong(format!("writes page {page} of rank {owner}, which is written already"));
                 }
             }
         }
