@@ -262,10 +262,13 @@ fn copied_and_shared_pages_continue_a_common_beginning() {
     }
 }
 
+/// Makes a step wrong.
+type Change<'a> = &'a dyn Fn(&mut Step);
+
 #[test]
 fn steps_that_do_not_fit_are_refused_on_all_ranks() {
     let model = qwen3();
-    let refused = |change: &dyn Fn(&mut Step)| {
+    let refused = |change: Change| {
         let sequence = StepSequence { start: 5, tokens: vec![1, 2], pages: vec![0, 0], outputs: Outputs::Last };
         let mut step = Step { copies: Vec::new(), sequences: vec![sequence] };
         change(&mut step);
@@ -276,7 +279,7 @@ fn steps_that_do_not_fit_are_refused_on_all_ranks() {
         result.map_or_else(|error| error.to_string(), |_| "executed".into())
     };
     assert_eq!(refused(&|_| {}), "executed");
-    let cases: [(&dyn Fn(&mut Step), &str); 8] = [
+    let cases: [(Change, &str); 8] = [
         (&|step| step.sequences[0].tokens.clear(), "sequence 0 of the step has no new tokens"),
         (&|step| step.sequences[0].tokens[1] = 97, "token 97 at position 1"),
         (&|step| step.sequences[0].pages = vec![0], "has 1 pages; 7 tokens need 2 of 4 tokens"),
