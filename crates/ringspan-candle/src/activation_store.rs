@@ -304,8 +304,10 @@ impl Attend for ActivationStore<'_> {
         if self.policy.recompute == Recompute::Full && !(self.is_recomputing.get() && inputs.q.device().is_cpu()) {
             return self.attend.layer_attention(layer, inputs, mask, score);
         }
+        // An output that was not stored over the forward pass is exact, as everything that is recomputed.
+        let storage = if self.policy.recompute == Recompute::Full { Storage::default() } else { self.policy.storage };
         let mut layers = self.attentions.borrow_mut();
-        let memory = layers.entry(layer).or_insert_with(|| SavedAttention::new(self.policy.storage));
+        let memory = layers.entry(layer).or_insert_with(|| SavedAttention::new(storage));
         let out = self.attend.attention_saving(memory, layer, inputs, mask, score)?;
         if let Some(offload) = self.policy.offload {
             memory.offload(offload)?;
