@@ -155,8 +155,8 @@ impl PagedCache {
                 return wrong(format!("has page {page}; a rank has {}", self.pages));
             }
             for (index, page) in pages.iter().enumerate().skip(start / self.page) {
-                let owner = index % map.ranks;
-                if !written.insert((owner, page)) {
+                if !written.insert((index % map.ranks, *page)) {
+                    let owner = index % map.ranks;
                     return wrong(format!("writes page {page} of rank {owner}, which is written already"));
                 }
             }
