@@ -29,7 +29,7 @@ impl Template {
     /// The template in the folder of a model or of a tokenizer; `None` where there is none.
     ///
     /// # Errors
-    /// [`Error::Template`] for a damaged file, [`Error::Io`] when the system refuses.
+    /// [`Error::Template`](crate::Error::Template) for a damaged file, [`Error::Io`](crate::Error::Io) when the system refuses.
     pub fn from_model_folder(folder: &Path) -> Result<Option<Self>> {
         Ok(ChatTemplate::from_model_folder(folder).map_err(template_error)?.map(Self))
     }
@@ -37,7 +37,7 @@ impl Template {
     /// The template that a model's own file (GGUF) holds.
     ///
     /// # Errors
-    /// [`Error::Template`] for a damaged template.
+    /// [`Error::Template`](crate::Error::Template) for a damaged template.
     pub fn from_gguf(template: gguf::ChatTemplate, path: &Path) -> Result<Self> {
         ChatTemplate::from_gguf(template, path).map(Self).map_err(template_error)
     }
