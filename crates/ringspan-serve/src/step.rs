@@ -40,10 +40,10 @@ pub struct PageCopy {
 /// The hidden states of a sequence that are needed after a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outputs {
-    /// None: the prompt goes on.
+    /// No hidden state is needed: the prompt goes on.
     None,
-    /// The last token's.
+    /// The hidden state of the last new token is needed.
     Last,
-    /// Those of all new tokens.
+    /// The hidden states of all new tokens are needed.
     All,
 }
