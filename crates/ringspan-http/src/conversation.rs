@@ -3,7 +3,7 @@
 use crate::app::{App, Target};
 use crate::error::{ApiError, Result};
 use crate::fields::{Fields, kind};
-use crate::generation::{self, End, Part, Texts};
+use crate::generation::{self, End, TextPart, Texts};
 use crate::grammar::Grammar;
 use crate::sampling::Sampling;
 use crate::tools::{Parsed, ToolMode, ToolParser};
@@ -195,13 +195,13 @@ impl Reply {
         }
         let Some((index, part)) = self.texts.next().await? else { return Ok(None) };
         let part = match part {
-            Part::Prompt(logprobs) => ReplyPart::Prompt(logprobs),
-            Part::Text { text, tokens } => {
+            TextPart::Prompt(logprobs) => ReplyPart::Prompt(logprobs),
+            TextPart::Text { text, tokens } => {
                 let parsed = self.parsers[index].push(&text);
                 self.note(index, &parsed);
                 ReplyPart::Said(parsed, tokens)
             }
-            Part::End(end) => {
+            TextPart::End(end) => {
                 self.usage.add(&end);
                 let rest = self.parsers[index].finish();
                 self.note(index, &rest);
@@ -213,7 +213,7 @@ impl Reply {
                     ReplyPart::Said(rest, Vec::new())
                 }
             }
-            Part::Failed(message) => return Err(ApiError::failed(message)),
+            TextPart::Failed(message) => return Err(ApiError::failed(message)),
         };
         Ok(Some((index, part)))
     }

@@ -16,7 +16,7 @@ const WAITING_PARTS: usize = 64;
 
 /// A part of a text, in this order: the prompt, texts, the end or a failure.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) enum Part {
+pub(crate) enum TextPart {
     /// Log-probabilities of the prompt's tokens; the first has none.
     Prompt(Vec<Option<TokenLogprobs>>),
     /// Text that is certain, and the tokens that it came from.
@@ -50,7 +50,7 @@ pub(crate) struct End {
 /// The texts of a request, as they arrive.
 #[derive(Debug)]
 pub(crate) struct Texts {
-    receiver: mpsc::Receiver<(usize, Part)>,
+    receiver: mpsc::Receiver<(usize, TextPart)>,
     /// Number of texts that have not ended.
     open: usize,
 }
@@ -60,15 +60,15 @@ impl Texts {
     ///
     /// # Errors
     /// A failure of the engine.
-    pub(crate) async fn next(&mut self) -> Result<Option<(usize, Part)>> {
+    pub(crate) async fn next(&mut self) -> Result<Option<(usize, TextPart)>> {
         if self.open == 0 {
             return Ok(None);
         }
         match self.receiver.recv().await {
-            Some((_, Part::Failed(message))) => Err(ApiError::failed(message)),
-            Some((index, Part::End(end))) => {
+            Some((_, TextPart::Failed(message))) => Err(ApiError::failed(message)),
+            Some((index, TextPart::End(end))) => {
                 self.open -= 1;
-                Ok(Some((index, Part::End(end))))
+                Ok(Some((index, TextPart::End(end))))
             }
             Some(part) => Ok(Some(part)),
             None => Err(ApiError::failed("the engine ended without an answer")),
@@ -111,7 +111,7 @@ pub(crate) fn start(app: &Arc<App>, target: &Target, prompts: &[Vec<u32>], sampl
             if let Err(error) = text.run(events, &sender).await {
                 text.app.metrics.finished("error", text.target.arrived);
                 // A client that has left needs no answer.
-                let _ = sender.send((index, Part::Failed(error))).await;
+                let _ = sender.send((index, TextPart::Failed(error))).await;
             }
         });
     }
@@ -201,7 +201,11 @@ struct Text {
 
 impl Text {
     /// Sends the parts of the text until it has ended or nobody listens any more.
-    async fn run(&self, mut events: Events, sender: &mpsc::Sender<(usize, Part)>) -> std::result::Result<(), String> {
+    async fn run(
+        &self,
+        mut events: Events,
+        sender: &mpsc::Sender<(usize, TextPart)>,
+    ) -> std::result::Result<(), String> {
         let vocabulary = &self.app.vocabulary;
         let decoder = vocabulary.decoder(self.sampling.skip_special_tokens);
         let mut stream = CertainText::new(self, vocabulary, &decoder)?;
@@ -216,7 +220,7 @@ impl Text {
                 event = events.recv() => event.ok_or("the engine ended without an answer")?,
             };
             let part = match event {
-                Event::Prompt(logprobs) => Part::Prompt(logprobs),
+                Event::Prompt(logprobs) => TextPart::Prompt(logprobs),
                 Event::Embedding(_) => continue,
                 Event::Failed(message) => return Err(message),
                 Event::Token(token, logprob) => {
@@ -224,7 +228,7 @@ impl Text {
                     match stream.push(token, logprob)? {
                         Some(part) => part,
                         None if !stream.stopped() => continue,
-                        None => Part::Text { text: String::new(), tokens: Vec::new() },
+                        None => TextPart::Text { text: String::new(), tokens: Vec::new() },
                     }
                 }
                 Event::Finished { reason, cached_tokens } => {
@@ -262,14 +266,14 @@ impl Text {
 
     async fn send_end(
         &self,
-        sender: &mpsc::Sender<(usize, Part)>,
-        rest: Part,
+        sender: &mpsc::Sender<(usize, TextPart)>,
+        rest: TextPart,
         end: End,
     ) -> std::result::Result<(), String> {
         self.app.metrics.finished(if end.length { "length" } else { "stop" }, self.target.arrived);
         // A client that has left needs no answer.
         let _ = sender.send((self.index, rest)).await;
-        let _ = sender.send((self.index, Part::End(end))).await;
+        let _ = sender.send((self.index, TextPart::End(end))).await;
         Ok(())
     }
 }
@@ -319,7 +323,7 @@ impl<'a> CertainText<'a> {
     }
 
     /// Adds a token; returns what became certain by it, if anything did.
-    fn push(&mut self, token: u32, logprob: Option<TokenLogprobs>) -> std::result::Result<Option<Part>, String> {
+    fn push(&mut self, token: u32, logprob: Option<TokenLogprobs>) -> std::result::Result<Option<TextPart>, String> {
         self.tokens += 1;
         if self.reports_tokens {
             self.held.push_back((self.bytes, (token, logprob)));
@@ -330,18 +334,18 @@ impl<'a> CertainText<'a> {
         let text = self.stream.push(token).map_err(|error| error.to_string())?;
         self.released += text.len();
         let tokens = self.release();
-        Ok((!text.is_empty() || !tokens.is_empty()).then_some(Part::Text { text, tokens }))
+        Ok((!text.is_empty() || !tokens.is_empty()).then_some(TextPart::Text { text, tokens }))
     }
 
     /// Ends the text; returns what was held back.
-    fn finish(&mut self) -> std::result::Result<Part, String> {
+    fn finish(&mut self) -> std::result::Result<TextPart, String> {
         let text = self.stream.finish().map_err(|error| error.to_string())?;
         self.released += text.len();
         let tokens = match self.stopped() {
             true => self.release(),
             false => self.held.drain(..).map(|(_, token)| token).collect(),
         };
-        Ok(Part::Text { text, tokens })
+        Ok(TextPart::Text { text, tokens })
     }
 
     /// The tokens that begin in the released text. Those of a stop string begin behind it.

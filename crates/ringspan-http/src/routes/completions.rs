@@ -6,7 +6,7 @@ use crate::body::Body;
 use crate::conversation::Usage;
 use crate::error::{ApiError, Result};
 use crate::fields::{Fields, token_ids};
-use crate::generation::{self, End, Part, Texts};
+use crate::generation::{self, End, TextPart, Texts};
 use crate::logprobs::{self, LegacyLogprobs};
 use crate::sampling::{MOST_LOGPROBS, Sampling};
 use crate::sse;
@@ -142,7 +142,7 @@ struct Choice {
 
 impl Answer {
     /// Adds a part of a text to its choice; returns whether there is something to report.
-    fn add(&mut self, index: usize, part: Part) -> Result<bool> {
+    fn add(&mut self, index: usize, part: TextPart) -> Result<bool> {
         let prompt = &self.asked.prompts[index / self.asked.sampling.n];
         let choice = &mut self.choices[index];
         let vocabulary = &self.app.vocabulary;
@@ -152,7 +152,7 @@ impl Answer {
             choice.text.push_str(prompt.text.as_deref().unwrap_or_default());
         }
         match part {
-            Part::Prompt(all) => {
+            TextPart::Prompt(all) => {
                 if self.asked.echo && with_logprobs {
                     for (token, logprobs) in prompt.tokens.iter().zip(&all) {
                         choice.logprobs.push(vocabulary, *token, logprobs.as_ref());
@@ -161,19 +161,19 @@ impl Answer {
                 choice.prompt_logprobs = logprobs::prompt(vocabulary, &all);
                 Ok(self.asked.echo)
             }
-            Part::Text { text, tokens } => {
+            TextPart::Text { text, tokens } => {
                 choice.text.push_str(&text);
                 for (token, logprobs) in &tokens {
                     choice.push(vocabulary, *token, logprobs.as_ref());
                 }
                 Ok(!text.is_empty() || !tokens.is_empty())
             }
-            Part::End(end) => {
+            TextPart::End(end) => {
                 self.usage.add(&end);
                 choice.end = Some(end);
                 Ok(true)
             }
-            Part::Failed(message) => Err(ApiError::failed(message)),
+            TextPart::Failed(message) => Err(ApiError::failed(message)),
         }
     }
 

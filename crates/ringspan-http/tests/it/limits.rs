@@ -102,7 +102,7 @@ fn a_busy_engine_is_429_and_a_dead_one_503() {
     let answer = server.complete("x", json!({}));
     answer.error(429);
     assert!(answer.headers.contains("retry-after: 1"), "{}", answer.headers);
-    // Of several texts none is computed when one is refused.
+    // The engine computes none of several texts when it refuses one of them.
     server.engine.most.store(3, Ordering::SeqCst);
     server.complete("SLOW", json!({"n": 5})).error(429);
     wait_until("the end of the others", || server.engine.live.load(Ordering::SeqCst) == 1);

@@ -15,12 +15,12 @@ pub(super) struct Shared {
     pub(super) limits: Limits,
     /// Longest wait of a client for an answer of the engine.
     pub(super) deadline: Duration,
-    state: Mutex<State>,
+    state: Mutex<SharedState>,
     wake: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct SharedState {
     queue: VecDeque<Command>,
     metrics: Metrics,
     /// The loaded adapters by name.
@@ -52,11 +52,11 @@ pub(super) enum Command {
 impl Shared {
     pub(super) fn new(limits: Limits, deadline: Duration) -> Self {
         let metrics = Metrics { ranks: vec![Default::default(); limits.ranks], ..Metrics::default() };
-        let state = Mutex::new(State { metrics, ..State::default() });
+        let state = Mutex::new(SharedState { metrics, ..SharedState::default() });
         Self { limits, deadline, state, wake: Condvar::new() }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, SharedState> {
         // No code panics while it holds the lock with half a change.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -164,7 +164,7 @@ impl Shared {
     }
 }
 
-impl State {
+impl SharedState {
     fn refuse_if_stopped(&self) -> Result<(), Refusal> {
         self.stopped.clone().map_or(Ok(()), |problem| Err(Refusal::Stopped(problem)))
     }

@@ -18,7 +18,7 @@ struct PrivateSum {
 }
 
 /// The tensors, shares and sums of a call, which its workers read.
-struct Work<'a> {
+struct BackwardWork<'a> {
     job: Backward<'a>,
     shares: &'a [WorkerShare],
     /// The sums of all key-value heads, to which a worker adds unless it has a private sum.
@@ -80,7 +80,7 @@ impl Cpu {
         let strides = (k.heads * k.dim, k.heads * v.dim);
         let keys = KeySums { dk: Target::new(dk), dv: Target::new(dv), strides, offsets: (0, 0) };
         let private_targets = |sums: &mut Vec<PrivateSum>| sums.iter_mut().map(|sum| sum.target(k, v)).collect();
-        let work = Work {
+        let work = BackwardWork {
             job,
             shares: &shares,
             keys,
@@ -127,8 +127,8 @@ impl Cpu {
     }
 
     /// Computes the share of a worker, a segment of blocks at a time.
-    fn run_share(&self, work: &Work, worker: usize) {
-        let Work { job, shares, keys, private, tables, buckets } = work;
+    fn run_share(&self, work: &BackwardWork, worker: usize) {
+        let BackwardWork { job, shares, keys, private, tables, buckets } = work;
         let sizes = Sizes::new(job.q.dim, job.v.dim, job.code, job.bias.is_some());
         let segment = SEGMENT / job.code.lanes();
         let most = shares[worker].iter().map(|(_, blocks)| blocks.len()).max().unwrap_or(0);
