@@ -88,6 +88,7 @@ pub(crate) fn run(args: &ServeArgs, ranks: &Ranks) -> Result<()> {
     let (end_tokens, generation_config) = (model::end_tokens(path)?, model::generation_config(path)?);
     let loaded = args.model.load(&mesh)?;
     loaded.held(&mesh.devices).iter().for_each(say::note);
+    args.max_model_len.iter().for_each(|length| model::warn_beyond(&loaded, *length));
     let mesh = model::connected(mesh)?;
     let engine = Engine::start(loaded, mesh, &args.options())?;
     // A launcher passes signals to all processes: the others end when rank 0 does.
