@@ -40,6 +40,22 @@ struct Doing {
     /// The ranks that it waits for.
     misses: Vec<usize>,
     since: Instant,
+    /// The time at which the rank was last heard to be at it. A rank that is stopped may have gone on since.
+    heard: Instant,
+}
+
+impl Doing {
+    fn new(operation: String, misses: Vec<usize>) -> Self {
+        let now = Instant::now();
+        Self { operation, misses, since: now, heard: now }
+    }
+
+    /// Whether the rank has waited for [`STUCK`] by its own words, and has said so just now. Two such ranks have waited at
+    /// the same time: their waits are longer than the time since their words.
+    fn stuck(&self) -> bool {
+        let waited = self.heard.saturating_duration_since(self.since);
+        !self.misses.is_empty() && waited > STUCK && self.heard.elapsed() < LATE
+    }
 }
 
 /// The state that this rank knows of the others.
@@ -73,7 +89,7 @@ impl Watch {
     pub(super) fn start(place: &RankAddress, options: &Options) -> io::Result<Arc<Self>> {
         let streams = place.connect()?;
         let (rank, size) = (place.rank, place.size);
-        let own = Doing { operation: String::new(), misses: Vec::new(), since: Instant::now() };
+        let own = Doing::new(String::new(), Vec::new());
         let known = Known {
             doing: (0..size).map(|rank| (rank, own.clone())).collect(),
             left: vec![false; size],
@@ -123,7 +139,7 @@ impl Watch {
 
     /// Records what this rank waits for, and the ranks it waits for; an empty text means that it computes.
     pub(super) fn note(&self, operation: String, misses: Vec<usize>) {
-        self.known().doing.insert(self.rank, Doing { operation, misses, since: Instant::now() });
+        self.known().doing.insert(self.rank, Doing::new(operation, misses));
     }
 
     /// Describes what another rank does.
@@ -205,14 +221,14 @@ impl Watch {
             };
             match signal {
                 Signal::Beat { operation, misses, for_ms } => {
-                    let since = Instant::now().checked_sub(Duration::from_millis(for_ms));
-                    let doing = Doing { operation, misses, since: since.unwrap_or_else(Instant::now) };
+                    let mut doing = Doing::new(operation, misses);
+                    doing.since = doing.heard.checked_sub(Duration::from_millis(for_ms)).unwrap_or(doing.heard);
                     self.known().doing.insert(peer, doing);
                 }
                 Signal::Failed(failure) => self.adopt(failure, Some(peer)),
                 Signal::Ask(rank) => self.tell(peer, &Signal::Answer(rank, self.describe(rank))),
                 Signal::Answer(rank, operation) => {
-                    self.known().doing.insert(rank, Doing { operation, misses: Vec::new(), since: Instant::now() });
+                    self.known().doing.insert(rank, Doing::new(operation, Vec::new()));
                 }
                 Signal::Left => self.known().left[peer] = true,
                 Signal::Over => self.known().over = true,
@@ -240,10 +256,11 @@ impl Watch {
                     known.late = Some(Instant::now());
                 }
                 known.beat = Instant::now();
-                let Some(Doing { operation, misses, since }) = known.doing.get(&self.rank) else { return };
-                let for_ms = since.elapsed().as_millis() as u64;
                 let late = !known.left[self.rank] && known.failed.is_some_and(|failed| failed.elapsed() > last_look);
-                (Signal::Beat { operation: operation.clone(), misses: misses.clone(), for_ms }, late)
+                let Some(doing) = known.doing.get_mut(&self.rank) else { return };
+                doing.heard = Instant::now();
+                let for_ms = doing.since.elapsed().as_millis() as u64;
+                (Signal::Beat { operation: doing.operation.clone(), misses: doing.misses.clone(), for_ms }, late)
             };
             self.writers.keys().for_each(|peer| self.tell(*peer, &signal));
             let problem = if self.rank == 0 { deadlock(&self.known().doing) } else { None };
@@ -282,9 +299,8 @@ impl Watch {
 /// A rank needs all ranks it waits for, so one cycle is a deadlock. Ranks that wait for none of the remaining ranks are
 /// removed until there are no such ranks; all that remain then wait for another that remains.
 fn deadlock(doing: &BTreeMap<usize, Doing>) -> Option<String> {
-    let stuck = |doing: &&Doing| doing.since.elapsed() > STUCK && !doing.misses.is_empty();
     let mut left: BTreeMap<usize, &Doing> =
-        doing.iter().filter(|(_, doing)| stuck(doing)).map(|(rank, doing)| (*rank, doing)).collect();
+        doing.iter().filter(|(_, doing)| doing.stuck()).map(|(rank, doing)| (*rank, doing)).collect();
     loop {
         let free = |doing: &Doing| doing.misses.iter().all(|rank| !left.contains_key(rank));
         let out: Vec<usize> = left.iter().filter(|(_, doing)| free(doing)).map(|(rank, _)| *rank).collect();
@@ -314,10 +330,25 @@ mod tests {
 
     fn doing(ranks: &[(&[usize], u64)]) -> BTreeMap<usize, Doing> {
         let one = |(rank, (misses, seconds)): (usize, &(&[usize], u64))| {
-            let since = Instant::now().checked_sub(Duration::from_secs(*seconds)).expect("the clock is old enough");
-            (rank, Doing { operation: format!("waits for {misses:?}"), misses: misses.to_vec(), since })
+            let mut doing = Doing::new(format!("waits for {misses:?}"), misses.to_vec());
+            doing.since = before(doing.heard, *seconds);
+            (rank, doing)
         };
         ranks.iter().enumerate().map(one).collect()
+    }
+
+    fn before(time: Instant, seconds: u64) -> Instant {
+        time.checked_sub(Duration::from_secs(seconds)).expect("the clock is old enough")
+    }
+
+    #[test]
+    fn a_rank_that_became_silent_while_it_waited_is_no_deadlock() {
+        for waited in [0, 3] {
+            let mut ranks = doing(&[(&[1], 9), (&[0], waited)]);
+            let stopped = ranks.get_mut(&1).expect("two ranks");
+            (stopped.since, stopped.heard) = (before(stopped.since, 9), before(stopped.heard, 9));
+            assert_eq!(deadlock(&ranks), None, "rank 1 may have gone on since it was last heard");
+        }
     }
 
     #[test]
