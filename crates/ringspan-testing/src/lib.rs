@@ -39,6 +39,7 @@ macro_rules! check_kernels {
                 tiles_may_come_in_any_order_and_number,
                 key_blocks_accumulate_in_any_order,
                 more_queries_than_a_segment,
+                more_keys_than_a_segment,
                 scores_far_apart_stay_finite,
                 keys_that_tie_at_any_score_share_the_weight,
                 rows_that_nobody_sees_may_hold_anything,

@@ -83,6 +83,20 @@ pub fn more_queries_than_a_segment(kernels: &dyn Kernels) {
     Problem::new(4300, 50, (2, 1), (8, 8), Band { lo: -20, hi: 4100 }).check(kernels, "two segments");
 }
 
+/// The CPU packs a segment of wide keys at a time, and the last heads into the memory of the first ones.
+pub fn more_keys_than_a_segment(kernels: &dyn Kernels) {
+    let behind = Band { lo: 20 - 4700, hi: i64::MAX };
+    let problem = Problem::new(20, 4700, (5, 5), (352, 352), behind);
+    problem.check(kernels, "three segments");
+    let mut problem = Problem { storage: Storage::Bf16, ..problem };
+    problem.blocks[0].1 = vec![
+        tile(0..9, 2000..2100, FULL),
+        tile(3..20, 4500..4600, Band { lo: -70, hi: 9 }),
+        tile(12..15, 0..50, CAUSAL),
+    ];
+    problem.check(kernels, "queries that see nothing of some segments");
+}
+
 pub fn scores_far_apart_stay_finite(kernels: &dyn Kernels) {
     let problem = Problem::new(70, 150, (2, 1), (16, 16), CAUSAL);
     let mut values = problem.values();

@@ -73,7 +73,7 @@ pub(super) fn lines(len: usize) -> usize {
 
 /// Number of elements in the largest buffer that is kept. The calls that need a larger one take so long that its page faults
 /// cost them less than a hundredth, and a rank that trains needs the memory for other things between the calls.
-const LARGEST: usize = 1 << 22;
+pub(super) const LARGEST: usize = 1 << 22;
 
 /// Buffers kept between calls: a fresh buffer costs a page fault per 4 KiB, a tenth of the time of a short call.
 #[derive(Default)]

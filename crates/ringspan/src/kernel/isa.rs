@@ -5,7 +5,7 @@ use super::backward::{Backward, Share};
 use super::buffer::Target;
 use super::decode::Decode;
 use super::delta::Delta;
-use super::forward::Forward;
+use super::forward::{BlockTask, Forward};
 use super::pack::Packing;
 use super::product::{Block, Dots, Lines, Panels};
 #[cfg(target_arch = "x86_64")]
@@ -207,13 +207,13 @@ macro_rules! dispatch {
 dispatch!(
     pack_chunk,
     Packing<'_>,
-    chunk<[8], [4], [4]>(head: usize, chunk: usize),
+    chunk<[8], [4], [4]>(head: usize, slot: usize, chunk: usize),
     "[`Packing::chunk`] compiled for `isa`."
 );
 dispatch!(
     forward_block,
     Forward<'_>,
-    block<[8, 3], [4, 3], [4, PORTABLE_COLUMNS]>(head: usize, block: usize, scratch: &mut [f32]),
+    block<[8, 3], [4, 3], [4, PORTABLE_COLUMNS]>(task: BlockTask, scratch: &mut [f32]),
     "[`Forward::block`] compiled for `isa`."
 );
 dispatch!(

@@ -11,7 +11,9 @@ fn ones(len: usize) -> Vec<f32> {
 #[test]
 fn a_call_holds_no_more_than_it_says() {
     let (heads, dim, v_dim) = (4, 24, 40);
-    for (queries, keys, kv_heads) in [(100, 300, 1), (500, 100, 4), (1, 3000, 2), (1, 3000, 4), (4300, 50, 2)] {
+    for (queries, keys, kv_heads) in
+        [(100, 300, 1), (500, 100, 4), (1, 3000, 2), (1, 3000, 4), (4300, 50, 2), (2, 30_000, 4)]
+    {
         let map = HeadMap::grouped(heads, kv_heads).expect("they divide");
         let band = Band { lo: i64::MIN, hi: i64::MAX };
         let tiles = [Tile { q: 0..queries, k: 0..keys, band, place: TilePosition::START }];
@@ -44,8 +46,8 @@ fn a_call_holds_no_more_than_it_says() {
                         said += of_decode;
                     }
                     let said = said + both.backward_workspace(&inputs, &tiles);
-                    // A larger buffer replaces one that is too small, so with one query both passes may hold less.
-                    let least = if queries == 1 { 1 } else { forward.held() + 1 };
+                    // A larger buffer replaces one that is too small, so with few queries both passes may hold less.
+                    let least = if queries <= 2 { 1 } else { forward.held() + 1 };
                     assert!((least..=said).contains(&both.held()), "{queries}: {} of {said}", both.held());
                 }
             }

@@ -4,12 +4,13 @@ mod backward;
 mod delta;
 mod forward;
 mod hook;
+mod tasks;
 
 use super::backward::Sizes;
 use super::buffer::{Pool, lines};
 use super::decode::{self, Decode};
 use super::isa::Code;
-use super::pack::Keys;
+use super::pack::{CHUNK, Keys};
 use super::plan::Plan;
 use super::terms::Scaling;
 use super::workers::Workers;
@@ -63,7 +64,14 @@ impl Cpu {
         else {
             return 0;
         };
-        let keys = Keys::size(last.saturating_sub(first / code.rows() * code.rows()), &k, &v, code).0;
+        let rows = last.saturating_sub(first / code.rows() * code.rows());
+        let longest = rows.min(forward::segment_rows(inputs, self.workers.count()));
+        // A shorter segment may have more slots.
+        let sizes = [rows.min(tasks::ALONE * CHUNK), longest].map(|rows| {
+            let slots = tasks::slots(tasks::heads_in_use(heads), rows.div_ceil(CHUNK), self.workers.count());
+            Keys::size(rows, slots, &k, &v, code).0
+        });
+        let keys = sizes[0].max(sizes[1]);
         let tasks = heads.heads() * q.tokens.div_ceil(code.lanes());
         let scratch = super::forward::scratch(q.dim, v.dim, code, bias.is_some());
         let lists = Plan::bytes(tiles, code.lanes(), q.tokens, k.tokens);

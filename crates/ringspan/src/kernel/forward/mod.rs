@@ -12,13 +12,12 @@ use super::plan::Plan;
 use super::terms::{Scaling, ScoreTerms};
 use super::vector::Simd;
 use super::view::Data;
-use super::{HeadMap, KEY_BLOCK, View};
+use super::{KEY_BLOCK, View};
 use pair::{Buffers, Pair};
 
 /// The tensors and parameters that all blocks of a call share.
 pub(super) struct Forward<'a> {
     pub(super) q: View<'a>,
-    pub(super) heads: &'a HeadMap,
     pub(super) plan: &'a Plan<'a>,
     pub(super) keys: &'a Keys,
     pub(super) v_dim: usize,
@@ -39,6 +38,15 @@ pub(super) fn scratch(dim: usize, v_dim: usize, code: Code, bias: bool) -> usize
     lines(lanes * dim.div_ceil(code.pair())) + out + lines(lanes * KEY_BLOCK) + bias
 }
 
+/// A block of the queries of a head.
+#[derive(Clone, Copy)]
+pub(super) struct BlockTask {
+    pub(super) head: usize,
+    /// The slot of the packed keys that has the key-value head of `head`.
+    pub(super) slot: usize,
+    pub(super) block: usize,
+}
+
 /// The softmax state of one block, with the queries in the lanes.
 struct BlockState<V, const N: usize> {
     max: [V; N],
@@ -46,27 +54,27 @@ struct BlockState<V, const N: usize> {
 }
 
 impl Forward<'_> {
-    /// Adds the plan's keys to the state of one head and block, computing R keys by at most N vectors of queries at a time.
+    /// Adds the plan's keys that are in the packed rows to the state of one head and block, computing R keys by at most N
+    /// vectors of queries at a time.
     ///
     /// # Safety
     /// No two concurrent calls may have the same head and block. The keys and values of the head must have been packed, and
-    /// `scratch` have the size of [`scratch`].
+    /// stay in their slot meanwhile; `scratch` must have the size of [`scratch`].
     #[inline(always)]
     pub(super) unsafe fn block<S: Simd, const R: usize, const N: usize>(
         &self,
         simd: S,
-        head: usize,
-        block: usize,
+        task: BlockTask,
         scratch: &mut [f32],
     ) {
         // The last block may have fewer queries.
-        let vectors = self.plan.rows(block).len().div_ceil(S::LANES);
+        let vectors = self.plan.rows(task.block).len().div_ceil(S::LANES);
         // SAFETY: the contract of the caller.
         unsafe {
             match vectors {
-                1 => self.vectors::<S, R, 1>(simd, head, block, scratch),
-                2 => self.vectors::<S, R, 2>(simd, head, block, scratch),
-                _ => self.vectors::<S, R, N>(simd, head, block, scratch),
+                1 => self.vectors::<S, R, 1>(simd, task, scratch),
+                2 => self.vectors::<S, R, 2>(simd, task, scratch),
+                _ => self.vectors::<S, R, N>(simd, task, scratch),
             }
         }
     }
@@ -76,13 +84,8 @@ impl Forward<'_> {
     /// # Safety
     /// As for `block`.
     #[inline(always)]
-    unsafe fn vectors<S: Simd, const R: usize, const N: usize>(
-        &self,
-        simd: S,
-        head: usize,
-        block: usize,
-        scratch: &mut [f32],
-    ) {
+    unsafe fn vectors<S: Simd, const R: usize, const N: usize>(&self, simd: S, task: BlockTask, scratch: &mut [f32]) {
+        let BlockTask { head, block, .. } = task;
         let lanes = N * S::LANES;
         let (dim, v_dim) = (self.q.dim, self.v_dim);
         let rows = self.plan.rows(block);
@@ -122,14 +125,19 @@ impl Forward<'_> {
         }
 
         let mut at = Buffers { q, out, p, bias };
+        let segment = self.keys.base..self.keys.base + self.keys.rows;
         for part in self.plan.parts(block) {
-            let first = (part.any.start - self.keys.base) / R * R;
-            let end = (part.any.end - self.keys.base).next_multiple_of(R);
+            let any = part.any_in(&segment);
+            if any.is_empty() {
+                continue;
+            }
+            let first = (any.start - segment.start) / R * R;
+            let end = (any.end - segment.start).next_multiple_of(R);
             for from in (first..end).step_by(KEY_BLOCK) {
                 let keys = from..end.min(from + KEY_BLOCK);
-                let base = self.keys.base + from;
+                let base = segment.start + from;
                 let border = part.hides_some(base..base + keys.len());
-                let pair = Pair { head, kv: self.heads.kv_of(head), block, part, keys, base, border };
+                let pair = Pair { task, part, keys, base, border };
                 // SAFETY: the buffers have the sizes for these lanes and at most KEY_BLOCK keys.
                 unsafe { self.pair::<S, R, N>(simd, &pair, &mut at, &mut state) };
             }
@@ -157,6 +165,6 @@ impl Forward<'_> {
     #[inline(always)]
     unsafe fn out_row<'a>(&self, row: usize, head: usize) -> &'a mut [f32] {
         // SAFETY: the row belongs to the caller, by contract.
-        unsafe { self.out.row((row * self.heads.heads() + head) * self.v_dim, self.v_dim) }
+        unsafe { self.out.row((row * self.q.heads + head) * self.v_dim, self.v_dim) }
     }
 }

@@ -5,15 +5,12 @@ use super::super::plan::TilePart;
 use super::super::terms::{BlockTerms, ScoreTerms};
 use super::super::vector::{Simd, exp};
 use super::super::visible::VisibleKeys;
-use super::{BlockState, Forward};
+use super::{BlockState, BlockTask, Forward};
 use std::ops::Range;
 
 /// A block of queries and a block of keys.
 pub(super) struct Pair<'a> {
-    pub(super) head: usize,
-    /// The key-value head that the queries of `head` attend to.
-    pub(super) kv: usize,
-    pub(super) block: usize,
+    pub(super) task: BlockTask,
     pub(super) part: &'a TilePart,
     /// Packed rows of the block of keys, at most KEY_BLOCK; their start and number are multiples of R.
     pub(super) keys: Range<usize>,
@@ -39,7 +36,7 @@ impl Forward<'_> {
     /// Adds the keys of a pair to the outputs and the softmax state of its queries.
     ///
     /// # Safety
-    /// The keys and values of the pair's head have been packed, and the buffers are those of its block.
+    /// The keys and values of the pair's head have been packed into its slot, and the buffers are those of its block.
     #[inline(always)]
     pub(super) unsafe fn pair<S: Simd, const R: usize, const N: usize>(
         &self,
@@ -51,7 +48,7 @@ impl Forward<'_> {
         let (keys, lanes) = (pair.keys.len(), N * S::LANES);
         let mut visible = VisibleKeys::<N>::all(keys);
         if pair.border {
-            visible.find_bounds(self.plan, pair.block, pair.part, pair.base, keys, lanes);
+            visible.find_bounds(self.plan, pair.task.block, pair.part, pair.base, keys, lanes);
             // Score terms read all products.
             if self.terms.is_none() {
                 visible.skip_hidden(S::LANES, R);
@@ -96,7 +93,7 @@ impl Forward<'_> {
         let mask = pair.border && self.terms.is_none();
         let (low, high) = &visible.bounds;
         // SAFETY: the head has been packed, by contract.
-        let panels = unsafe { self.keys.keys(pair.kv, pair.keys.start) };
+        let panels = unsafe { self.keys.keys(pair.task.slot, pair.keys.start) };
         for row in visible.common.clone().step_by(R) {
             let zero = [[simd.splat(0.0); N]; R];
             // SAFETY: the panel is [D][R], q is [D][lanes]; low and high have 64 lanes; p has KEY_BLOCK rows.
@@ -140,7 +137,7 @@ impl Forward<'_> {
         let (lanes, depth) = (N * S::LANES, self.q.dim.div_ceil(S::PAIR));
         let VisibleKeys { bounds: (low, high), spans, common } = visible;
         // SAFETY: the head has been packed, by contract.
-        let panels = unsafe { self.keys.keys(pair.kv, pair.keys.start) };
+        let panels = unsafe { self.keys.keys(pair.task.slot, pair.keys.start) };
         for row in (0..common.start).chain(common.end..pair.keys.len()).step_by(R) {
             for v in 0..N {
                 let hidden = simd.splat(f32::NEG_INFINITY);
@@ -176,8 +173,8 @@ impl Forward<'_> {
         visible: &VisibleKeys<N>,
         at: &mut Buffers,
     ) -> (BlockTerms, [S::V; N]) {
-        let block_pair = self.plan.block_pair(pair.block, pair.part, pair.base);
-        let frame = terms.frame(simd, block_pair, pair.head, pair.keys.len(), N * S::LANES, at.bias);
+        let block_pair = self.plan.block_pair(pair.task.block, pair.part, pair.base);
+        let frame = terms.frame(simd, block_pair, pair.task.head, pair.keys.len(), N * S::LANES, at.bias);
         let mut max = [simd.splat(f32::NEG_INFINITY); N];
         let bounds = pair.border.then_some(&visible.bounds);
         // SAFETY: p and bias are [KEY_BLOCK][lanes].
@@ -289,10 +286,10 @@ impl Forward<'_> {
         let (lanes, p) = (N * S::LANES, at.p.as_ptr());
         let VisibleKeys { bounds: (low, high), spans, common } = visible;
         // Multiplying by a weight of 0 does not hide NaN and infinities.
-        let mask_products = pair.border && self.keys.has_non_finite(pair.kv, &pair.keys);
+        let mask_products = pair.border && self.keys.has_non_finite(pair.task.slot, &pair.keys);
         for column in (0..self.v_dim).step_by(R) {
             // SAFETY: the head has been packed, by contract.
-            let values = unsafe { self.keys.values::<R>(pair.kv, column, pair.keys.start) }.as_ptr();
+            let values = unsafe { self.keys.values::<R>(pair.task.slot, column, pair.keys.start) }.as_ptr();
             // SAFETY: values are [keys][R], p [keys][lanes], either may be pairs, and out has whole panels of R columns.
             unsafe {
                 let out = at.out.as_mut_ptr().add(column * lanes);

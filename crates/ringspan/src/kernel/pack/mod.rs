@@ -14,16 +14,19 @@ use super::buffer::{Aligned, Target, lines};
 use super::isa::Code;
 use super::plan::Plan;
 use super::vector::Simd;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Number of rows that are packed at a time.
 pub(super) const CHUNK: usize = 256;
 
-/// Packed keys as `[panel][D][R]` and values as `[Dv / R][row][R]`, for each key-value head: R keys or R value columns are
-/// adjacent, to be broadcast one by one. If products take pairs, the elements are pairs of D and of rows.
+/// Packed keys as `[panel][D][R]` and values as `[Dv / R][row][R]`, of one key-value head in each slot: R keys or R value
+/// columns are adjacent, to be broadcast one by one. If products take pairs, the elements are pairs of D and of rows.
+///
+/// A slot is packed again, with another head, when its head has been computed.
 pub(super) struct Keys {
     data: Aligned,
-    /// The same elements as a shared target, because workers read one head while others pack another.
+    /// The same elements as a shared target, because workers read one slot while others pack another.
     target: Target,
     /// Key row at which the first panel starts.
     pub(super) base: usize,
@@ -37,58 +40,66 @@ pub(super) struct Keys {
     depth: usize,
     /// Number of rows in an element of the values: 1 or 2.
     pair: usize,
-    /// Whether the values of a head in a chunk of rows are not all finite: `[G][chunk]`.
+    /// Whether the values of a slot in a chunk of rows are not all finite: `[slot][chunk]`.
     has_non_finite: Vec<AtomicBool>,
 }
 
 impl Keys {
-    /// Number of elements for keys and values of `rows` rows of all heads, and for the keys of one head.
-    pub(super) fn size(rows: usize, k: &View, v: &View, code: Code) -> (usize, usize) {
+    /// Number of elements for the keys and values of `rows` rows in each of `slots` slots, and for the keys of one slot.
+    pub(super) fn size(rows: usize, slots: usize, k: &View, v: &View, code: Code) -> (usize, usize) {
         let rows = rows.next_multiple_of(code.rows());
         let keys = lines(rows * k.dim.div_ceil(code.pair()));
-        (k.heads * (keys + lines(rows / code.pair() * v.dim.next_multiple_of(code.rows()))), keys)
+        (slots * (keys + lines(rows / code.pair() * v.dim.next_multiple_of(code.rows()))), keys)
     }
 
-    /// A buffer for the visible keys of `plan`, which [`Packing`] fills.
-    pub(super) fn new(plan: &Plan, k: &View, v: &View, code: Code, take: impl FnOnce(usize) -> Aligned) -> Self {
-        let base = plan.keys.start / code.rows() * code.rows();
-        let rows = (plan.keys.end - base).next_multiple_of(code.rows());
-        let (size, k_head) = Self::size(rows, k, v, code);
-        let has_non_finite = (0..k.heads * rows.div_ceil(CHUNK)).map(|_| AtomicBool::new(false)).collect();
-        let (head, pair) = (size / k.heads.max(1), code.pair());
+    /// A buffer for the key rows `segment`, whose start is a multiple of R, of as many heads at a time as there are slots;
+    /// [`Packing`] fills it.
+    pub(super) fn new(
+        segment: &Range<usize>,
+        slots: usize,
+        k: &View,
+        v: &View,
+        code: Code,
+        take: impl FnOnce(usize) -> Aligned,
+    ) -> Self {
+        let rows = segment.len().next_multiple_of(code.rows());
+        let (size, k_head) = Self::size(rows, slots, k, v, code);
+        let has_non_finite = (0..slots * rows.div_ceil(CHUNK)).map(|_| AtomicBool::new(false)).collect();
+        let (head, pair) = (size / slots.max(1), code.pair());
         let mut data = take(size);
         let target = Target::new(&mut data);
-        Self { data, target, base, rows, k_head, head, depth: k.dim.div_ceil(pair), pair, has_non_finite }
+        let depth = k.dim.div_ceil(pair);
+        Self { data, target, base: segment.start, rows, k_head, head, depth, pair, has_non_finite }
     }
 
     pub(super) fn into_buffer(self) -> Aligned {
         self.data
     }
 
-    /// Whether values of a head in the chunks of these rows (counted from `base`) are not all finite.
-    pub(super) fn has_non_finite(&self, head: usize, rows: &std::ops::Range<usize>) -> bool {
+    /// Whether values of a slot in the chunks of these rows (counted from `base`) are not all finite.
+    pub(super) fn has_non_finite(&self, slot: usize, rows: &Range<usize>) -> bool {
         let chunks = rows.start / CHUNK..rows.end.div_ceil(CHUNK);
-        let first = head * self.rows.div_ceil(CHUNK);
+        let first = slot * self.rows.div_ceil(CHUNK);
         chunks.into_iter().any(|chunk| self.has_non_finite[first + chunk].load(Ordering::Relaxed))
     }
 
     /// The panel of R keys that starts `row` rows after `base`, and those after it: `[D][R]` each.
     ///
     /// # Safety
-    /// The head must have been packed.
-    pub(super) unsafe fn keys(&self, head: usize, row: usize) -> &[f32] {
-        // SAFETY: packed elements are not written again.
-        unsafe { self.target.read(head * self.head + row * self.depth, (self.rows - row) * self.depth) }
+    /// A head must have been packed into the slot, and no other one may be packed while the result is read.
+    pub(super) unsafe fn keys(&self, slot: usize, row: usize) -> &[f32] {
+        // SAFETY: nothing is written meanwhile, by contract.
+        unsafe { self.target.read(slot * self.head + row * self.depth, (self.rows - row) * self.depth) }
     }
 
     /// The R value columns from `column` on, for the rows from `row` after `base` on: `[row][R]`.
     ///
     /// # Safety
-    /// The head must have been packed.
-    pub(super) unsafe fn values<const R: usize>(&self, head: usize, column: usize, row: usize) -> &[f32] {
+    /// As for [`keys`](Self::keys).
+    pub(super) unsafe fn values<const R: usize>(&self, slot: usize, column: usize, row: usize) -> &[f32] {
         let (rows, row) = (self.rows / self.pair, row / self.pair);
-        // SAFETY: packed elements are not written again.
-        unsafe { self.target.read(head * self.head + self.k_head + column * rows + row * R, (rows - row) * R) }
+        // SAFETY: nothing is written meanwhile, by contract.
+        unsafe { self.target.read(slot * self.head + self.k_head + column * rows + row * R, (rows - row) * R) }
     }
 }
 
@@ -101,12 +112,12 @@ pub(super) struct Packing<'a> {
 }
 
 impl Packing<'_> {
-    /// Packs the rows of chunk `chunk`, counted from the base, of one head.
+    /// Packs the rows of chunk `chunk`, counted from the base, of one head into a slot.
     ///
     /// # Safety
-    /// No two calls may have the same chunk and head, and no thread may read the head meanwhile.
+    /// No two concurrent calls may have the same chunk and slot, and no thread may read the slot meanwhile.
     #[inline(always)]
-    pub(super) unsafe fn chunk<S: Simd, const R: usize>(&self, simd: S, head: usize, chunk: usize) {
+    pub(super) unsafe fn chunk<S: Simd, const R: usize>(&self, simd: S, head: usize, slot: usize, chunk: usize) {
         let Self { keys, k, v, .. } = *self;
         let target = keys.target;
         let rows = chunk * CHUNK..((chunk + 1) * CHUNK).min(keys.rows);
@@ -116,7 +127,7 @@ impl Packing<'_> {
         };
         let depth = keys.depth;
         // SAFETY: only this call accesses these rows.
-        let to = unsafe { target.row(head * keys.head + rows.start * depth, rows.len() * depth) };
+        let to = unsafe { target.row(slot * keys.head + rows.start * depth, rows.len() * depth) };
         panels::<S, R>(simd, to, k.dim, rows.len(), |i| Some(k.at(seen(i)?, head)));
 
         let value = |i: usize| Some(v.at(seen(i)?, head));
@@ -129,7 +140,7 @@ impl Packing<'_> {
         }
         for column in (0..wide).step_by(S::LANES) {
             let parts = ((wide - column) / R).min(S::LANES / R);
-            let at = head * keys.head + keys.k_head + column * pairs + rows.start / S::PAIR * R;
+            let at = slot * keys.head + keys.k_head + column * pairs + rows.start / S::PAIR * R;
             let panel = |part: usize| {
                 // SAFETY: only this call accesses these rows in each panel of columns.
                 unsafe { target.row(at + part * pairs * R, count * R) }.as_mut_ptr()
@@ -142,6 +153,6 @@ impl Packing<'_> {
             }
         }
         // Threads read this only after they have seen that the chunk is counted as packed.
-        keys.has_non_finite[head * keys.rows.div_ceil(CHUNK) + chunk].store(!finite, Ordering::Relaxed);
+        keys.has_non_finite[slot * keys.rows.div_ceil(CHUNK) + chunk].store(!finite, Ordering::Relaxed);
     }
 }

@@ -19,6 +19,13 @@ pub(super) struct TilePart {
 }
 
 impl TilePart {
+    /// The rows of `any` in a segment of the key rows.
+    #[inline(always)]
+    pub(super) fn any_in(&self, segment: &Range<usize>) -> Range<usize> {
+        let start = self.any.start.max(segment.start);
+        start..self.any.end.min(segment.end).max(start)
+    }
+
     /// Whether some query of the block does not see some key of the rows `keys`, so that they need a mask.
     #[inline(always)]
     pub(super) fn hides_some(&self, keys: Range<usize>) -> bool {
@@ -181,6 +188,11 @@ impl<'a> Plan<'a> {
     /// The cost of a block: the key rows that it computes, summed over its parts.
     pub(super) fn cost(&self, block: usize) -> usize {
         self.parts[block].iter().map(|part| part.any.len()).sum()
+    }
+
+    /// The cost of a block within a segment of the key rows.
+    pub(super) fn cost_in(&self, block: usize, segment: &Range<usize>) -> usize {
+        self.parts[block].iter().map(|part| part.any_in(segment).len()).sum()
     }
 
     /// Divides the blocks of `heads` heads among at most `workers` workers with about the same cost: heads, each with a
