@@ -1,7 +1,8 @@
 //! Speed of products with quantized weights, compared with the same product in f32 and with reading the weight's bytes.
 //!
 //! Run `cargo bench -p ringspan-candle --bench quantized`. Arguments change the settings: `threads=1`, `size=4096`,
-//! `formats=Q4_K,MXFP4`, `rounds=5`, `many=no`.
+//! `formats=Q4_K,MXFP4`, `rounds=5`, `many=no`, and `tokens=32` for the
+//! number of tokens in the product of many, which is 512 otherwise.
 //!
 //! The methods are timed in turn, and the shortest times are printed, since other work on the machine only adds to them. With
 //! one token, each product uses another copy of the weight, so that its bytes come from memory.
@@ -21,6 +22,7 @@ struct Settings {
     threads: usize,
     size: usize,
     rounds: usize,
+    tokens: usize,
     formats: Vec<Format>,
     many: bool,
     copies: Option<usize>,
@@ -38,6 +40,7 @@ impl Settings {
             threads: number("threads", std::thread::available_parallelism().map_or(1, |n| n.get())),
             size: number("size", 4096),
             rounds: number("rounds", 7),
+            tokens: number("tokens", 512),
             copies: word("copies").and_then(|x| x.parse().ok()),
             many: word("many").is_none_or(|many| many != "no"),
             formats: Format::ALL.into_iter().filter(listed).collect(),
@@ -98,14 +101,23 @@ fn read(bytes: &Bytes) -> u64 {
 }
 
 fn table(settings: &Settings) -> Result<()> {
-    let Settings { threads, size, rounds, .. } = *settings;
+    let Settings { threads, size, rounds, tokens, .. } = *settings;
     println!("{size} x {size}, {threads} threads, the least of {rounds} rounds");
     println!(
         "{:8}  {:>9} {:>9} {:>7} {:>8} {:>8}  {:>9} {:>8} {:>8}  {:>9}",
-        "format", "T=1 ms", "GB/s", "of read", "read", "of f32", "T=512 ms", "GFLOP/s", "of f32", "decode ms"
+        "format",
+        "T=1 ms",
+        "GB/s",
+        "of read",
+        "read",
+        "of f32",
+        format!("T={tokens} ms"),
+        "GFLOP/s",
+        "of f32",
+        "decode ms"
     );
     let x = |tokens: usize| Tensor::rand(-1f32, 1.0, (tokens, size), &Device::Cpu);
-    let (one, many) = (x(1)?, x(512)?);
+    let (one, many) = (x(1)?, x(tokens)?);
     let dense: Vec<Tensor> = (0..COPIES.div_ceil(4 * size * size))
         .map(|_| Tensor::rand(-1f32, 1.0, (size, size), &Device::Cpu))
         .collect::<Result<_>>()?;
@@ -128,7 +140,7 @@ fn table(settings: &Settings) -> Result<()> {
         }
         let [fast, bytes, dense_fast, tiled, dense_tiled, decoded] = times.map(least);
         let (rate, of_read) = (stored as f64 / fast / 1e9, stored as f64 / bytes / 1e9);
-        let operations = 2.0 * 512.0 * (size * size) as f64;
+        let operations = 2.0 * (tokens * size * size) as f64;
         println!(
             "{:8}  {:9.3} {rate:9.2} {:7.2} {of_read:8.2} {:8.2}  {:9.2} {:8.1} {:8.3}  {:9.2}",
             format.to_string(),

@@ -1,4 +1,5 @@
 use super::blocks::{Block, with_block};
+use super::dots;
 use super::lanes::{Lanes, VectorWork, f16_to_f32, on_each};
 use super::{Format, QuantizedMatrix, linear_quantized, linear_quantized_recomputed};
 use crate::cotangent::backward;
@@ -156,7 +157,7 @@ fn products_equal_those_of_the_decoded_matrix_in_f64() -> Result<()> {
             let weight = matrix(format, rows, columns)?;
             let decoded = weight.dequantize()?.to_dtype(DType::F64)?;
             let bias = waves(1, rows, 3)?.flatten_all()?;
-            for tokens in [0, 1, 3, 8, 9, 40] {
+            for tokens in [0, 1, 3, dots::FEW, dots::FEW + 1, 50] {
                 // The rows of x lie apart in memory.
                 let x = waves(tokens, columns + 5, 1)?.narrow(1, 2, columns)?;
                 let wide = x.to_dtype(DType::F64)?.contiguous()?;
@@ -189,8 +190,9 @@ fn products_of_several_tiles_equal_those_of_the_decoded_matrix() -> Result<()> {
     for (rows, columns) in [(3000, 1056), (16_400, 64), (300, 4128)] {
         let weight = matrix(Format::Q4_0, rows, columns)?;
         let decoded = weight.dequantize()?;
-        let x = Var::from_tensor(&waves(9, columns, 1)?)?;
-        let dy = waves(9, rows, 2)?;
+        let tokens = dots::FEW + 1;
+        let x = Var::from_tensor(&waves(tokens, columns, 1)?)?;
+        let dy = waves(tokens, rows, 2)?;
         let (got, wanted) = pool::run(3, || {
             let both = [linear_quantized(&x, &weight, None), linear(&x, &decoded, None)];
             let [got, wanted] = both.map(|y| {
@@ -212,7 +214,7 @@ fn products_of_several_tiles_equal_those_of_the_decoded_matrix() -> Result<()> {
 
 #[test]
 fn gradients_are_those_of_a_linear_layer_of_the_decoded_matrix() -> Result<()> {
-    for (format, tokens) in Format::ALL.into_iter().flat_map(|format| [(format, 2), (format, 11)]) {
+    for (format, tokens) in Format::ALL.into_iter().flat_map(|format| [(format, 2), (format, dots::FEW + 3)]) {
         let (rows, columns) = (37, 256);
         let weight = matrix(format, rows, columns)?;
         let decoded = weight.dequantize()?;
@@ -283,7 +285,7 @@ fn ranges_of_rows_share_bytes_and_ranges_of_columns_keep_numbers() -> Result<()>
 /// Tests products without columns to sum over, and products without rows.
 #[test]
 fn empty_matrices_multiply() -> Result<()> {
-    for tokens in [0, 2, 20] {
+    for tokens in [0, 2, dots::FEW + 1] {
         let none = QuantizedMatrix::new(Format::Q4K, 0, 256, Bytes::new())?;
         assert_eq!(linear_quantized(&waves(tokens, 256, 1)?, &none, None)?.dims(), [tokens, 0]);
         let narrow = QuantizedMatrix::new(Format::Q4K, 3, 0, Bytes::new())?;
