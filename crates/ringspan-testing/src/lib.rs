@@ -92,6 +92,34 @@ macro_rules! check_backend {
     };
 }
 
+/// Makes a test of each check of meshes, for a value that implements [`Kernels`]: every layout and strategy on up to 8 ranks, forward and
+/// backward, against plain f64 loops.
+#[macro_export]
+macro_rules! check_meshes {
+    ($kernels:ident) => {
+        $crate::make_tests! { $kernels;
+            mesh::meshes:
+                lengths_around_the_number_of_ranks,
+                lengths_that_divide_by_nothing,
+                a_thousand_tokens,
+                head_widths,
+                values_of_another_width_than_keys,
+                one_key_head_for_eight_query_heads_and_more_ulysses_ranks_than_key_heads,
+                heads_that_do_not_divide_by_ulysses,
+                windows,
+                ragged_batches_with_padding,
+                packed_documents_whose_borders_fall_on_and_beside_rank_borders,
+                documents_with_padding_between_and_behind_them,
+                documents_in_pieces,
+                cross_attention_and_queries_behind_a_cache,
+                keys_hidden_behind_their_length,
+                rows_that_see_nothing_are_zero_with_lse_minus_infinity,
+                the_same_mesh_gives_the_same_bits,
+                a_changed_token_is_seen_by_later_tokens_of_its_document_only;
+        }
+    };
+}
+
 /// Makes tests of functions that are given kernels: a module for each list.
 #[doc(hidden)]
 #[macro_export]

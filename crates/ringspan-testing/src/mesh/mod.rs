@@ -1,13 +1,15 @@
 //! A problem, its answer by the f64 reference, and its answer on a mesh of ranks.
 
 pub mod decode;
+pub mod meshes;
 mod on;
 
 pub use on::{Call, Means, On};
 
+use crate::Kernels;
 use ringspan::attention::Wire;
 use ringspan::kernel::{Buckets, Dropout, Relative, reference};
-use ringspan::{Documents, Mask, Score};
+use ringspan::{Documents, Error, Mask, Score};
 
 /// Attention of documents, with a mask and a score, before anything is said about ranks.
 pub struct Problem {
@@ -253,16 +255,23 @@ impl Problem {
         }
     }
 
-    /// Asserts that a mesh gives the reference's answer: relative L2 up to 1e-5, and the same -inf.
+    /// Asserts that a mesh of ranks with a thread each gives the reference's answer: relative L2 up to 1e-5, and the same -inf.
     pub fn check(&self, inputs: &Inputs, wanted: &Answer, on: On) {
+        self.compare(self.on_mesh(inputs, on), wanted, on);
+    }
+
+    /// Like [`check`](Self::check), for these kernels, if this machine has the device.
+    pub fn check_by(&self, kernels: &dyn Kernels, inputs: &Inputs, wanted: &Answer, on: On) {
+        if kernels.one().is_some() {
+            self.compare(self.on_mesh_of(kernels, inputs, on), wanted, on);
+        }
+    }
+
+    fn compare(&self, got: Result<Answer, Error>, wanted: &Answer, on: On) {
         let what = format!("{}, {on:?}", self.name);
-        match self.on_mesh(inputs, on) {
-            Err(error) => panic!("{what}: {error}"),
-            Ok(got) => {
-                if let Some((name, error)) = wanted.difference(&got, 1e-5) {
-                    panic!("{what}: {name} differs by {error:e}");
-                }
-            }
+        let got = got.unwrap_or_else(|error| panic!("{what}: {error}"));
+        if let Some((name, error)) = wanted.difference(&got, 1e-5) {
+            panic!("{what}: {name} differs by {error:e}");
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Computes the answer of a problem on a mesh of ranks that are threads.
 
 use super::{Answer, Inputs, Problem};
+use crate::Kernels;
 use ringspan::attention::{self, Forward, Gradients, Group, Wire};
 use ringspan::comm::{Communicator, threads};
 use ringspan::kernel::{Data, Kernel, View};
@@ -62,14 +63,12 @@ impl Stored {
 impl Problem {
     /// Computes the answer on a mesh of ranks, each with one thread of the CPU.
     pub fn on_mesh(&self, inputs: &Inputs, on: On) -> Result<Answer, Error> {
-        self.on_mesh_by(inputs, on, &|| Ok(Kernel::new(1)), &|group, schedule, local, d_out| {
-            let comm = group.cp();
-            let before = comm.bytes_sent();
-            let forward = attention::forward(group, schedule, local)?;
-            let between = comm.bytes_sent();
-            let gradients = attention::backward(group, schedule, local, &forward, d_out)?;
-            Ok((forward, gradients, [between - before, comm.bytes_sent() - between]))
-        })
+        self.on_mesh_by(inputs, on, &|| Ok(Kernel::new(1)), &both_passes)
+    }
+
+    /// Like [`on_mesh`](Self::on_mesh), with these kernels, which this machine has.
+    pub fn on_mesh_of(&self, kernels: &dyn Kernels, inputs: &Inputs, on: On) -> Result<Answer, Error> {
+        self.on_mesh_by(inputs, on, &|| Ok(kernels.one().expect("the device of a moment ago")), &both_passes)
     }
 
     /// Like [`on_mesh`](Self::on_mesh), with these kernels and calls.
@@ -166,4 +165,19 @@ impl Problem {
         }
         Ok(answer)
     }
+}
+
+/// The forward and the backward pass of a rank, and the bytes that it sent in each.
+fn both_passes(
+    group: &Group,
+    schedule: &Schedule,
+    local: &attention::Inputs,
+    d_out: View,
+) -> Result<(Forward, Gradients, [u64; 2]), Error> {
+    let comm = group.cp();
+    let before = comm.bytes_sent();
+    let forward = attention::forward(group, schedule, local)?;
+    let between = comm.bytes_sent();
+    let gradients = attention::backward(group, schedule, local, &forward, d_out)?;
+    Ok((forward, gradients, [between - before, comm.bytes_sent() - between]))
 }
