@@ -39,9 +39,13 @@ fn on_gpu(gpu: &Gpu, problem: &Problem, on: On, means: &Means<'_>) -> Result<(An
     let answer =
         problem.on_mesh_with(&problem.inputs_of(on.stored, 3), on, means, &|group, schedule, local, d_out| {
             let (kernel, comm) = (group.kernel(), group.cp());
-            let (q, k, v, d_out) =
-                (kernel.hold(local.q)?, kernel.hold(local.k)?, kernel.hold(local.v)?, kernel.hold(d_out)?);
-            let bias = local.bias.map(|bias| kernel.hold(bias)).transpose()?;
+            let (q, k, v, d_out) = (
+                kernel.to_device(local.q)?,
+                kernel.to_device(local.k)?,
+                kernel.to_device(local.v)?,
+                kernel.to_device(d_out)?,
+            );
+            let bias = local.bias.map(|bias| kernel.to_device(bias)).transpose()?;
             let mut held = Inputs::new(q.view(), k.view(), v.view(), local.score);
             held.bias = bias.as_ref().map(|bias| bias.view());
             // Between two barriers no rank copies anything.
@@ -250,7 +254,7 @@ fn a_step_of_decoding_copies_no_tensor() {
                 let kernel = group.kernel();
                 let (k, v) = (layout.shard(rank, &inputs.k, 2 * dim)?, layout.shard(rank, &inputs.v, 2 * dim)?);
                 let hold =
-                    |values, tokens, heads| kernel.hold(View::new(values, tokens, heads, dim).expect("its size"));
+                    |values, tokens, heads| kernel.to_device(View::new(values, tokens, heads, dim).expect("its size"));
                 let (q, k, v) =
                     (hold(&inputs.q, 1, 4)?, hold(&k, layout.tokens(rank), 2)?, hold(&v, layout.tokens(rank), 2)?);
                 let local = Inputs::new(q.view(), k.view(), v.view(), &problem.score);

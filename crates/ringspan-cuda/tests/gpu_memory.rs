@@ -25,7 +25,7 @@ fn a_gpu_says_what_is_free_and_what_was_in_use() {
     let kernel = gpu.kernel().expect("a stream");
     let zeros = vec![0.0f32; BLOCK / 4];
     let view = View::new(&zeros, BLOCK / 4 / 64, 1, 64).expect("its size");
-    let hold = || kernel.hold(view).expect("room for a block");
+    let hold = || kernel.to_device(view).expect("room for a block");
     let most = |gpu: &Gpu| gpu.most_used().expect("a count");
     let about = |bytes: u64, blocks: u64| (blocks * BLOCK as u64..(blocks + 1) * BLOCK as u64).contains(&bytes);
     let before = gpu.memory().expect("an answer");

@@ -78,8 +78,8 @@ impl Work<'_> {
             bias.as_ref().map(|(rows, heads)| view(Data::F32(rows), queries.len(), *heads, sizes.keys)).transpose()?;
         // The tensors are copied to a GPU once, however often the computation is repeated.
         let kernel = group.kernel();
-        let (q, k, v) = (kernel.hold(q)?, kernel.hold(k)?, kernel.hold(v)?);
-        let (d_out, bias) = (hold(kernel, d_out)?, hold(kernel, bias)?);
+        let (q, k, v) = (kernel.to_device(q)?, kernel.to_device(k)?, kernel.to_device(v)?);
+        let (d_out, bias) = (to_device(kernel, d_out)?, to_device(kernel, bias)?);
         let bias = bias.as_ref().map(DeviceTensor::view);
         let inputs = Inputs { bias, ..Inputs::new(q.view(), k.view(), v.view(), &self.terms.score) };
 
@@ -191,8 +191,8 @@ fn together(comm: &dyn Communicator) -> Result<Instant> {
 }
 
 /// Copies a tensor, if there is one, to the device where the rank's kernel computes.
-fn hold<'a>(kernel: &Kernel, view: Option<View<'a>>) -> Result<Option<DeviceTensor<'a>>> {
-    Ok(view.map(|view| kernel.hold(view)).transpose()?)
+fn to_device<'a>(kernel: &Kernel, view: Option<View<'a>>) -> Result<Option<DeviceTensor<'a>>> {
+    Ok(view.map(|view| kernel.to_device(view)).transpose()?)
 }
 
 fn view(data: Data<'_>, tokens: usize, heads: usize, dim: usize) -> Result<View<'_>> {

@@ -66,7 +66,7 @@ pub fn packing_converts_and_selects_rows(kernels: &dyn Kernels) {
                 rows: None,
             };
             let whole = View { tokens: 1, heads: 1, dim: values.len(), token_stride: 0, head_stride: 0, ..view };
-            let (held, held_whole) = (kernel.hold(view).expect("held"), kernel.hold(whole).expect("held"));
+            let (held, held_whole) = (kernel.to_device(view).expect("held"), kernel.to_device(whole).expect("held"));
             let slices = [
                 TensorSlice { view: held.view(), heads: 1..3, rows: &rows },
                 TensorSlice { view: held_whole.view(), heads: 0..1, rows: &rows[..0] },
@@ -201,7 +201,7 @@ pub fn nothing_is_added_to_no_rows(kernels: &dyn Kernels) {
     let Some(kernel) = kernels.one() else { return };
     let device = backend(&kernel);
     let mut sum = device.zeros(0).expect("zeros");
-    let nothing = kernel.hold(View::new(&[], 0, 1, 4).expect("its size")).expect("held");
+    let nothing = kernel.to_device(View::new(&[], 0, 1, 4).expect("its size")).expect("held");
     let Data::Device(nothing) = nothing.view().data else { panic!("on the CPU") };
     let target = RowTarget { rows: from_ref(&(0..0)), offset: 0, stride: 8, width: 4 };
     device.add(sum.all_mut(), &target, nothing).expect("added");
@@ -210,9 +210,9 @@ pub fn nothing_is_added_to_no_rows(kernels: &dyn Kernels) {
 
 pub fn the_cpu_refuses_what_it_cannot_read(kernels: &dyn Kernels) {
     let Some(kernel) = kernels.one() else { return };
-    let held = kernel.hold(View::new(&[1.0; 8], 2, 2, 2).expect("its size")).expect("held");
+    let held = kernel.to_device(View::new(&[1.0; 8], 2, 2, 2).expect("its size")).expect("held");
     let error = Kernel::new(1).delta(held.view(), held.view()).expect_err("on a device").to_string();
     assert!(error.contains("8 elements lie in the memory of another device"), "{error}");
-    let error = Kernel::new(1).hold(held.view()).expect_err("on a device").to_string();
+    let error = Kernel::new(1).to_device(held.view()).expect_err("on a device").to_string();
     assert!(error.contains("another device"), "{error}");
 }

@@ -73,7 +73,7 @@ pub fn on_device(
     let Forward { out, statistics, .. } = *forward;
     let shape = [inputs.q.tokens, inputs.q.heads, inputs.v.dim];
     check_shape("attention backward", group.rank(), "d_out", &d_out, shape)?;
-    let d_out = group.kernel().hold(d_out)?;
+    let d_out = group.kernel().to_device(d_out)?;
     let delta = delta(group, out, d_out.view())?;
     with_delta(group, schedule, inputs, statistics, delta.data(), d_out.view())
 }
@@ -86,7 +86,7 @@ pub fn on_device(
 pub fn delta(group: &Group, out: Data, d_out: View) -> Result<Floats> {
     let (kernel, View { tokens, heads, dim, .. }) = (group.kernel(), d_out);
     check_len("out", out.len(), [tokens, heads, dim])?;
-    let (out, d_out) = (kernel.hold(stored(out, tokens, heads, dim)?)?, kernel.hold(d_out)?);
+    let (out, d_out) = (kernel.to_device(stored(out, tokens, heads, dim)?)?, kernel.to_device(d_out)?);
     kernel.delta_on_device(out.view(), d_out.view())
 }
 
@@ -118,8 +118,8 @@ pub fn with_delta(
     let shape = [inputs.q.tokens, inputs.q.heads, inputs.v.dim];
     check_shape("attention backward", group.rank(), "d_out", &d_out, shape)?;
 
-    let (held, d_out) = (inputs.hold(kernel)?, kernel.hold(d_out)?);
-    let numbers = |data| kernel.hold(stored(data, 1, 1, rows)?);
+    let (held, d_out) = (inputs.to_device(kernel)?, kernel.to_device(d_out)?);
+    let numbers = |data| kernel.to_device(stored(data, 1, 1, rows)?);
     let (max, sum, delta) = (numbers(statistics.max)?, numbers(statistics.sum)?, numbers(delta)?);
     let (statistics, delta) = (Statistics { max: max.view().data, sum: sum.view().data }, delta.view().data);
     let (inputs, d_out) = (&held.inputs(), d_out.view());

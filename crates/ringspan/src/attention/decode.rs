@@ -218,7 +218,7 @@ pub fn tiles_on_device(
     merge: Merge,
 ) -> Result<(Floats, Statistics<Floats>)> {
     inputs.check_shapes(DECODE, group.rank(), visible.queries, visible.keys)?;
-    let (kernel, held) = (group.kernel(), inputs.hold(group.kernel())?);
+    let (kernel, held) = (group.kernel(), inputs.to_device(group.kernel())?);
     let Inputs { q, k, v, score, bias } = held.inputs();
     let heads = &HeadMap::grouped(q.heads, k.heads)?;
     let inputs = kernel::Inputs { q, k, v, heads, score, bias };

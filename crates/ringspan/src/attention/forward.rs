@@ -64,7 +64,7 @@ pub fn forward(group: &Group, schedule: &Schedule, inputs: &Inputs) -> Result<Fo
 /// Like those of [`forward()`].
 pub fn on_device(group: &Group, schedule: &Schedule, inputs: &Inputs) -> Result<Forward<Floats>> {
     inputs.check("attention forward", group, schedule)?;
-    let held = inputs.hold(group.kernel())?;
+    let held = inputs.to_device(group.kernel())?;
     let inputs = &held.inputs();
     let (kernel, Inputs { q, k, v, score, bias }) = (group.kernel(), *inputs);
     if group.ulysses().size() == 1 {

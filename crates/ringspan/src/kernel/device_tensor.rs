@@ -29,7 +29,7 @@ impl Kernel {
     /// # Errors
     /// A tensor on another device for a kernel on the CPU; a tensor with a table of rows for a kernel on another device; failures
     /// of the device.
-    pub fn hold<'a>(&self, view: View<'a>) -> Result<DeviceTensor<'a>> {
+    pub fn to_device<'a>(&self, view: View<'a>) -> Result<DeviceTensor<'a>> {
         match &self.0 {
             Device::Cpu(_) => {
                 self.check_place([&view])?;
