@@ -51,7 +51,7 @@ pub fn single_step(
     let shared_gathers = setup.shared_gathers(&ranks);
     let results = ranks.run(config.ranks(), options, |world| {
         let first = world.rank() == 0;
-        let own = pool::run(config.threads, || {
+        let own = pool::run_with_isa(config.threads, config.isa, || {
             run_rank(Rank::new(config, &setup, recompute, &devices, shared_gathers.clone(), world)?, &setup, batch)
         })??;
         Ok::<_, Error>(own).map(|results| if first { results } else { StepResults::default() })

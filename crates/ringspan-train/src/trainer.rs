@@ -161,7 +161,7 @@ pub fn train_on(
     }
     let shared_gathers = setup.shared_gathers(ranks);
     let ends = connected.run(config.ranks(), options, |world| {
-        pool::run(config.threads, || {
+        pool::run_with_isa(config.threads, config.isa, || {
             Rank::new(config, &setup, plan.recompute, &devices, shared_gathers.clone(), world)?.train(stop, &rank_zero)
         })?
     })?;

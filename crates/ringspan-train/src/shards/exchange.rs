@@ -64,3 +64,42 @@ impl PendingGather {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Error;
+    use ringspan::comm::threads::{self, Options};
+
+    /// Gathers the numbers of ranks, of which rank `failing` returns an error first.
+    fn gather(ranks: usize, failing: Option<usize>) -> Result<Vec<Arc<Vec<f32>>>> {
+        let shared = AssembledOnce::default();
+        threads::run(ranks, Options::default(), |world| {
+            let (rank, exchange) = (world.rank(), Exchange::new(world.clone(), 0, 0));
+            if failing == Some(rank) {
+                return Err(Error::Model("no memory is left".into()));
+            }
+            let under_way = exchange.start_gather(&Arc::new(Buffer::F32(vec![rank as f32])))?;
+            let assemble = |shards: &[Arc<Buffer>]| {
+                let values = shards.iter().map(|shard| Ok(shard.f32()?[0])).collect::<Result<Vec<_>>>()?;
+                Ok(vec![Arc::new(values)])
+            };
+            let mut gathered = exchange.finish_gather(under_way, Some(&shared), assemble)?;
+            gathered.pop().ok_or_else(|| Error::Model("nothing was gathered".into()))
+        })
+    }
+
+    #[test]
+    fn ranks_that_share_memory_gather_one_copy() {
+        let all = gather(4, None).expect("no rank fails");
+        assert!(all.iter().all(|gathered| Arc::ptr_eq(gathered, &all[0]) && **gathered == [0.0, 1.0, 2.0, 3.0]));
+    }
+
+    #[test]
+    fn a_rank_that_fails_before_a_gather_ends_it_for_the_others() {
+        for failing in 0..3 {
+            let error = gather(3, Some(failing)).expect_err("a rank fails").to_string();
+            assert!(error.contains("no memory is left"), "{error}");
+        }
+    }
+}
