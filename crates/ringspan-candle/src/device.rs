@@ -1,6 +1,7 @@
 //! The devices on which ranks compute, CPU or GPU, chosen once and passed down, and the type in which models compute on them.
 
 use crate::nvidia::Gpu;
+use crate::pool;
 use crate::precision::Precision;
 use crate::rounding::rounded;
 use crate::slices;
@@ -105,7 +106,8 @@ impl RankDevice {
         slices::values(&tensor.contiguous()?, |values| Tensor::from_vec(rounded(values), tensor.shape(), &self.tensors))
     }
 
-    /// The attention kernel of this device; on the CPU it uses `threads` threads of the rank's [pool](crate::pool).
+    /// The attention kernel of this device; on the CPU it uses `threads` threads of the rank's [pool](crate::pool), and the pool's
+    /// instruction set.
     ///
     /// # Errors
     /// A GPU on which no stream can be created.
@@ -113,7 +115,10 @@ impl RankDevice {
         if let Some(gpu) = &self.gpu {
             return gpu.kernel();
         }
-        Ok(Kernel::in_current_pool(threads))
+        match pool::isa() {
+            Some(isa) => Kernel::in_current_pool_with_isa(threads, isa),
+            None => Ok(Kernel::in_current_pool(threads)),
+        }
     }
 }
 

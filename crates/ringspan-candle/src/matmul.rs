@@ -2,13 +2,15 @@
 //!
 //! Attention's micro kernel computes them, except products of two f32 factors whose right factor has contiguous rows (`dy W`,
 //! `dy^T x`): for these the `gemm` crate is faster. For `x W^T` it is not: with 2 rows of x it takes 20 times as long as the
-//! micro kernel, with 64 rows twice as long, and as long with 1024 (`BENCHMARKS.md`).
+//! micro kernel, with 64 rows twice as long, and as long with 1024 (`BENCHMARKS.md`). In a pool for which an instruction set was
+//! chosen, the micro kernel computes all products.
 
 use crate::pool;
 use gemm::Parallelism;
+use ringspan::kernel::product::Arithmetic;
 use std::mem::MaybeUninit;
 
-pub(crate) use ringspan::kernel::product::{Arithmetic, Element, Matrix, Output};
+pub(crate) use ringspan::kernel::product::{Element, Matrix, Output};
 
 /// Whether a product overwrites its output or is added to it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,11 +36,20 @@ impl Accumulate {
 /// # Panics
 /// If the sizes do not fit.
 pub(crate) fn product<A: Element, B: Element>(a: Matrix<A>, b: Matrix<B>, out: &mut [f32], into: Accumulate) {
-    let columns_contiguous = b.strides().0 == 1;
     match (a.as_f32(), b.as_f32()) {
-        (Some(a), Some(b)) if !columns_contiguous => product_by_gemm(a, b, as_uninit(out), into),
-        _ => Arithmetic::best().product(a, b, into.output(out)),
+        (Some(a), Some(b)) if is_for_gemm(b) => product_by_gemm(a, b, as_uninit(out), into),
+        _ => arithmetic().product(a, b, into.output(out)),
     }
+}
+
+/// Whether the `gemm` crate is faster for products with this right factor.
+fn is_for_gemm(b: Matrix) -> bool {
+    b.strides().0 != 1 && pool::isa().is_none()
+}
+
+/// The arithmetic of this thread's pool.
+pub(crate) fn arithmetic() -> Arithmetic {
+    pool::isa().and_then(|isa| Arithmetic::new(isa, true)).unwrap_or_else(Arithmetic::best)
 }
 
 /// `a b` as a new matrix, whose memory is not filled with zeros before.
@@ -47,7 +58,7 @@ pub(crate) fn product<A: Element, B: Element>(a: Matrix<A>, b: Matrix<B>, out: &
 /// Sizes that do not fit.
 pub(crate) fn product_new<A: Element, B: Element>(a: Matrix<A>, b: Matrix<B>) -> Vec<f32> {
     match (a.as_f32(), b.as_f32()) {
-        (Some(a), Some(b)) if b.strides().0 != 1 && a.shape().1 > 0 => {
+        (Some(a), Some(b)) if is_for_gemm(b) && a.shape().1 > 0 => {
             let size = a.shape().0 * b.shape().1;
             let mut out = Vec::with_capacity(size);
             product_by_gemm(a, b, &mut out.spare_capacity_mut()[..size], Accumulate::Overwrite);
@@ -55,7 +66,7 @@ pub(crate) fn product_new<A: Element, B: Element>(a: Matrix<A>, b: Matrix<B>) ->
             unsafe { out.set_len(size) };
             out
         }
-        _ => Arithmetic::best().product_new(a, b),
+        _ => arithmetic().product_new(a, b),
     }
 }
 
@@ -118,6 +129,7 @@ fn rows_by_gemm(a: Matrix, b: Matrix, out: &mut [MaybeUninit<f32>], into: Accumu
 mod tests {
     use super::*;
     use half::bf16;
+    use ringspan::kernel::Isa;
 
     fn values(count: usize, seed: usize) -> Vec<f32> {
         (0..count).map(|i| ((i * 7919 + seed * 104_729) as f32 * 0.377).sin()).collect()
@@ -162,6 +174,27 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn products_are_close_with_every_instruction_set() {
+        let (m, n, k) = (33, 70, 65);
+        let (a, b, b_t) = (values(m * k, 1), values(k * n, 2), values(n * k, 3));
+        let factors =
+            [(Matrix::new(&a, m, k), Matrix::new(&b, k, n)), (Matrix::new(&a, m, k), Matrix::new(&b_t, n, k).t())];
+        for (isa, (a, b)) in Isa::available().into_iter().flat_map(|isa| factors.map(|factors| (isa, factors))) {
+            let out = pool::run_with_isa(2, Some(isa), || product_new(a, b)).expect("threads");
+            for (at, got) in out.iter().enumerate() {
+                let (sum, size) = plain(a, b, (at / n, at % n));
+                assert!((f64::from(*got) - sum).abs() < 1e-6 * (size + 1.0), "{isa}, {at}");
+            }
+        }
+        let first = factors[0];
+        let with = |isa| pool::run_with_isa(1, isa, || product_new(first.0, first.1)).expect("threads");
+        assert_eq!(
+            with(Some(Isa::Portable)),
+            Arithmetic::new(Isa::Portable, true).expect("everywhere").product_new(first.0, first.1)
+        );
     }
 
     /// The three products of a linear layer with bf16 factors equal those of the factors widened to f32.

@@ -4,7 +4,7 @@
 //! Generic loops are compiled for each type; for f32 the conversions do nothing.
 
 use crate::activation_storage::Storage as ActivationStorage;
-use crate::matmul::{Accumulate, Arithmetic, Element, Matrix, Output, product, product_new};
+use crate::matmul::{Accumulate, Element, Matrix, Output, arithmetic, product, product_new};
 use crate::pool;
 use crate::rounding::{round_to_bf16, rounded, widened};
 use candle_core::op::BackpropOp;
@@ -135,13 +135,13 @@ impl Number for bf16 {
 
     fn products<A: Element, B: Element>(factors: &[(Matrix<A>, Matrix<B>)], out: &mut [Self]) {
         if let &[(a, b)] = factors {
-            return Arithmetic::best().product(a, b, Output::Rounded(out));
+            return arithmetic().product(a, b, Output::Rounded(out));
         }
         Self::write_sums(out, |sums| sum_of_products(factors, sums));
     }
 
     fn product_new<A: Element, B: Element>(a: Matrix<A>, b: Matrix<B>) -> Vec<Self> {
-        Arithmetic::best().product_new_rounded(a, b)
+        arithmetic().product_new_rounded(a, b)
     }
 
     fn stored(values: Vec<Self>, _: ActivationStorage) -> StoredNumbers {

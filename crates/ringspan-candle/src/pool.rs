@@ -3,7 +3,14 @@
 use candle_core::{Error, Result};
 use rayon::ThreadPoolBuilder;
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
+use ringspan::kernel::Isa;
+use std::cell::Cell;
 use std::ops::Range;
+
+thread_local! {
+    /// The instruction set that was chosen for the pool of this thread.
+    static ISA: Cell<Option<Isa>> = const { Cell::new(None) };
+}
 
 /// Runs `work` on a new pool of `threads` threads, at least one. The fused layers that `work` calls compute on all of them.
 ///
@@ -12,9 +19,26 @@ use std::ops::Range;
 /// # Errors
 /// A machine that cannot start the threads.
 pub fn run<R: Send>(threads: usize, work: impl FnOnce() -> R + Send) -> Result<R> {
+    run_with_isa(threads, None, work)
+}
+
+/// Like [`run`]; attention and products of matrices use this instruction set if one is given, to measure the slower ones. The
+/// products that are otherwise the `gemm` crate's, which chooses its instructions itself, are then computed by `ringspan`.
+///
+/// # Errors
+/// An instruction set that this machine lacks, and a machine that cannot start the threads.
+pub fn run_with_isa<R: Send>(threads: usize, isa: Option<Isa>, work: impl FnOnce() -> R + Send) -> Result<R> {
+    isa.map_or(Ok(()), Isa::check_available).map_err(Error::wrap)?;
     let name = |index| format!("ringspan-{index}");
-    let pool = ThreadPoolBuilder::new().num_threads(threads.max(1)).thread_name(name).build();
+    let builder = ThreadPoolBuilder::new().num_threads(threads.max(1)).thread_name(name);
+    let pool = builder.start_handler(move |_| ISA.set(isa)).build();
     Ok(pool.map_err(Error::wrap)?.install(work))
+}
+
+/// The instruction set that was chosen for the pool of this thread; `None` for the fastest.
+#[must_use]
+pub fn isa() -> Option<Isa> {
+    ISA.get()
 }
 
 /// Number of threads in the pool that this thread belongs to; one outside of any pool.
@@ -70,6 +94,16 @@ mod tests {
             assert!(names.iter().all(|name| name.starts_with("ringspan-")), "{names:?}");
         }
         assert_eq!(threads(), 1);
+    }
+
+    #[test]
+    fn all_threads_of_a_pool_know_its_instruction_set() {
+        let isas = || map((0..64).collect(), |_: usize| isa());
+        for chosen in Isa::available().into_iter().map(Some).chain([None]) {
+            let seen = run_with_isa(3, chosen, isas).expect("threads");
+            assert!(seen.iter().all(|isa| *isa == chosen), "{seen:?}");
+        }
+        assert_eq!(isa(), None);
     }
 
     #[test]

@@ -65,12 +65,15 @@ pub fn loss_and_gradients<'a>(
 
     let weights = decoder.head_parameters(parameters)?;
     parameters.prefetch(before(layers))?;
-    let hidden = decoder.norm(&weights, &x)?.detach();
-    let loss = head.loss(&hidden, targets, scale, trains(head.weight_name()), &weights, tensor_parallel)?;
-    drop(hidden);
-    let norm: StoredWeights = weights.into_iter().filter(|(name, _)| name == decoder.norm_name()).collect();
+    let norm: StoredWeights = weights
+        .iter()
+        .filter(|(name, _)| *name == decoder.norm_name())
+        .map(|(name, w)| (name.clone(), w.clone()))
+        .collect();
     let (mut last, x) = (Graph::new(norm, trains)?, variable(x)?);
     let normed = last.record(|weights| decoder.norm(weights, &x))?;
+    let loss = head.loss(&normed.output(), targets, scale, trains(head.weight_name()), &weights, tensor_parallel)?;
+    drop(weights);
     last.differentiate(normed, loss.d_hidden)?;
     let (mut dx, mut gradients) = (last.take(&x)?, last.finish()?);
     drop(x);

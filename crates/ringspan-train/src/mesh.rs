@@ -6,7 +6,7 @@ use crate::{
     shards::ShardPlacement,
 };
 use ringspan::mesh::{Experts, Grid, Topology, Training};
-use ringspan_candle::ParallelRank;
+use ringspan_candle::{DeviceName, ParallelRank};
 use ringspan_models::Decoder;
 
 /// The mesh of a run, and how the model is sharded over it.
@@ -14,6 +14,8 @@ pub(crate) struct RunMesh {
     pub(crate) topology: Topology,
     /// How the ranks of one copy of the model, which are neighbours, share its parameters.
     pub(crate) placement: ShardPlacement,
+    /// Whether all ranks are threads of this process and compute on the CPU, so that they can read the same tensors.
+    pub(crate) shares_memory: bool,
     ranks: Vec<ParallelRank>,
 }
 
@@ -70,7 +72,8 @@ impl RunMesh {
             }
         }
         let placement = ShardPlacement::new(decoder, ranks.clone(), config.sharding == Sharding::Full)?;
-        Ok(Self { topology, placement, ranks })
+        let shares_memory = config.local_ranks.is_none() && config.device == DeviceName::Cpu;
+        Ok(Self { topology, placement, shares_memory, ranks })
     }
 
     /// This rank's index in each group that shares layers (tensor parallel, expert parallel).

@@ -12,13 +12,16 @@ use crate::{
     lr_schedule::LrSchedule,
     mesh::RunMesh,
     model_identity::{check_same_configuration, identity},
+    shards::SharedGathers,
     tokenizer::Tokenizer,
 };
+use ringspan::comm::ranks::Ranks;
 use ringspan_candle::model::stored;
 use ringspan_candle::{DeviceName, Weights, offload};
 use ringspan_models::Decoder;
 use serde_json::Value;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// A run that is ready to start. It is the same on every rank.
 pub(crate) struct Setup {
@@ -144,6 +147,12 @@ impl Setup {
             data_loader,
             shapes,
         }
+    }
+
+    /// What the ranks of this process share of gathered parameters; none where each has its own copy, in another process or on a
+    /// GPU.
+    pub(crate) fn shared_gathers(&self, ranks: &Ranks) -> Option<Arc<SharedGathers>> {
+        (self.mesh.shares_memory && ranks.local().is_none()).then(Arc::default)
     }
 
     /// The batch whose shape the plan is made for: the fullest of a whole pass where batches differ, else the fullest of the

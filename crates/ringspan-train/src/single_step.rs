@@ -48,10 +48,11 @@ pub fn single_step(
     let setup = Setup::for_batch(config, decoder.clone(), weights.clone(), batch.clone())?;
     let options = Options { deadline: config.deadline, ..Options::default() };
     let (ranks, block_transport) = devices.connect(ranks, config.deadline)?;
+    let shared_gathers = setup.shared_gathers(&ranks);
     let results = ranks.run(config.ranks(), options, |world| {
         let first = world.rank() == 0;
-        let own = pool::run(config.threads, || {
-            run_rank(Rank::new(config, &setup, recompute, &devices, world)?, &setup, batch)
+        let own = pool::run_with_isa(config.threads, config.isa, || {
+            run_rank(Rank::new(config, &setup, recompute, &devices, shared_gathers.clone(), world)?, &setup, batch)
         })??;
         Ok::<_, Error>(own).map(|results| if first { results } else { StepResults::default() })
     })?;

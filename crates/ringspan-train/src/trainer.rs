@@ -159,9 +159,10 @@ pub fn train_on(
     if let (Some(block_transport), true) = (block_transport, ranks.lead()) {
         rank_zero.lock().unwrap_or_else(PoisonError::into_inner).observer.connected(&block_transport);
     }
+    let shared_gathers = setup.shared_gathers(ranks);
     let ends = connected.run(config.ranks(), options, |world| {
-        pool::run(config.threads, || {
-            Rank::new(config, &setup, plan.recompute, &devices, world)?.train(stop, &rank_zero)
+        pool::run_with_isa(config.threads, config.isa, || {
+            Rank::new(config, &setup, plan.recompute, &devices, shared_gathers.clone(), world)?.train(stop, &rank_zero)
         })?
     })?;
     // The lead does the rest alone: the ranks of all other processes have ended.

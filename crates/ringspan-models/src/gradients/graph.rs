@@ -20,6 +20,13 @@ pub(crate) struct Recording {
     tape: Tape,
 }
 
+impl Recording {
+    /// The values of the output, for computations that are not recorded.
+    pub(crate) fn output(&self) -> Tensor {
+        self.output.detach()
+    }
+}
+
 impl Graph {
     /// A unit with these parameters, of which `trains` names those that receive gradients.
     pub(crate) fn new(parameters: StoredWeights, trains: impl Fn(&str) -> bool) -> Result<Self> {

@@ -1,16 +1,19 @@
 //! Times a training step as `ringspan train` takes it: tokens per second, where the time goes, and the memory it needs.
 //!
-//! `cargo bench -p ringspan-train --bench step [-- S=4096 ranks=1 threads=2 steps=4 recompute=nothing activations=f32]`. The
+//! `cargo bench -p ringspan-train --bench step [-- S=4096 ranks=1 threads=2 steps=4 recompute=nothing activations=f32 isa=avx2]`. The
 //! model is a small Llama (hidden 512, 8 layers, 8 query and 4 key-value heads of 64, MLP 1536, vocabulary 32,000), or
 //! `model=DIR`. `json` prints one line for a program: the seconds of every step but the first. Seconds are those of the wall
 //! clock and, because machines are shared, those of the processor. Shares are of the processor's time: each part is timed by
 //! itself afterwards, forward and backward, on the shapes of one rank; the rest of the step is "other". The last column is the
-//! speed relative to a product of 2048 x 2048 x 2048, timed before and after each part; that of "all" is the whole step's.
+//! speed relative to a product of 2048 x 2048 x 2048, timed before and after each part; that of "all" is the whole step's. `isa=`
+//! chooses an instruction set for attention and products, those of the large product and those of the `gemm` crate included, which
+//! this library then computes; norms and other operations without products use the widest vectors still.
 
 mod clock;
 mod memory;
 mod parts;
 
+use ringspan::kernel::Isa;
 use ringspan_models::{Config, Decoder, folder};
 use ringspan_train::{Observer, Settings, StepMetrics, TrainConfig, train};
 use safetensors::tensor::{Dtype, TensorView};
@@ -23,7 +26,7 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 #[global_allocator]
 static ALLOCATOR: memory::Counting = memory::Counting;
 
-const ARGUMENTS: &str = "S=, ranks=, threads=, steps=, recompute=, activations=, model=, json";
+const ARGUMENTS: &str = "S=, ranks=, threads=, steps=, recompute=, activations=, isa=, model=, json";
 
 /// The case to time, as the arguments give it.
 pub(crate) struct Case {
@@ -33,6 +36,7 @@ pub(crate) struct Case {
     steps: u64,
     pub(crate) recompute: Option<String>,
     pub(crate) activations: Option<String>,
+    pub(crate) isa: Option<Isa>,
     model: Option<PathBuf>,
     json: bool,
 }
@@ -49,6 +53,7 @@ impl Case {
             steps: 4,
             recompute: None,
             activations: None,
+            isa: None,
             model: None,
             json: false,
         };
@@ -63,6 +68,7 @@ impl Case {
                 Some(("steps", value)) => case.steps = value.parse()?,
                 Some(("recompute", value)) => case.recompute = Some(value.into()),
                 Some(("activations", value)) => case.activations = Some(value.into()),
+                Some(("isa", value)) => case.isa = Some(value.parse()?),
                 Some(("model", value)) => case.model = Some(value.into()),
                 None if argument == "json" => case.json = true,
                 _ => return Err(format!("unknown argument {argument}; possible are {ARGUMENTS}").into()),
@@ -156,7 +162,8 @@ fn main() -> Result<()> {
         losses: Vec::new(),
         peak: 0,
     };
-    train(&TrainConfig::resolve(settings)?, &AtomicBool::new(false), &mut watch)?;
+    let config_of_run = TrainConfig { isa: case.isa, ..TrainConfig::resolve(settings)? };
+    train(&config_of_run, &AtomicBool::new(false), &mut watch)?;
     let resident = memory::resident_peak();
     if case.json {
         let line = serde_json::json!({

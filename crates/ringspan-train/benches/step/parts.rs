@@ -99,7 +99,7 @@ fn random(shape: &[usize]) -> Result<Var> {
 
 /// Times all parts of a step.
 pub(crate) fn all(case: &Case, config: &Config) -> Result<Vec<Part>> {
-    Ok(pool::run(case.threads, || of_rank(case, config).map_err(|error| error.to_string()))??)
+    Ok(pool::run_with_isa(case.threads, case.isa, || of_rank(case, config).map_err(|error| error.to_string()))??)
 }
 
 fn of_rank(case: &Case, config: &Config) -> Result<Vec<Part>> {
@@ -153,9 +153,13 @@ fn of_rank(case: &Case, config: &Config) -> Result<Vec<Part>> {
     let products = if recompute == Recompute::Full { 9.0 } else { 7.0 };
     let flops = products * (tokens * tokens * heads * dim) as f64;
     let attention = std::sync::Mutex::new(&mut clock);
+    let kernel = || match case.isa {
+        Some(isa) => Kernel::with_isa(case.threads, isa),
+        None => Ok(Kernel::new(case.threads)),
+    };
     threads::run(1, Options::default(), |comm| {
         let run = || -> Result<()> {
-            let group = Arc::new(Group::new(comm, (1, 1), Kernel::new(case.threads))?);
+            let group = Arc::new(Group::new(comm, (1, 1), kernel()?)?);
             let context = Context::new(group, layout.clone(), StrategyKind::Ring)?;
             let attend =
                 || context.layer_attention(0, &AttentionInputs::new(&q, &k, &k), &Mask::causal(), &Score::new(0.125));

@@ -13,6 +13,7 @@ use crate::{
 };
 use checks::refuse_used_folder;
 use ringspan::comm::ranks::Ranks;
+use ringspan::kernel::Isa;
 use ringspan::{LayoutKind, StrategyKind};
 use ringspan_candle::stored_activation::Storage;
 use ringspan_candle::{DeviceName, Precision, Recompute};
@@ -175,6 +176,8 @@ pub struct TrainConfig {
     pub layout: LayoutKind,
     /// Number of threads of a rank.
     pub threads: usize,
+    /// The instruction set of attention and of products on the CPU, which benchmarks choose; none for the fastest.
+    pub isa: Option<Isa>,
     /// The device that computes the model.
     pub device: DeviceName,
     /// The type in which the model computes.

@@ -89,6 +89,7 @@ impl TrainConfig {
             threads: positive("threads", s.threads.unwrap_or((cores() / ranks).max(1)))?,
             device,
             dtype,
+            isa: None,
             local_ranks: None,
             peak_allocated: None,
             recompute: recompute(s.recompute.as_deref())?,

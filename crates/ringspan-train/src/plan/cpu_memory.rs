@@ -39,8 +39,11 @@ impl Shape {
         // their gradients, and its activations.
         let kinds = [false, true].into_iter().zip(self.last_of_kind).filter_map(|(sparse, last)| Some((sparse, last?)));
         let of_kind = kinds.map(|(sparse, last)| {
-            let parameters =
-                if sparse { held.layer + held.layer_trained } else { held.dense_layer + held.dense_layer_trained };
+            let parameters = if sparse {
+                held.layer_copy + held.layer_trained
+            } else {
+                held.dense_layer_copy + held.dense_layer_trained
+            };
             (kept * last, width * parameters + held.stored_layer, self.activations(tokens, rows, sparse))
         });
         let of_kind: Vec<_> = of_kind.collect();
@@ -62,9 +65,9 @@ impl Shape {
         let with = |gradients: u64, more: &[(&'static str, u64)]| [always(gradients), more.to_vec()].concat();
         let activations = |bytes: u64| ("a layer's activations and their gradients", bytes);
         let blocks = ("blocks of other ranks", self.blocks(tokens)?);
-        let (head, head_shard, stored_head) = match self.tied {
-            true => (held.embedding, held.embedding_shard, held.stored_embedding),
-            false => (held.head, held.head_shard, held.stored_head),
+        let (head, head_copy, head_shard, stored_head) = match self.tied {
+            true => (held.embedding, held.embedding_copy, held.embedding_shard, held.stored_embedding),
+            false => (held.head, held.head_copy, held.head_shard, held.stored_head),
         };
         // A frozen head has no gradient, and is there once.
         let scratch =
@@ -78,7 +81,7 @@ impl Shape {
         let decoded_of_layer = ("a tile of a layer, decoded", decoded);
         let decoded_of_head = ("a tile of the head, decoded", if held.stores_head { of_logits } else { 0 });
         // The gradient of the head is f32 whatever type the model computes in.
-        let of_head = if head_shard > 0 { (width + 2 * 4) * head } else { width * head + stored_head };
+        let of_head = width * head_copy + if head_shard > 0 { 2 * 4 * head } else { stored_head };
         // In bf16, rounded logits take memory besides those that turn into their gradient.
         let of_logit = if width < 4 { 4 + width } else { 4 };
         let moments = vec![

@@ -24,8 +24,14 @@ pub(super) struct ParameterCounts {
     pub(super) dense_layer_trained: u64,
     pub(super) head: u64,
     pub(super) embedding: u64,
-    /// Bytes of the matrices that stay as they are stored, gathered for a computation; 0 for those that the rank keeps whole. Of
-    /// the largest layer, of the head, of the embedding.
+    /// The rank's part of the gathered copies of the same units in the CPU's memory. Ranks that are threads of one process and gather
+    /// the same portions have one copy together; else the part is the whole.
+    pub(super) layer_copy: u64,
+    pub(super) dense_layer_copy: u64,
+    pub(super) head_copy: u64,
+    pub(super) embedding_copy: u64,
+    /// The same of the matrices that stay as they are stored, in bytes; 0 for those that the rank keeps whole. Of the largest layer, of
+    /// the head, of the embedding.
     pub(super) stored_layer: u64,
     pub(super) stored_head: u64,
     pub(super) stored_embedding: u64,
@@ -60,6 +66,8 @@ impl ParameterCounts {
 
     fn of(rank: usize, setup: &Setup, model: &Config) -> Result<Self> {
         let (decoder, sharing) = (&setup.decoder, &setup.mesh.placement);
+        // Number of ranks that have one gathered copy together, of `ranks` that hold a shard of it each.
+        let sharers = |ranks: u64| if setup.mesh.shares_memory { ranks } else { 1 };
         let mut own = Self::default();
         for unit in decoder.units() {
             let times = match unit {
@@ -67,13 +75,17 @@ impl ParameterCounts {
                 Unit::Embedding if model.tie_word_embeddings => 2,
                 Unit::Embedding | Unit::Head => 1,
             };
-            // Elements in all portions, in trained portions and in trained shards.
-            let (mut portions, mut trained_portions, mut trained_shards) = (0, 0, 0);
+            // Elements in all portions, in the rank's part of gathered copies, in trained portions and in trained shards.
+            let (mut portions, mut copies, mut trained_portions, mut trained_shards) = (0, 0, 0, 0);
             for trained in [true, false] {
                 for (replica_group, flat) in sharing.flats(decoder, unit, rank, trained)?.iter().enumerate() {
                     let (whole, ranks) = (flat.len() as u64, sharing.shard(rank, replica_group).1 as u64);
                     let shard = whole.div_ceil(ranks);
                     portions += whole;
+                    // Portions that a rank concatenates to one tensor are a copy of its own.
+                    let concatenated = flat.portions().filter(|portion| portion.stacked_at.is_some());
+                    let concatenated: u64 = concatenated.map(|portion| portion.len() as u64).sum();
+                    copies += concatenated + (whole - concatenated).div_ceil(sharers(ranks));
                     own.parameters += shard;
                     own.gathered += times * shard * (ranks - 1);
                     if unit != Unit::Head {
@@ -96,7 +108,7 @@ impl ParameterCounts {
                 let ranks = sharing.shard(rank, replica_group).1 as u64;
                 let shard = (flat.len() as u64).div_ceil(4 * ranks);
                 stores |= !flat.is_empty();
-                copied += if ranks > 1 { flat.len() as u64 } else { 0 };
+                copied += if ranks > 1 { (flat.len() as u64).div_ceil(sharers(ranks)) } else { 0 };
                 own.parameters += shard;
                 own.gathered += times * shard * (ranks - 1);
                 if unit != Unit::Head {
@@ -108,21 +120,25 @@ impl ParameterCounts {
                 Unit::Layer(index) => {
                     if !decoder.is_sparse(index) {
                         own.dense_layer = own.dense_layer.max(portions);
+                        own.dense_layer_copy = own.dense_layer_copy.max(copies);
                         own.dense_layer_trained = own.dense_layer_trained.max(trained_portions);
                     }
                     own.stores_layers |= stores;
                     own.stored_layer = own.stored_layer.max(copied);
                     own.layer = own.layer.max(portions);
+                    own.layer_copy = own.layer_copy.max(copies);
                     own.layer_trained = own.layer_trained.max(trained_portions);
                     own.layer_shard = own.layer_shard.max(trained_shards);
                 }
                 Unit::Head => {
                     own.stores_head |= stores;
                     (own.head, own.head_shard, own.stored_head) = (portions, trained_shards, copied);
+                    own.head_copy = copies;
                 }
                 Unit::Embedding => {
                     own.stores_head |= stores && model.tie_word_embeddings;
                     (own.embedding, own.embedding_shard, own.stored_embedding) = (portions, trained_shards, copied);
+                    own.embedding_copy = copies;
                 }
             }
         }
@@ -140,6 +156,10 @@ impl ParameterCounts {
             layer_trained: self.layer_trained.max(other.layer_trained),
             dense_layer: self.dense_layer.max(other.dense_layer),
             dense_layer_trained: self.dense_layer_trained.max(other.dense_layer_trained),
+            layer_copy: self.layer_copy.max(other.layer_copy),
+            dense_layer_copy: self.dense_layer_copy.max(other.dense_layer_copy),
+            head_copy: self.head_copy.max(other.head_copy),
+            embedding_copy: self.embedding_copy.max(other.embedding_copy),
             head: self.head.max(other.head),
             embedding: self.embedding.max(other.embedding),
             stored_layer: self.stored_layer.max(other.stored_layer),

@@ -130,10 +130,12 @@ pub(super) fn mesh(config: &TrainConfig, mesh: &RunMesh) -> String {
 
 /// How parameters are sharded; empty where they are not.
 pub(super) fn sharding(config: &TrainConfig, mesh: &RunMesh) -> String {
-    match (config.sharding, mesh.placement.ranks()) {
-        (Sharding::None, _) | (_, 1) => String::new(),
-        (_, n) => format!("parameters, gradients and optimiser state cut over {n} ranks, gathered layer by layer"),
+    let ranks = mesh.placement.ranks();
+    if config.sharding == Sharding::None || ranks == 1 {
+        return String::new();
     }
+    let once = if mesh.shares_memory { ", once for the ranks that need the same" } else { "" };
+    format!("parameters, gradients and optimiser state cut over {ranks} ranks, gathered layer by layer{once}")
 }
 
 /// Layout of the tokens, and how queries meet keys.

@@ -16,7 +16,7 @@ use crate::{
     optimizer::Optimizer,
     peak_memory::{PeakAllocated, PeakGpuMemory},
     setup::Setup,
-    shards::{PortionShard, Shards},
+    shards::{PortionShard, Shards, SharedGathers},
     watchdog::Watchdog,
 };
 use groups::Groups;
@@ -70,12 +70,14 @@ pub(crate) struct Rank<'a> {
 }
 
 impl<'a> Rank<'a> {
-    /// The rank of `world`, which computes on its device of `devices` and recomputes `recompute` for the backward pass.
+    /// The rank of `world`, which computes on its device of `devices` and recomputes `recompute` for the backward pass. All ranks get
+    /// the same [`Setup::shared_gathers`].
     pub(crate) fn new(
         config: &'a TrainConfig,
         setup: &'a Setup,
         recompute: Recompute,
         devices: &Devices,
+        shared_gathers: Option<Arc<SharedGathers>>,
         world: Arc<dyn Communicator>,
     ) -> Result<Self> {
         let (decoder, mesh, device) = (&setup.decoder, &setup.mesh, devices.of(world.rank()));
@@ -85,7 +87,8 @@ impl<'a> Rank<'a> {
         let read = |piece: &PortionShard<'_>| setup.initial_parameters.read(decoder, piece);
         let mut read_stored =
             |name: &str, rows, columns| setup.initial_parameters.read_stored_matrix(name, rows, columns);
-        let shards = Shards::new(decoder, &*world, mesh.placement.clone(), device, read, &mut read_stored)?;
+        let device_and_shared = (device, shared_gathers);
+        let shards = Shards::new(decoder, &*world, mesh.placement.clone(), device_and_shared, read, &mut read_stored)?;
         let optimizer = setup.initial_parameters.optimizer(config.optimizer, &shards)?;
         setup.initial_parameters.release();
         let offload = config.offload_activations.then(|| Offload::new(device)).transpose()?;

@@ -134,18 +134,18 @@ impl Flat {
         (start < end).then(|| (start - place.start..end - place.start, start - shard.start..end - shard.start))
     }
 
-    /// Puts the portions together from the shards of all ranks.
-    pub(crate) fn whole<'a, 's>(&'a self, shards: &[&'s [f32]]) -> Result<Vec<(&'a Portion, Parameter<'s>)>> {
+    /// The portions, in the order of the row, put together from the shards of all ranks.
+    pub(crate) fn whole<'s>(&self, shards: &[&'s [f32]]) -> Result<Vec<Parameter<'s>>> {
         for (rank, shard) in shards.iter().enumerate() {
             let expected = self.shard(rank).len();
             if shard.len() != expected {
                 return Err(Error::Model(format!("rank {rank} sent {} numbers of a shard of {expected}", shard.len())));
             }
         }
-        let parameter = |(portion, place): &'a (Portion, Range<usize>)| {
+        let parameter = |(portion, place): &(Portion, Range<usize>)| {
             let part = |(rank, shard): (usize, &&'s [f32])| Some(&shard[self.common(place, rank)?.1]);
             let parts = shards.iter().enumerate().filter_map(part).collect();
-            (portion, Parameter { parts, shape: portion.shape().into() })
+            Parameter { parts, shape: portion.shape().into() }
         };
         Ok(self.portions.iter().map(parameter).collect())
     }
@@ -232,11 +232,10 @@ mod tests {
             assert!(sizes.iter().max().zip(sizes.iter().min()).is_some_and(|(most, least)| most - least <= 1));
             assert_eq!(shards.concat(), (0..15).map(|i| i as f32).collect::<Vec<_>>());
             let shards: Vec<&[f32]> = shards.iter().map(Vec::as_slice).collect();
-            let (portions, parameters): (Vec<_>, Vec<_>) =
-                flat.whole(&shards).expect("whole shards").into_iter().unzip();
+            let parameters = flat.whole(&shards).expect("whole shards");
             assert!(parameters.iter().map(|parameter| parameter.shape.elem_count()).eq(flat.sizes()));
             let tensors = transfers().upload(Reserved::default(), &parameters).expect("a CPU");
-            for (portion, tensor) in portions.into_iter().zip(tensors) {
+            for (portion, tensor) in flat.portions().zip(tensors) {
                 let values = |tensor: &Tensor| tensor.flatten_all().and_then(|t| t.to_vec1::<f32>()).expect("f32");
                 assert_eq!(
                     (tensor.dims(), values(&tensor)),

@@ -9,11 +9,13 @@ mod flat_parameter;
 mod gather;
 mod gradient_shards;
 mod placement;
+mod shared_gathers;
 mod stored_matrices;
 
 pub(crate) use flat_parameter::{PortionShard, whole_portion};
 pub(crate) use gradient_shards::GradientShards;
 pub(crate) use placement::ShardPlacement;
+pub(crate) use shared_gathers::SharedGathers;
 pub(crate) use stored_matrices::{ReadMatrix, StoredFormats};
 
 use crate::{
@@ -21,9 +23,9 @@ use crate::{
     error::{Error, Result},
 };
 use candle_core::Tensor;
-use exchange::Exchange;
+use exchange::{Exchange, PendingGather};
 use flat_parameter::Flat;
-use ringspan::comm::{Buffer, Communicator, PendingAllToAll};
+use ringspan::comm::{Buffer, Communicator};
 use ringspan_candle::quantized::QuantizedMatrix;
 use ringspan_candle::transfers::Reserved;
 use ringspan_candle::{Portion, RankDevice, StoredWeights, Transfers, Unit};
@@ -42,6 +44,8 @@ pub(crate) struct Shards {
     stored: BTreeMap<Unit, Vec<(usize, StoredFlat, StoredShard)>>,
     /// Copies gathered parameters to the device that computes, and gradients back. Shards stay on the CPU, in f32.
     transfers: Transfers,
+    /// Gathered parameters that the ranks of this process share; none where each has its own copy.
+    shared: Option<Arc<SharedGathers>>,
     /// The unit that was prefetched.
     ahead: RefCell<Option<(Unit, Prefetched)>>,
 }
@@ -65,9 +69,9 @@ struct Shard {
 /// An all-gather of a unit's portions that is under way.
 struct Gathering {
     /// Exchanges of f32 shards, in the order of the unit's shards.
-    numbers: Vec<PendingAllToAll>,
+    numbers: Vec<PendingGather>,
     /// Exchanges of the bytes of matrices that stay as they are stored, of those that the rank does not keep whole.
-    stored: Vec<PendingAllToAll>,
+    stored: Vec<PendingGather>,
 }
 
 /// A unit that was prefetched; the default is one of which nothing has begun.
@@ -82,22 +86,24 @@ struct Prefetched {
 impl Shards {
     /// The shards of this rank of `world`, which consists of copies of `sharing`'s ranks, one after the other. `read` returns the
     /// values of a piece, `read_stored` the rows and columns of a matrix that stays as it is stored; `device` computes with them.
+    /// With `shared`, all ranks are threads of this process, compute on the CPU, and pass the same `shared`.
     pub(crate) fn new(
         decoder: &Decoder,
         world: &dyn Communicator,
         sharing: ShardPlacement,
-        device: &RankDevice,
+        (device, shared): (&RankDevice, Option<Arc<SharedGathers>>),
         mut read: impl FnMut(&PortionShard<'_>) -> Result<Vec<f32>>,
         read_stored: &mut ReadMatrix,
     ) -> Result<Self> {
         let (copy, rank) = (world.rank() / sharing.ranks(), world.rank() % sharing.ranks());
         let replica_group = |replica_group| {
             let first = sharing.holders(rank, replica_group).first().copied().unwrap_or(rank);
-            let (owners, copies) = match sharing.is_cut() {
-                true => (world.split(copy * sharing.ranks() + first, rank)?, world.split(rank, copy)?),
-                false => (world.split(world.rank(), 0)?, world.split(first, world.rank())?),
+            let (first_owner, copies) = match sharing.is_cut() {
+                true => (copy * sharing.ranks() + first, (rank, copy)),
+                false => (world.rank(), (first, world.rank())),
             };
-            Ok::<_, Error>(GroupExchange { exchange: Exchange::new(owners), copies })
+            let (owners, copies) = (world.split(first_owner, rank)?, world.split(copies.0, copies.1)?);
+            Ok::<_, Error>(GroupExchange { exchange: Exchange::new(owners, first_owner, replica_group), copies })
         };
         let replica_groups = (0..sharing.replica_groups()).map(replica_group).collect::<Result<_>>()?;
         let (mut units, mut stored) = (BTreeMap::new(), BTreeMap::new());
@@ -126,7 +132,7 @@ impl Shards {
         }
         let copy = world.split(copy, rank)?;
         let (transfers, ahead) = (Transfers::new(device)?, RefCell::default());
-        Ok(Self { sharing, copy, replica_groups, units, stored, transfers, ahead })
+        Ok(Self { sharing, copy, replica_groups, units, stored, transfers, shared, ahead })
     }
 
     /// The ranks that hold one copy of the parameters together.
@@ -212,13 +218,12 @@ impl Shards {
 
     fn gather(&self, unit: Unit) -> Result<Gathering> {
         let start = |Shard { replica_group, values, .. }: &Shard| {
-            let exchange = &self.replica_groups[*replica_group].exchange;
-            exchange.start(|_| values.clone())
+            self.replica_groups[*replica_group].exchange.start_gather(values)
         };
         let numbers = self.held(unit)?.iter().map(start).collect::<Result<_>>()?;
         let stored = self.held_stored(unit).iter().filter_map(|(replica_group, _, kept)| match kept {
             StoredShard::Whole(_) => None,
-            StoredShard::Part(bytes) => Some(self.replica_groups[*replica_group].exchange.start(|_| bytes.clone())),
+            StoredShard::Part(bytes) => Some(self.replica_groups[*replica_group].exchange.start_gather(bytes)),
         });
         Ok(Gathering { numbers, stored: stored.collect::<Result<_>>()? })
     }
@@ -228,12 +233,18 @@ impl Shards {
     }
 
     /// Puts together the unit's portions of matrices that stay as they are stored.
-    fn stored_portions(&self, unit: Unit, under_way: Vec<PendingAllToAll>) -> Result<Vec<(&Portion, QuantizedMatrix)>> {
+    fn stored_portions(&self, unit: Unit, under_way: Vec<PendingGather>) -> Result<Vec<(&Portion, QuantizedMatrix)>> {
         let (mut all, mut under_way) = (Vec::new(), under_way.into_iter());
-        for (_, flat, kept) in self.held_stored(unit) {
+        let shared = self.shared.as_ref().map(|shared| &shared.stored);
+        for (replica_group, flat, kept) in self.held_stored(unit) {
             match (kept, kept.is_part().then(|| under_way.next()).flatten()) {
-                (StoredShard::Whole(matrices), _) => all.extend(flat.alone(matrices)),
-                (StoredShard::Part(_), Some(shards)) => all.extend(flat.whole(&shards.wait()?)?),
+                (StoredShard::Whole(matrices), _) => all.extend(flat.portions().zip(matrices.iter().cloned())),
+                (StoredShard::Part(_), Some(under_way)) => {
+                    let exchange = &self.replica_groups[*replica_group].exchange;
+                    all.extend(
+                        flat.portions().zip(exchange.finish_gather(under_way, shared, |shards| flat.whole(shards))?),
+                    );
+                }
                 (StoredShard::Part(_), None) => return Err(Error::Model(format!("no bytes of {unit:?} came"))),
             }
         }
@@ -251,12 +262,15 @@ impl Shards {
         let gathering = gathering.map_or_else(|| self.gather(unit), Ok)?;
         let reserved = reserved.into_iter().chain(std::iter::repeat_with(Reserved::default));
         let (mut weights, mut stacked) = (StoredWeights::new(), BTreeMap::new());
+        let shared = self.shared.as_ref().map(|shared| &shared.numbers);
         for ((under_way, reserved), shard) in gathering.numbers.into_iter().zip(reserved).zip(self.held(unit)?) {
-            let shards = under_way.wait()?;
-            let shards: Vec<&[f32]> = shards.iter().map(|shard| numbers(shard)).collect();
-            let (portions, parameters): (Vec<_>, Vec<_>) = shard.flat.whole(&shards)?.into_iter().unzip();
-            let tensors = self.transfers.upload(reserved, &parameters)?;
-            for (portion, tensor) in portions.into_iter().zip(tensors) {
+            let assemble = |shards: &[Arc<Buffer>]| {
+                let shards: Vec<&[f32]> = shards.iter().map(|shard| numbers(shard)).collect();
+                Ok(self.transfers.upload(reserved, &shard.flat.whole(&shards)?)?)
+            };
+            let exchange = &self.replica_groups[shard.replica_group].exchange;
+            let tensors = exchange.finish_gather(under_way, shared, assemble)?;
+            for (portion, tensor) in shard.flat.portions().zip(tensors) {
                 match portion.stacked_at {
                     None => drop(weights.insert(portion.name.clone(), tensor.into())),
                     Some(row) => drop(stacked.entry(&portion.name).or_insert_with(BTreeMap::new).insert(row, tensor)),
@@ -307,7 +321,7 @@ impl Parameters for Shards {
                 // next one.
                 Some((_, Prefetched { gathering: Some(gathering), .. })) => {
                     let all = gathering.numbers.into_iter().chain(gathering.stored);
-                    all.into_iter().try_for_each(|under_way| under_way.wait().map(drop))?;
+                    all.into_iter().try_for_each(PendingGather::discard)?;
                     Prefetched::default()
                 }
                 _ => Prefetched::default(),

@@ -151,8 +151,14 @@ impl StoredFlat {
         Ok(StoredShard::Part(Arc::new(Buffer::U8(bytes))))
     }
 
-    /// Puts the portions together from the shards of all ranks. A portion that lies in one shard shares its bytes.
-    pub(super) fn whole(&self, shards: &[Arc<Buffer>]) -> Result<Vec<(&Portion, QuantizedMatrix)>> {
+    /// The portions, in the order of the row.
+    pub(super) fn portions(&self) -> impl Iterator<Item = &Portion> {
+        self.portions.iter().map(|StoredPortion { portion, .. }| portion)
+    }
+
+    /// The matrices of the portions, put together from the shards of all ranks. A portion that lies in one shard shares its
+    /// bytes.
+    pub(super) fn whole(&self, shards: &[Arc<Buffer>]) -> Result<Vec<QuantizedMatrix>> {
         for (rank, shard) in shards.iter().enumerate() {
             let expected = self.shard(rank).len();
             if bytes_of(shard).len() != expected {
@@ -173,12 +179,7 @@ impl StoredFlat {
             };
             QuantizedMatrix::new(*format, region.len(), region.columns.len(), bytes)
         };
-        self.portions.iter().map(|portion| Ok((&portion.portion, matrix(portion)?))).collect()
-    }
-
-    /// The portions of a rank that keeps all of them.
-    pub(super) fn alone<'a>(&'a self, matrices: &[QuantizedMatrix]) -> Vec<(&'a Portion, QuantizedMatrix)> {
-        self.portions.iter().map(|portion| &portion.portion).zip(matrices.iter().cloned()).collect()
+        self.portions.iter().map(|portion| Ok(matrix(portion)?)).collect()
     }
 }
 

@@ -81,9 +81,9 @@ fn ranks_share(meshes: &[Mesh]) {
         // What grows neither with layers nor with tokens: gathered layers, and buffers that a thread keeps after matrix products.
         let kept = (ranks * counting::kept_by_products()) as f64;
         let whole = (few - tokens - kept - 16.0 * fewer as f64) / (4 * layer * ranks) as f64;
-        // Each rank has two layers of weights and two of gradients; the sums of one of these are in the 16 bytes already. On a
-        // single rank nothing is under way; tokenizer and text take a third of a layer instead.
-        let most = if ranks == 1 { 1.7 } else { 3.2 };
+        // Each rank has two layers of gradients, whose sums are in the 16 bytes already for one of them, and the ranks together one or
+        // two of weights. On a single rank nothing is under way; tokenizer and text take a third of a layer instead.
+        let most = if ranks == 1 { 1.7 } else { 2.4 };
         let line = format!("{ranks} ranks: {whole:.2} layers a rank, of at most {most}");
         println!("{line}; {each:.2} bytes a parameter");
         if whole >= most {

@@ -44,16 +44,21 @@ impl Kernel {
         Self(Device::Cpu(Cpu::new(Workers::of_current_pool(threads), Isa::best())))
     }
 
+    /// Like [`in_current_pool`](Self::in_current_pool), for a given instruction set, to measure and to test the slower ones.
+    ///
+    /// # Errors
+    /// [`Error::MissingIsa`] if this machine lacks it.
+    pub fn in_current_pool_with_isa(threads: usize, isa: Isa) -> Result<Self> {
+        isa.check_available()?;
+        Ok(Self(Device::Cpu(Cpu::new(Workers::of_current_pool(threads), isa))))
+    }
+
     /// Like [`new`](Self::new), for a given instruction set, to measure and to test the slower ones.
     ///
     /// # Errors
     /// [`Error::MissingIsa`] if this machine lacks it.
     pub fn with_isa(threads: usize, isa: Isa) -> Result<Self> {
-        let available = Isa::available();
-        if !available.contains(&isa) {
-            let names: Vec<String> = available.iter().map(Isa::to_string).collect();
-            return Err(Error::MissingIsa { isa: isa.to_string(), available: names.join(", ") });
-        }
+        isa.check_available()?;
         Ok(Self(Device::Cpu(Cpu::new(Workers::new(threads), isa))))
     }
 

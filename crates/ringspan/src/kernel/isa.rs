@@ -46,6 +46,19 @@ impl Isa {
         Self::available().first().copied().unwrap_or(Isa::Portable)
     }
 
+    /// Refuses an instruction set that this machine lacks.
+    ///
+    /// # Errors
+    /// [`Error::MissingIsa`].
+    pub fn check_available(self) -> Result<()> {
+        let available = Self::available();
+        if available.contains(&self) {
+            return Ok(());
+        }
+        let names: Vec<String> = available.iter().map(Self::to_string).collect();
+        Err(Error::MissingIsa { isa: self.to_string(), available: names.join(", ") })
+    }
+
     /// Whether the blocked kernels multiply q, k and v stored in bf16 as bf16, with sums in f32.
     pub fn multiplies_bf16(self) -> bool {
         #[cfg(target_arch = "x86_64")]
