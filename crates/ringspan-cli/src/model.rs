@@ -16,10 +16,20 @@ use tokenizers::Tokenizer;
 
 /// Makes the mesh that the flags describe. Call it before anything computes.
 pub(crate) fn mesh(args: &MeshArgs, model: &ModelArgs, ranks: &Ranks) -> Result<Mesh> {
-    let (_, threads) = args.start(ranks)?;
+    mesh_sharing_layers(args, (1, 1), model, ranks)
+}
+
+/// Like [`mesh`], where `tp` ranks share each layer, and experts are distributed over `ep` of all ranks.
+pub(crate) fn mesh_sharing_layers(
+    args: &MeshArgs,
+    (tp, ep): (usize, usize),
+    model: &ModelArgs,
+    ranks: &Ranks,
+) -> Result<Mesh> {
+    let (_, threads) = args.start_sharing_layers(ranks, tp)?;
     let devices = Devices::open(model.device, ranks.local_rank()).context("--device")?.computing_in(model.dtype);
     let (ring, ulysses, ranks) = (args.ring, args.ulysses, ranks.clone());
-    Ok(Mesh { ring, ulysses, threads, deadline: DEADLINE, devices, ranks })
+    Ok(Mesh { ring, ulysses, tp, ep, threads, deadline: DEADLINE, devices, ranks })
 }
 
 /// Connects the mesh's ranks by NCCL if they are processes, compute on GPUs, and all of them can; prints how their blocks

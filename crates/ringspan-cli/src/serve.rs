@@ -16,7 +16,8 @@ use std::time::Duration;
 
 /// Serve a model over HTTP, in the interfaces of OpenAI and Anthropic.
 ///
-/// All ranks read prompts together and each caches the keys and values of its pages. Requests are computed together, step by step.
+/// The ranks of --ring and --ulysses read prompts together, and each caches the keys and values of its pages; those of --tp share the
+/// width of layers. Requests are computed together, step by step.
 /// The first line on standard output is `listening on http://HOST:PORT`. Ctrl-C or SIGTERM ends the server after the requests that
 /// run; a second one ends it at once.
 #[derive(Debug, clap::Args)]
@@ -70,6 +71,13 @@ pub(crate) struct ServeArgs {
     lora: Vec<(String, PathBuf)>,
     #[command(flatten)]
     mesh: MeshArgs,
+    /// Tensor-parallel size T: neighbouring ranks that share heads, feed-forward layers and vocabulary; each reads and holds 1/T of the
+    /// weights, and of keys and values those of its heads
+    #[arg(long, default_value_t = 1, value_name = "T")]
+    tp: usize,
+    /// Expert-parallel size E: ranks, among those that there are, over which whole experts are distributed
+    #[arg(long, default_value_t = 1, value_name = "E")]
+    ep: usize,
 }
 
 pub(crate) fn run(args: &ServeArgs, ranks: &Ranks) -> Result<()> {
@@ -82,7 +90,7 @@ pub(crate) fn run(args: &ServeArgs, ranks: &Ranks) -> Result<()> {
         drain: Duration::from_secs(args.drain),
     };
     let path = &args.model.path;
-    let mesh = model::mesh(&args.mesh, &args.model, ranks)?;
+    let mesh = model::mesh_sharing_layers(&args.mesh, (args.tp, args.ep), &args.model, ranks)?;
     let tokenizer = model::tokenizer(path)?;
     let template = ModelSource::at(path).and_then(|source| ChatTemplate::of(&source)).context("--model")?;
     let (end_tokens, generation_config) = (model::end_tokens(path)?, model::generation_config(path)?);
@@ -90,6 +98,7 @@ pub(crate) fn run(args: &ServeArgs, ranks: &Ranks) -> Result<()> {
     loaded.held(&mesh.devices).iter().for_each(say::note);
     args.max_model_len.iter().for_each(|length| model::warn_beyond(&loaded, *length));
     let mesh = model::connected(mesh)?;
+    let axes = mesh.to_string();
     let engine = Engine::start(loaded, mesh, &args.options())?;
     // A launcher passes signals to all processes: the others end when rank 0 does.
     let stop = interrupt::watch();
@@ -99,8 +108,15 @@ pub(crate) fn run(args: &ServeArgs, ranks: &Ranks) -> Result<()> {
     let client = Arc::new(engine.client());
     let limits = client.limits();
     say::note(format!(
-        "{} ranks with {} pages of {} tokens each; sequences of up to {} tokens, {} at a time; {} requests may wait",
-        limits.ranks, limits.pages_per_rank, limits.page, limits.max_model_len, limits.max_running, limits.max_waiting
+        "mesh {axes} = {} ranks with {} pages of {} tokens each ({:.1} MB of keys and values a rank); sequences of up to {} tokens, {} \
+         at a time; {} requests may wait",
+        limits.ranks,
+        limits.pages_per_rank,
+        limits.page,
+        limits.cache_bytes as f64 / 1e6,
+        limits.max_model_len,
+        limits.max_running,
+        limits.max_waiting
     ));
     let name = args.model_name.clone().unwrap_or_else(|| name_of(path));
     for (adapter, folder) in &args.lora {

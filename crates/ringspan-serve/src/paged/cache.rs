@@ -38,7 +38,7 @@ struct Shape {
 impl Shape {
     fn of(model: &Model) -> Self {
         let [dim, v_dim] = model.decoder().head_dims();
-        Self { heads: model.decoder().head_counts().key_values, dim, v_dim }
+        Self { heads: model.key_value_heads(), dim, v_dim }
     }
 
     /// Numbers of a token's keys, and of its values.

@@ -7,6 +7,7 @@ use super::elements::{Elements, of_tensor};
 use super::page_map::PageMap;
 use super::step_plan::StepPlan;
 use crate::error::Result;
+use crate::groups::Groups;
 use crate::model::Model;
 use crate::step::Step;
 use candle_core::Tensor;
@@ -14,13 +15,14 @@ use ringspan::attention::Group;
 use ringspan::kernel::Data;
 use std::sync::Arc;
 
-/// Executes a step on this rank; all ranks of the group must call this with the same step. Rank 0 gets the hidden states `[n, C]`,
-/// before the last norm, of the outputs that the step asks for, in the order of sequences and tokens; the others get `None`, and so
+/// Executes a step on this rank, with its shard of the model; all ranks must call this with the same step. Rank 0 gets the hidden
+/// states `[n, C]`, before the last norm, of the outputs that the step asks for, in the order of sequences and tokens; the others get `None`, and so
 /// does rank 0 if there are no outputs.
 ///
 /// # Errors
 /// A step that does not fit the cache or the model, which all ranks refuse alike before they compute; failures of other ranks.
-pub fn execute(group: &Arc<Group>, model: &Model, cache: &mut PagedCache, step: &Step) -> Result<Option<Tensor>> {
+pub fn execute(groups: &Groups, model: &Model, cache: &mut PagedCache, step: &Step) -> Result<Option<Tensor>> {
+    let group = groups.cp();
     let map = PageMap { rank: group.rank(), ranks: group.size(), page: cache.page() };
     cache.check(&map, step)?;
     step.sequences.iter().try_for_each(|sequence| model.check_tokens(&sequence.tokens))?;
@@ -29,8 +31,15 @@ pub fn execute(group: &Arc<Group>, model: &Model, cache: &mut PagedCache, step: 
         return Ok(None);
     }
     let plan = StepPlan::new(&map, step)?;
-    let hidden = model.hidden(map.rank, &plan.tokens, &PagedAttention::new(group, cache, &plan))?;
-    gather(group, &plan.outputs, &hidden)
+    let experts = groups.experts(model.decoder().experts())?;
+    let hidden = model.hidden(map.rank, &plan.tokens, &PagedAttention::new(groups, &*experts, cache, &plan))?;
+    // Tensor-parallel ranks have the same tokens, and each ends with some of their rows.
+    let has_outputs = plan.outputs.iter().any(|(rank, _)| *rank == map.rank);
+    let hidden = if has_outputs { groups.tensor().gather(&hidden, plan.tokens.len())? } else { hidden };
+    match groups.tensor().place().0 {
+        0 => gather(group, &plan.outputs, &hidden),
+        _ => Ok(None),
+    }
 }
 
 /// Brings rows of the ranks' hidden states `[T, C]` to rank 0, in this order.
