@@ -1,7 +1,7 @@
 //! `ringspan serve`: an OpenAI-compatible server over a mesh of ranks.
 
 use crate::mesh::MeshArgs;
-use crate::model::ModelArgs;
+use crate::model::{ModelArgs, ModelAxes};
 use crate::{interrupt, model, say};
 use anyhow::{Context, Result, anyhow, ensure};
 use ringspan::comm::ranks::Ranks;
@@ -17,7 +17,7 @@ use std::time::Duration;
 /// Serve a model over HTTP, in the interfaces of OpenAI and Anthropic.
 ///
 /// The ranks of --ring and --ulysses read prompts together, and each caches the keys and values of its pages; those of --tp share the
-/// width of layers. Requests are computed together, step by step.
+/// width of layers, and those of --pp have some of the layers each. Requests are computed together, step by step.
 /// The first line on standard output is `listening on http://HOST:PORT`. Ctrl-C or SIGTERM ends the server after the requests that
 /// run; a second one ends it at once.
 #[derive(Debug, clap::Args)]
@@ -75,9 +75,12 @@ pub(crate) struct ServeArgs {
     /// weights, and of keys and values those of its heads
     #[arg(long, default_value_t = 1, value_name = "T")]
     tp: usize,
-    /// Expert-parallel size E: ranks, among those that there are, over which whole experts are distributed
+    /// Expert-parallel size E: ranks, among those of a stage, over which whole experts are distributed
     #[arg(long, default_value_t = 1, value_name = "E")]
     ep: usize,
+    /// Pipeline stages P, each of which holds some of the layers, with the keys and values of these
+    #[arg(long, default_value_t = 1, value_name = "P")]
+    pp: usize,
 }
 
 pub(crate) fn run(args: &ServeArgs, ranks: &Ranks) -> Result<()> {
@@ -90,7 +93,8 @@ pub(crate) fn run(args: &ServeArgs, ranks: &Ranks) -> Result<()> {
         drain: Duration::from_secs(args.drain),
     };
     let path = &args.model.path;
-    let mesh = model::mesh_sharing_layers(&args.mesh, (args.tp, args.ep), &args.model, ranks)?;
+    let axes = ModelAxes { tp: args.tp, ep: args.ep, pp: args.pp };
+    let mesh = model::mesh_sharing_model(&args.mesh, axes, &args.model, ranks)?;
     let tokenizer = model::tokenizer(path)?;
     let template = ModelSource::at(path).and_then(|source| ChatTemplate::of(&source)).context("--model")?;
     let (end_tokens, generation_config) = (model::end_tokens(path)?, model::generation_config(path)?);

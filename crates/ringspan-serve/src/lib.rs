@@ -10,6 +10,7 @@ mod groups;
 mod mesh;
 mod model;
 pub mod paged;
+mod place;
 mod sampler;
 mod score;
 pub mod step;

@@ -2,6 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::groups::Groups;
+use crate::place::ModelPlace;
 use ringspan::attention::Group;
 use ringspan::comm::ranks::Ranks;
 use ringspan::comm::timed::Timed;
@@ -13,9 +14,9 @@ use std::fmt::{self, Display, Formatter};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A mesh of `ring x ulysses x tp` ranks, and the devices and threads or processes that run them.
+/// A mesh of `pp x ring x ulysses x tp` ranks, and the devices and threads or processes that run them.
 ///
-/// The axis tp varies fastest. Experts divide the same ranks into `moe_dp x ep x moe_tp`, outermost first.
+/// The axis tp varies fastest. Experts divide the ranks of a pipeline stage into `moe_dp x ep x moe_tp`, outermost first.
 #[derive(Debug, Clone)]
 pub struct Mesh {
     /// Ring size R.
@@ -26,6 +27,8 @@ pub struct Mesh {
     pub tp: usize,
     /// Number of ranks over which whole experts are distributed (expert parallel). They are among the ranks that there are anyway.
     pub ep: usize,
+    /// Number of pipeline stages, each of which has some of the layers.
+    pub pp: usize,
     /// Number of CPU threads of each rank.
     pub threads: usize,
     /// Upper limit on the time that a rank waits for another.
@@ -44,6 +47,7 @@ impl Mesh {
             ulysses: 1,
             tp: 1,
             ep: 1,
+            pp: 1,
             threads: 1,
             deadline: Duration::from_secs(600),
             devices: Devices::CPU,
@@ -51,16 +55,18 @@ impl Mesh {
         }
     }
 
-    /// Runs `work` on every rank of a mesh without tensor and expert parallelism, and returns the results of the ranks of this
+    /// Runs `work` on every rank of a mesh whose ranks share tokens alone, and returns the results of the ranks of this
     /// process, in rank order.
     ///
     /// # Errors
-    /// Tensor or expert parallelism, which only the engine has; a number of processes that is not the number of ranks; the error of
+    /// Tensor, expert or pipeline parallelism, which only the engine has; a number of processes that is not the number of ranks; the error of
     /// the rank that failed first.
     pub fn run<T: Send>(&self, work: impl Fn(Arc<Group>) -> Result<T> + Sync) -> Result<Vec<T>> {
-        let Self { tp, ep, .. } = *self;
-        if (tp, ep) != (1, 1) {
-            return Err(Error::Mesh(format!("tp {tp} and ep {ep}: here ranks share tokens alone, so both must be 1")));
+        let Self { tp, ep, pp, .. } = *self;
+        if (tp, ep, pp) != (1, 1, 1) {
+            return Err(Error::Mesh(format!(
+                "tp {tp}, ep {ep}, pp {pp}: here ranks share tokens alone, so all must be 1"
+            )));
         }
         self.run_with(|comm| self.on_rank(comm, |groups| work(groups.cp().clone())))
     }
@@ -78,6 +84,11 @@ impl Mesh {
 
     /// Number of ranks.
     pub(crate) fn size(&self) -> usize {
+        self.stage_size().saturating_mul(self.pp)
+    }
+
+    /// Number of ranks of a pipeline stage.
+    pub(crate) fn stage_size(&self) -> usize {
         self.cp().saturating_mul(self.tp)
     }
 
@@ -88,13 +99,15 @@ impl Mesh {
 
     /// Number of ranks over which the width of an expert is distributed: as many of the tp ranks as `ep` leaves.
     pub(crate) fn moe_tp(&self) -> usize {
-        greatest_common_divisor(self.tp, self.size() / self.ep.max(1))
+        greatest_common_divisor(self.tp, self.stage_size() / self.ep.max(1))
     }
 
-    /// The position of a rank in each group that shares layers.
-    pub(crate) fn place(&self, rank: usize) -> ParallelRank {
+    /// The part of the model with which a rank computes.
+    pub(crate) fn place(&self, rank: usize) -> ModelPlace {
         let (tp, ep, moe_tp) = (self.tp.max(1), self.ep.max(1), self.moe_tp().max(1));
-        ParallelRank { tp: (rank % tp, tp), ep: (rank / moe_tp % ep, ep), moe_tp: (rank % moe_tp, moe_tp) }
+        let (stage, rank) = (rank / self.stage_size().max(1), rank % self.stage_size().max(1));
+        let shard = ParallelRank { tp: (rank % tp, tp), ep: (rank / moe_tp % ep, ep), moe_tp: (rank % moe_tp, moe_tp) };
+        ModelPlace { stage: (stage, self.pp), shard }
     }
 
     /// Checks that the ranks can share a model.
@@ -102,10 +115,16 @@ impl Mesh {
     /// # Errors
     /// Sizes that do not divide the ranks, the heads, the layers' width or the experts, with the numbers.
     pub(crate) fn check(&self, decoder: &Decoder) -> Result<()> {
-        let Self { ring, ulysses, tp, ep, .. } = *self;
-        let (refuse, ranks) = (|problem: String| Err(Error::Mesh(problem)), self.size());
-        if ranks == 0 || ep == 0 {
-            return refuse(format!("ring {ring} x ulysses {ulysses} x tp {tp}, ep {ep}: each must be at least 1"));
+        let Self { ring, ulysses, tp, ep, pp, .. } = *self;
+        let (refuse, ranks) = (|problem: String| Err(Error::Mesh(problem)), self.stage_size());
+        if ranks == 0 || ep == 0 || pp == 0 {
+            return refuse(format!(
+                "pp {pp} x ring {ring} x ulysses {ulysses} x tp {tp}, ep {ep}: each must be at least 1"
+            ));
+        }
+        let layers = decoder.config().num_hidden_layers;
+        if pp > layers {
+            return refuse(format!("pp {pp} leaves stages without one of the {layers} layers"));
         }
         let is_sparse = decoder.experts() > 0;
         if ep > 1 && !is_sparse {
@@ -114,7 +133,8 @@ impl Mesh {
         }
         if !ranks.is_multiple_of(ep) {
             return refuse(format!(
-                "ep {ep} does not divide the {ranks} ranks (ring {ring} x ulysses {ulysses} x tp {tp}) among which experts are shared"
+                "ep {ep} does not divide the {ranks} ranks of a stage (ring {ring} x ulysses {ulysses} x tp {tp}), among which experts \
+                 are shared"
             ));
         }
         let moe_tp = if is_sparse { self.moe_tp() } else { 1 };
@@ -153,11 +173,11 @@ fn greatest_common_divisor(a: usize, b: usize) -> usize {
 impl Display for Mesh {
     /// The axes and, if experts are distributed, how.
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let Self { ring, ulysses, tp, ep, .. } = *self;
-        write!(f, "ring {ring} x ulysses {ulysses} x tp {tp}")?;
+        let Self { ring, ulysses, tp, ep, pp, .. } = *self;
+        write!(f, "pp {pp} x ring {ring} x ulysses {ulysses} x tp {tp}")?;
         if ep > 1 {
             let moe_tp = self.moe_tp();
-            let moe_dp = self.size() / (ep * moe_tp).max(1);
+            let moe_dp = self.stage_size() / (ep * moe_tp).max(1);
             write!(f, ", experts by moe_dp {moe_dp} x ep {ep} x moe_tp {moe_tp}")?;
         }
         Ok(())
@@ -168,23 +188,24 @@ impl Display for Mesh {
 mod tests {
     use super::*;
     use ringspan::mesh::Serving;
+    use std::collections::BTreeMap;
 
     /// Attention and experts divide the ranks as the topology that `ringspan mesh --serving` shows.
     #[test]
     fn ranks_are_where_the_topology_of_serving_has_them() {
-        for (ring, ulysses, tp, ep) in
-            [(1, 1, 1, 1), (2, 1, 2, 2), (2, 2, 2, 4), (3, 1, 4, 6), (4, 1, 1, 2), (1, 1, 6, 3)]
-        {
-            let mesh = Mesh { ring, ulysses, tp, ep, ..Mesh::single() };
-            let (attn_cp, moe_dp) = (mesh.cp(), mesh.size() / (ep * mesh.moe_tp()));
-            let sizes = Serving { tp: mesh.size(), attn_cp, ep, moe_dp, ..Serving::default() };
+        let all =
+            [(1, 1, 1, 1, 1), (1, 2, 1, 2, 2), (2, 2, 2, 2, 4), (1, 3, 1, 4, 6), (3, 4, 1, 1, 2), (2, 1, 1, 6, 3)];
+        for (pp, ring, ulysses, tp, ep) in all {
+            let mesh = Mesh { ring, ulysses, tp, ep, pp, ..Mesh::single() };
+            let (attn_cp, moe_dp) = (mesh.cp(), mesh.stage_size() / (ep * mesh.moe_tp()));
+            let sizes = Serving { tp: mesh.stage_size(), pp, attn_cp, ep, moe_dp, ..Serving::default() };
             let topology = sizes.topology().expect("sizes that divide");
             for rank in 0..mesh.size() {
-                let coordinates: std::collections::BTreeMap<_, _> = topology.coordinates(rank).into_iter().collect();
-                let ParallelRank { tp: of_tp, ep: of_ep, moe_tp } = mesh.place(rank);
-                let expected = [coordinates["attn_tp"], coordinates["moe_ep"], coordinates["moe_tp"]];
-                assert_eq!([of_tp.0, of_ep.0, moe_tp.0], expected, "{mesh}, rank {rank}");
-                assert_eq!(rank / tp, coordinates["attn_cp"], "{mesh}, rank {rank}");
+                let of: BTreeMap<_, _> = topology.coordinates(rank).into_iter().collect();
+                let ModelPlace { stage, shard: ParallelRank { tp: of_tp, ep: of_ep, moe_tp } } = mesh.place(rank);
+                let expected = [of["pp"], of["attn_tp"], of["moe_ep"], of["moe_tp"]];
+                assert_eq!([stage.0, of_tp.0, of_ep.0, moe_tp.0], expected, "{mesh}, rank {rank}");
+                assert_eq!(rank % mesh.stage_size() / tp, of["attn_cp"], "{mesh}, rank {rank}");
             }
         }
     }

@@ -66,6 +66,7 @@ fn answers_are_equal_on_every_mesh_and_a_signal_ends_the_server() {
         &["--ring", "3"],
         &["--ring", "2", "--ulysses", "2", "--prefill-chunk", "50"],
         &["--ring", "2", "--tp", "2", "--prefill-chunk", "50"],
+        &["--pp", "2", "--ring", "2"],
     ] {
         let mut served = Served::start(&bench, flags);
         assert_eq!(served.request("GET", "/health", &Value::Null).0, 200);
@@ -115,6 +116,7 @@ fn flags_that_cannot_be_are_refused() {
     assert!(refusal("--kv-cache 0%").contains("more than 0%"));
     assert!(refusal("--ep 2 --ring 2").contains("ep 2 shares experts"));
     assert!(refusal("--tp 64").contains("64 ranks cannot share"));
+    assert!(refusal("--pp 3").contains("pp 3 leaves stages without one of the 2 layers"));
     assert!(refusal("--tp 0").contains("--tp 0 is no rank"));
     assert!(refusal("--kv-cache 1KiB").contains("page"));
     assert!(refusal("--lora model=model").contains("the model itself"));

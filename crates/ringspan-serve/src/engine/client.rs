@@ -150,6 +150,7 @@ mod tests {
             max_waiting: 1,
             ranks: 1,
             cp: 1,
+            pp: 1,
             page: 4,
             pages_per_rank: 2,
             cache_bytes: 0,

@@ -51,6 +51,7 @@ impl Engine {
             hidden_size: config.hidden_size,
             ranks: mesh.size(),
             cp: mesh.cp(),
+            pp: mesh.pp,
             local_ranks: mesh.ranks.local().unwrap_or(mesh.size()),
             page_bytes: page_bytes(&model, &mesh, options.page)?,
             trained_length: config.max_position_embeddings,
@@ -187,7 +188,7 @@ where
     }
 }
 
-/// Bytes of a page on the rank with the most key-value heads.
+/// Bytes of a page on the rank with the most key-value heads and layers.
 fn page_bytes(model: &Model, mesh: &Mesh, page: usize) -> Result<u64> {
     let heads = model.decoder().head_counts();
     let mut most = 0;
@@ -195,7 +196,8 @@ fn page_bytes(model: &Model, mesh: &Mesh, page: usize) -> Result<u64> {
         let own = heads.of_rank((rank, mesh.tp)).map_err(|error| Error::Mesh(error.to_string()))?;
         most = most.max(own.key_values.len());
     }
-    Ok((PagedCache::bytes_per_page(model, page) / heads.key_values * most) as u64)
+    let layers = model.layers();
+    Ok((PagedCache::bytes_per_page(model, page) / (heads.key_values * layers) * most * layers.div_ceil(mesh.pp)) as u64)
 }
 
 /// The error with the number of the rank, if it does not name one.

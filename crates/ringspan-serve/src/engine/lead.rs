@@ -179,8 +179,9 @@ impl<'a> Lead<'a> {
         let pages = self.scheduler.cache().pages();
         let limits = &self.shared.limits;
         let of_rank = |rank: usize| {
-            // Neighbouring ranks have the parts of the same pages that belong to their heads.
-            let cp = rank * limits.cp / limits.ranks;
+            // Neighbouring ranks have the parts of the same pages that belong to their heads, other stages those of their layers.
+            let stage = limits.ranks / limits.pp;
+            let cp = rank % stage * limits.cp / stage;
             let [transfer_bytes, waited] = self.counts.get(rank).copied().unwrap_or_default();
             RankMetrics {
                 pages_used: pages.used(cp),

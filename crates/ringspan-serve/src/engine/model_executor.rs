@@ -7,7 +7,8 @@ use super::step::Step;
 use crate::error::{Error, Result};
 use crate::groups::Groups;
 use crate::model::Model;
-use crate::paged::{PagedCache, execute};
+use crate::paged::{PagedCache, execute, to_first_stage};
+use crate::place::within;
 use candle_core::{DType, Tensor};
 use ringspan::comm::Buffer;
 use ringspan_candle::cast::cast;
@@ -42,16 +43,9 @@ impl<'a> ModelExecutor<'a> {
         limits: &Limits,
     ) -> Result<Self> {
         let cache = PagedCache::new(&model, limits.pages_per_rank, limits.page)?.with_max_length(limits.max_model_len);
-        let name = model.decoder().head_name().to_owned();
-        let of_tp = groups.tensor().shard_range(limits.vocabulary).start;
         let own = share(limits.vocabulary, groups, groups.rank());
-        let own = own.start - of_tp..own.end - of_tp;
-        let head = match model.decoder().parameter(model.weights(groups.rank()), &name)? {
-            Weight::Dense(matrix) => Weight::Dense(matrix.narrow(0, own.start, own.len())?),
-            Weight::Quantized(matrix) => Weight::Quantized(matrix.rows(own)?),
-            Weight::Stack(_) => return Err(Error::Step("the output head is a stack of experts".to_owned())),
-        };
-        let head = StoredWeights::from([(name, head)]);
+        let head = model.head_rows(groups.rank(), own)?;
+        let head = StoredWeights::from([(model.decoder().head_name().to_owned(), head)]);
         Ok(Self { groups, adapted, devices, cache, head, vocabulary: limits.vocabulary, model })
     }
 
@@ -65,7 +59,7 @@ impl<'a> ModelExecutor<'a> {
         }
         let own = |hidden: &Tensor| cast(hidden, DType::F32)?.flatten_all()?.to_vec1();
         let own = hidden.map(own).transpose()?.map(Buffer::F32);
-        let states = self.groups.world().broadcast(0, own)?;
+        let states = self.groups.broadcast(own)?;
         let states = states.f32()?;
         let shape = (rows, states.len() / rows.max(1));
         // Casting back loses nothing: the states had this type before they were widened to f32 for the broadcast.
@@ -73,13 +67,12 @@ impl<'a> ModelExecutor<'a> {
     }
 }
 
-/// The part of a vocabulary whose logits a rank computes: of the rows of the output head that tensor parallelism gives it, the share
-/// that context-parallel ranks leave to it.
+/// The part of a vocabulary whose logits a rank computes: of the rows of the output head that tensor and pipeline parallelism give it,
+/// the share that context-parallel ranks leave to it.
 fn share(vocabulary: usize, groups: &Groups, rank: usize) -> Range<usize> {
-    let (_, tp) = groups.tensor().place();
+    let (tp, pp, cp) = (groups.place().shard.tp.1, groups.place().stage.1, groups.cp().size());
     let of_tp = part(vocabulary, rank % tp, tp);
-    let of_cp = part(of_tp.len(), rank / tp, groups.cp().size());
-    of_tp.start + of_cp.start..of_tp.start + of_cp.end
+    within(within(of_tp, (rank / (tp * cp), pp)), (rank / tp % cp, cp))
 }
 
 impl Executor for ModelExecutor<'_> {
@@ -87,7 +80,12 @@ impl Executor for ModelExecutor<'_> {
         let adapted = adapter.map(|slot| self.adapted.get(slot, self.groups.place())).transpose()?;
         let model = adapted.as_ref().unwrap_or(&self.model);
         let hidden = execute(self.groups, model, &mut self.cache, step)?;
-        hidden.map(|hidden| Ok(model.decoder().norm(model.weights(self.groups.rank()), &hidden)?)).transpose()
+        let normed = |hidden| Ok::<_, Error>(model.decoder().norm(model.weights(self.groups.rank()), &hidden)?);
+        let hidden = hidden.map(normed).transpose()?;
+        match self.groups.stages() {
+            Some(stages) if self.groups.leads_stage() => to_first_stage(&**stages, step, hidden, model, &self.cache),
+            _ => Ok(hidden),
+        }
     }
 
     /// Each rank computes the logits of its share of the vocabulary: the head's matrix is often as large as many layers, and

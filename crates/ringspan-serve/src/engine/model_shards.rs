@@ -3,16 +3,17 @@
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
 use crate::model::Model;
-use ringspan_candle::{Devices, ParallelRank, Weight};
+use crate::place::ModelPlace;
+use ringspan_candle::{Devices, Weight};
 use ringspan_models::adapter;
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The shards of a model by position in the groups that share layers. Ranks at the same position share one.
+/// The parts of a model by place in the mesh. Ranks at the same place share one.
 #[derive(Debug)]
-pub(super) struct ModelShards(BTreeMap<ParallelRank, Arc<Model>>);
+pub(super) struct ModelShards(BTreeMap<ModelPlace, Arc<Model>>);
 
 impl ModelShards {
     /// The shards for the ranks of this process.
@@ -25,15 +26,14 @@ impl ModelShards {
         let mut shards = BTreeMap::new();
         for rank in ranks {
             let place = mesh.place(rank);
-            let is_whole = (place.tp.1, place.ep.1, place.moe_tp.1) == (1, 1, 1);
             if let Entry::Vacant(missing) = shards.entry(place) {
-                missing.insert(if is_whole { model.clone() } else { Arc::new(model.shard(place, copy)?) });
+                missing.insert(if place.is_whole() { model.clone() } else { Arc::new(model.shard(place, copy)?) });
             }
         }
         Ok(Self(shards))
     }
 
-    pub(super) fn get(&self, place: ParallelRank) -> Result<Arc<Model>> {
+    pub(super) fn get(&self, place: ModelPlace) -> Result<Arc<Model>> {
         let missing = || Error::Mesh(format!("no shard of the model was made for {place:?}"));
         self.0.get(&place).cloned().ok_or_else(missing)
     }
@@ -41,10 +41,10 @@ impl ModelShards {
 
 /// The shards of models with adapters that the ranks of this process share; all have the weights of the base model.
 #[derive(Debug, Default)]
-pub(super) struct AdaptedModels(Mutex<BTreeMap<(u64, ParallelRank), Arc<Model>>>);
+pub(super) struct AdaptedModels(Mutex<BTreeMap<(u64, ModelPlace), Arc<Model>>>);
 
 impl AdaptedModels {
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<(u64, ParallelRank), Arc<Model>>> {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<(u64, ModelPlace), Arc<Model>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -62,7 +62,7 @@ impl AdaptedModels {
     }
 
     /// The shard of the model with an adapter.
-    pub(super) fn get(&self, slot: u64, place: ParallelRank) -> Result<Arc<Model>> {
+    pub(super) fn get(&self, slot: u64, place: ModelPlace) -> Result<Arc<Model>> {
         let missing = || Error::Step(format!("a step computes with adapter {slot}, which is not loaded"));
         self.lock().get(&(slot, place)).cloned().ok_or_else(missing)
     }

@@ -73,6 +73,8 @@ pub struct EngineSizes {
     /// Number of ranks over which the pages of a sequence are distributed (context parallel). The ranks that share the width of
     /// layers each have their heads' part of the same pages.
     pub cp: usize,
+    /// Number of pipeline stages, each of which has the pages of its layers.
+    pub pp: usize,
     /// Number of ranks on this machine.
     pub local_ranks: usize,
     /// Bytes of a page on one rank, of all layers.
@@ -129,6 +131,7 @@ impl EngineOptions {
             max_waiting,
             ranks: sizes.ranks,
             cp: sizes.cp,
+            pp: sizes.pp,
             page,
             pages_per_rank,
             cache_bytes: sizes.page_bytes.saturating_mul(pages_per_rank as u64),
@@ -163,6 +166,7 @@ mod tests {
             hidden_size: 4,
             ranks: 3,
             cp: 3,
+            pp: 1,
             local_ranks: 3,
             page_bytes: 1000,
             trained_length: Some(4096),

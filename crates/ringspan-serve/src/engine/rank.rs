@@ -42,7 +42,7 @@ impl<'a> EngineRank<'a> {
     /// Carries out orders until the one to end.
     pub(super) fn follow(&mut self) -> Result<()> {
         loop {
-            let message = self.groups.world().broadcast(0, None)?;
+            let message = self.groups.broadcast(None)?;
             let order = Order::from_buffer(&message).ok_or_else(|| self.unexpected("an order"))?;
             if order == Order::End {
                 return Ok(());
@@ -59,7 +59,7 @@ impl<'a> EngineRank<'a> {
     /// Sends an order to all ranks, and carries it out on this one, which is rank 0. The logits of an order to compute are up to
     /// the caller.
     pub(super) fn order(&mut self, order: &Order) -> Result<Outcome> {
-        self.groups.world().broadcast(0, Some(order.to_buffer()))?;
+        self.groups.broadcast(Some(order.to_buffer()))?;
         self.ordered = Instant::now();
         self.carry_out(order)
     }

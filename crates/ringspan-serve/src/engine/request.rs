@@ -207,6 +207,8 @@ pub struct Limits {
     pub ranks: usize,
     /// Number of ranks over which the pages of a sequence are distributed (context parallel).
     pub cp: usize,
+    /// Number of pipeline stages, each of which has the pages of its layers.
+    pub pp: usize,
     /// Tokens of a page of the cache.
     pub page: usize,
     /// Pages that each rank has.
