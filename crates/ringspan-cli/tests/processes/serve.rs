@@ -78,7 +78,8 @@ fn a_server_on_processes_answers_as_on_one_and_a_signal_ends_all() {
     let prompt = "line 3 of 4\nline 77 of 8\n".repeat(8);
     let asked = json!({"prompt": [prompt, "line"], "max_tokens": 24, "temperature": 0, "echo": true, "logprobs": 0});
     let mut expected: Option<Value> = None;
-    for (ranks, flags) in [(1, &[][..]), (2, &["--ring", "2"]), (2, &["--tp", "2"])] {
+    let meshes = [(1, &[][..]), (2, &["--ring", "2"]), (2, &["--tp", "2"]), (2, &["--pp", "2"])];
+    for (ranks, flags) in meshes {
         let served = Served::start(&bench, ranks, flags);
         assert_eq!(request(&served.address, "GET", "/health", &Value::Null).expect("an answer").0, 200);
         for _ in 0..2 {
@@ -147,7 +148,7 @@ fn wait_until_it_runs(served: &Served) {
     loop {
         let (_, metrics) = crate::support::http::request_text(&served.address, "GET", "/metrics").expect("an answer");
         let running = metrics.lines().find(|line| line.starts_with("vllm:num_requests_running"));
-        if running.is_some_and(|line| line.ends_with(" 1")) {
+        if running.is_some_and(|line| line.ends_with(" 1.0") || line.ends_with(" 1")) {
             return;
         }
         assert!(began.elapsed() < DEADLINE, "{metrics}");
