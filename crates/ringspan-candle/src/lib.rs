@@ -56,6 +56,7 @@ mod tiled;
 pub mod transfers;
 mod weight;
 mod weight_matrix;
+mod weight_portion;
 
 pub use activation_store::{ActivationStore, CheckpointPolicy, Recompute};
 pub use attend::{Attend, AttentionInputs};

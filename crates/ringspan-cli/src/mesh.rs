@@ -36,8 +36,13 @@ impl MeshArgs {
     ///
     /// Call it before anything computes: it tells the libraries below how many threads they may start.
     pub(crate) fn start(&self, place: &Ranks) -> Result<(usize, usize)> {
+        self.start_sharing_model(place, (1, 1))
+    }
+
+    /// Like [`start`](Self::start), where `tp` ranks share each layer, and layers are distributed over `pp` stages.
+    pub(crate) fn start_sharing_model(&self, place: &Ranks, (tp, pp): (usize, usize)) -> Result<(usize, usize)> {
         let Self { ring, ulysses, .. } = *self;
-        let ranks = ranks(ring, ulysses)?;
+        let ranks = ranks(ring, ulysses, tp, pp)?;
         place.check(ranks)?;
         let here = place.local().unwrap_or(ranks);
         let threads = self.threads.map_or_else(|| (cores() / here).max(1), |threads| threads as usize);
@@ -47,11 +52,14 @@ impl MeshArgs {
 }
 
 /// The number of ranks, if it is at least 1 and at most [`MOST_RANKS`].
-pub(crate) fn ranks(ring: usize, ulysses: usize) -> Result<usize> {
-    let ranks = ring.checked_mul(ulysses).filter(|ranks| *ranks <= MOST_RANKS);
-    let ranks =
-        ranks.with_context(|| format!("--ring {ring} x --ulysses {ulysses} is more than {MOST_RANKS} ranks"))?;
-    ensure!(ranks > 0, "--ring {ring} x --ulysses {ulysses} is no rank; both must be at least 1");
+pub(crate) fn ranks(ring: usize, ulysses: usize, tp: usize, pp: usize) -> Result<usize> {
+    let mut given = format!("--ring {ring} x --ulysses {ulysses}");
+    for (flag, size) in [("tp", tp), ("pp", pp)].into_iter().filter(|(_, size)| *size != 1) {
+        given += &format!(" x --{flag} {size}");
+    }
+    let ranks = [ulysses, tp, pp].into_iter().try_fold(ring, usize::checked_mul).filter(|ranks| *ranks <= MOST_RANKS);
+    let ranks = ranks.with_context(|| format!("{given} is more than {MOST_RANKS} ranks"))?;
+    ensure!(ranks > 0, "{given} is no rank; each must be at least 1");
     Ok(ranks)
 }
 

@@ -16,10 +16,28 @@ use tokenizers::Tokenizer;
 
 /// Makes the mesh that the flags describe. Call it before anything computes.
 pub(crate) fn mesh(args: &MeshArgs, model: &ModelArgs, ranks: &Ranks) -> Result<Mesh> {
-    let (_, threads) = args.start(ranks)?;
+    mesh_sharing_model(args, ModelAxes { tp: 1, ep: 1, pp: 1 }, model, ranks)
+}
+
+/// The axes of a mesh over which a model is distributed: layers' width, experts, layers.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ModelAxes {
+    pub(crate) tp: usize,
+    pub(crate) ep: usize,
+    pub(crate) pp: usize,
+}
+
+/// Like [`mesh`], where ranks share the model as well.
+pub(crate) fn mesh_sharing_model(
+    args: &MeshArgs,
+    ModelAxes { tp, ep, pp }: ModelAxes,
+    model: &ModelArgs,
+    ranks: &Ranks,
+) -> Result<Mesh> {
+    let (_, threads) = args.start_sharing_model(ranks, (tp, pp))?;
     let devices = Devices::open(model.device, ranks.local_rank()).context("--device")?.computing_in(model.dtype);
     let (ring, ulysses, ranks) = (args.ring, args.ulysses, ranks.clone());
-    Ok(Mesh { ring, ulysses, threads, deadline: DEADLINE, devices, ranks })
+    Ok(Mesh { ring, ulysses, tp, ep, pp, threads, deadline: DEADLINE, devices, ranks })
 }
 
 /// Connects the mesh's ranks by NCCL if they are processes, compute on GPUs, and all of them can; prints how their blocks

@@ -1,7 +1,7 @@
 //! `ringspan serve`: an OpenAI-compatible server over a mesh of ranks.
 
 use crate::mesh::MeshArgs;
-use crate::model::ModelArgs;
+use crate::model::{ModelArgs, ModelAxes};
 use crate::{interrupt, model, say};
 use anyhow::{Context, Result, anyhow, ensure};
 use ringspan::comm::ranks::Ranks;
@@ -16,7 +16,8 @@ use std::time::Duration;
 
 /// Serve a model over HTTP, in the interfaces of OpenAI and Anthropic.
 ///
-/// All ranks read prompts together and each caches the keys and values of its pages. Requests are computed together, step by step.
+/// The ranks of --ring and --ulysses read prompts together, and each caches the keys and values of its pages; those of --tp share the
+/// width of layers, and those of --pp have some of the layers each. Requests are computed together, step by step.
 /// The first line on standard output is `listening on http://HOST:PORT`. Ctrl-C or SIGTERM ends the server after the requests that
 /// run; a second one ends it at once.
 #[derive(Debug, clap::Args)]
@@ -70,6 +71,16 @@ pub(crate) struct ServeArgs {
     lora: Vec<(String, PathBuf)>,
     #[command(flatten)]
     mesh: MeshArgs,
+    /// Tensor-parallel size T: neighbouring ranks that share heads, feed-forward layers and vocabulary; each reads and holds 1/T of the
+    /// weights, and of keys and values those of its heads
+    #[arg(long, default_value_t = 1, value_name = "T")]
+    tp: usize,
+    /// Expert-parallel size E: ranks, among those of a stage, over which whole experts are distributed
+    #[arg(long, default_value_t = 1, value_name = "E")]
+    ep: usize,
+    /// Pipeline stages P, each of which holds some of the layers, with the keys and values of these
+    #[arg(long, default_value_t = 1, value_name = "P")]
+    pp: usize,
 }
 
 pub(crate) fn run(args: &ServeArgs, ranks: &Ranks) -> Result<()> {
@@ -82,7 +93,8 @@ pub(crate) fn run(args: &ServeArgs, ranks: &Ranks) -> Result<()> {
         drain: Duration::from_secs(args.drain),
     };
     let path = &args.model.path;
-    let mesh = model::mesh(&args.mesh, &args.model, ranks)?;
+    let axes = ModelAxes { tp: args.tp, ep: args.ep, pp: args.pp };
+    let mesh = model::mesh_sharing_model(&args.mesh, axes, &args.model, ranks)?;
     let tokenizer = model::tokenizer(path)?;
     let template = ModelSource::at(path).and_then(|source| ChatTemplate::of(&source)).context("--model")?;
     let (end_tokens, generation_config) = (model::end_tokens(path)?, model::generation_config(path)?);
@@ -90,6 +102,7 @@ pub(crate) fn run(args: &ServeArgs, ranks: &Ranks) -> Result<()> {
     loaded.held(&mesh.devices).iter().for_each(say::note);
     args.max_model_len.iter().for_each(|length| model::warn_beyond(&loaded, *length));
     let mesh = model::connected(mesh)?;
+    let axes = mesh.to_string();
     let engine = Engine::start(loaded, mesh, &args.options())?;
     // A launcher passes signals to all processes: the others end when rank 0 does.
     let stop = interrupt::watch();
@@ -99,8 +112,15 @@ pub(crate) fn run(args: &ServeArgs, ranks: &Ranks) -> Result<()> {
     let client = Arc::new(engine.client());
     let limits = client.limits();
     say::note(format!(
-        "{} ranks with {} pages of {} tokens each; sequences of up to {} tokens, {} at a time; {} requests may wait",
-        limits.ranks, limits.pages_per_rank, limits.page, limits.max_model_len, limits.max_running, limits.max_waiting
+        "mesh {axes} = {} ranks with {} pages of {} tokens each ({:.1} MB of keys and values a rank); sequences of up to {} tokens, {} \
+         at a time; {} requests may wait",
+        limits.ranks,
+        limits.pages_per_rank,
+        limits.page,
+        limits.cache_bytes as f64 / 1e6,
+        limits.max_model_len,
+        limits.max_running,
+        limits.max_waiting
     ));
     let name = args.model_name.clone().unwrap_or_else(|| name_of(path));
     for (adapter, folder) in &args.lora {

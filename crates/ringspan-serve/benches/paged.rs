@@ -79,7 +79,7 @@ impl Settings {
 /// Computes a step, and the logits of its outputs on rank 0 as a server needs them.
 fn step(group: &Arc<Group>, model: &Model, cache: &mut PagedCache, sequences: Vec<StepSequence>) -> Result<Duration> {
     let began = Instant::now();
-    let hidden = execute(group, model, cache, &Step { copies: Vec::new(), sequences })?;
+    let hidden = execute(&group.clone().into(), model, cache, &Step { copies: Vec::new(), sequences })?;
     if let Some(hidden) = hidden {
         let normed = model.decoder().norm(model.weights(group.rank()), &hidden)?;
         let logits = model.decoder().model().head().logits(&normed, model.weights(group.rank()))?;

@@ -64,6 +64,9 @@ pub enum Error {
     /// The system does not say how much memory is free.
     #[error("this system does not say how much memory is free; give the size of the cache in bytes")]
     UnknownMemory,
+    /// The ranks of a mesh cannot share the model: what was asked, and what is possible.
+    #[error("{0}")]
+    Mesh(String),
     /// A rank of an engine failed.
     #[error("rank {rank}: {problem}")]
     Rank {

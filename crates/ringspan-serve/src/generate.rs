@@ -3,7 +3,8 @@
 use crate::cache::Cache;
 use crate::context::{Decode, Prefill};
 use crate::error::{Error, Result};
-use crate::model::{Mesh, Model};
+use crate::mesh::Mesh;
+use crate::model::Model;
 use crate::sampler::{Sampler, Sampling};
 use candle_core::{DType, Tensor};
 use ringspan::attention::Group;

@@ -1,18 +1,15 @@
-//! A model in memory, and the mesh of ranks that it runs on.
+//! A model in memory.
 
 use crate::error::{Error, Result};
-use candle_core::Tensor;
-use ringspan::attention::Group;
-use ringspan::comm::ranks::Ranks;
-use ringspan::comm::timed::Timed;
-use ringspan::comm::{Communicator, threads};
-use ringspan_candle::{Attend, Devices, StoredWeights, Weight, model::on_device, pool};
+use crate::place::ModelPlace;
+use candle_core::{DType, Tensor};
+use ringspan_candle::{Attend, Devices, StoredWeights, Unit, Weight, model::on_device};
 use ringspan_models::Decoder;
 use std::collections::BTreeMap;
-use std::sync::Arc;
-use std::time::Duration;
+use std::ops::Range;
 
-/// A decoder and its weights. Ranks of one process share the weights; on GPUs, the ranks of each device share theirs.
+/// A decoder and its weights, or the shard of them with which some ranks compute. Ranks of one process share the weights; on GPUs,
+/// the ranks of each device share theirs.
 #[derive(Debug)]
 pub struct Model {
     decoder: Decoder,
@@ -21,6 +18,11 @@ pub struct Model {
     /// Bytes of the weights by the format in which files stored them.
     stored: BTreeMap<String, usize>,
     vocabulary: usize,
+    /// Which shard of the model this is; by default all of it.
+    place: ModelPlace,
+    key_value_heads: usize,
+    /// The rows of the output head that a pipeline stage has; `None` if there is one stage, which has them among its weights.
+    head: Option<Weight>,
 }
 
 impl Model {
@@ -37,7 +39,8 @@ impl Model {
             let format = weight.format().map_or_else(dense, |format| format.to_string());
             *stored.entry(format).or_default() += weight.bytes();
         }
-        Ok(Self { decoder, weights: vec![weights], stored, vocabulary })
+        let (place, key_value_heads) = (ModelPlace::default(), decoder.head_counts().key_values);
+        Ok(Self { decoder, weights: vec![weights], stored, vocabulary, place, key_value_heads, head: None })
     }
 
     /// Puts the weights on the devices of the ranks that will compute with them, in the type in which these compute;
@@ -49,6 +52,69 @@ impl Model {
         let weights =
             devices.iter().map(|device| on_device(&self.weights[0], device)).collect::<candle_core::Result<_>>()?;
         Ok(Self { weights, ..self })
+    }
+
+    /// The part of the model with which ranks at this place of the mesh compute. Rows of matrices share their memory with those of
+    /// the whole model, unless `copy` asks for memory of their own, so that the rest can be freed.
+    ///
+    /// # Errors
+    /// Sizes that the ranks cannot share, and quantized matrices that would be cut inside a block.
+    pub(crate) fn shard(&self, place: ModelPlace, copy: bool) -> Result<Self> {
+        let own = |weights| portions(&self.decoder, weights, place, copy);
+        let weights = self.weights.iter().map(own).collect::<Result<_>>()?;
+        let whole_head = || self.decoder.parameter(self.weights(0), self.decoder.head_name());
+        let head = match place.stage.1 {
+            1 => None,
+            _ => Some(rows(whole_head()?, place.vocabulary(self.vocabulary), copy)?),
+        };
+        let heads =
+            self.decoder.head_counts().of_rank(place.shard.tp).map_err(|error| Error::Mesh(error.to_string()))?;
+        let (decoder, stored, key_value_heads) = (self.decoder.clone(), self.stored.clone(), heads.key_values.len());
+        Ok(Self { decoder, weights, stored, vocabulary: self.vocabulary, place, key_value_heads, head })
+    }
+
+    /// The same shard of the model with the adapters that are attached to `decoder`, whose whole matrices are `matrices`.
+    ///
+    /// # Errors
+    /// Matrices that the ranks cannot share.
+    pub(crate) fn adapted(&self, decoder: Decoder, matrices: StoredWeights, devices: &Devices) -> Result<Self> {
+        let matrices = portions(&decoder, &matrices, self.place, true)?;
+        let with_base = |(device, base): (_, &StoredWeights)| {
+            let mut weights = base.clone();
+            weights.extend(on_device(&matrices, device)?);
+            Ok(weights)
+        };
+        let weights = devices.iter().zip(&self.weights).map(with_base).collect::<Result<_>>()?;
+        let Self { vocabulary, place, key_value_heads, .. } = *self;
+        let (stored, head) = (self.stored.clone(), self.head.clone());
+        Ok(Self { decoder, weights, stored, vocabulary, place, key_value_heads, head })
+    }
+
+    /// Which part of the model this is.
+    pub(crate) fn place(&self) -> ModelPlace {
+        self.place
+    }
+
+    /// Some rows of the output head's matrix, which this part of the model must have.
+    ///
+    /// # Errors
+    /// A model without an output head, and rows that are elsewhere.
+    pub(crate) fn head_rows(&self, rank: usize, of_vocabulary: Range<usize>) -> Result<Weight> {
+        let whole = || self.decoder.parameter(self.weights(rank), self.decoder.head_name());
+        let own = self.place.vocabulary(self.vocabulary);
+        let here = of_vocabulary.start - own.start..of_vocabulary.end - own.start;
+        rows(self.head.as_ref().map_or_else(whole, Ok)?, here, false)
+    }
+
+    /// The type in which the model computes.
+    pub(crate) fn computed_in(&self) -> DType {
+        let embedding = || self.weights[0].get(self.decoder.embedding_name());
+        self.head.as_ref().or_else(embedding).map_or(DType::F32, Weight::computed_in)
+    }
+
+    /// Number of key-value heads that this shard of the model has.
+    pub fn key_value_heads(&self) -> usize {
+        self.key_value_heads
     }
 
     /// Describes in which formats, and in how many bytes, the weights are stored and held on the devices; `None` if files store
@@ -80,9 +146,14 @@ impl Model {
         self.vocabulary
     }
 
-    /// Number of layers.
+    /// Number of layers; of a part of the model, of those that it has.
     pub fn layers(&self) -> usize {
-        self.decoder.config().num_hidden_layers
+        self.layer_range().len()
+    }
+
+    /// The layers that this part of the model has.
+    pub(crate) fn layer_range(&self) -> Range<usize> {
+        self.place.layers(self.decoder.config().num_hidden_layers)
     }
 
     /// Computes the hidden states `[T, C]` of this rank's `tokens`, before the last norm.
@@ -90,10 +161,16 @@ impl Model {
     /// # Errors
     /// Tokens outside the vocabulary, failures of other ranks.
     pub fn hidden(&self, rank: usize, tokens: &[u32], attend: &dyn Attend) -> Result<Tensor> {
-        let weights = self.weights(rank);
-        let mut hidden = self.decoder.embed(weights, tokens, attend)?;
-        for layer in 0..self.layers() {
-            hidden = self.decoder.layer(weights, layer, &hidden, attend)?;
+        self.through_layers(rank, self.decoder.embed(self.weights(rank), tokens, attend)?, attend)
+    }
+
+    /// Passes hidden states `[T, C]` through the layers that this part of the model has.
+    ///
+    /// # Errors
+    /// Failures of other ranks.
+    pub(crate) fn through_layers(&self, rank: usize, mut hidden: Tensor, attend: &dyn Attend) -> Result<Tensor> {
+        for layer in self.layer_range() {
+            hidden = self.decoder.layer(self.weights(rank), layer, &hidden, attend)?;
         }
         Ok(hidden)
     }
@@ -110,72 +187,43 @@ impl Model {
     }
 }
 
-/// A mesh of `ring x ulysses` ranks, and the devices and threads or processes that run them.
-#[derive(Debug, Clone)]
-pub struct Mesh {
-    /// Ring size R.
-    pub ring: usize,
-    /// Ulysses size U.
-    pub ulysses: usize,
-    /// Number of CPU threads of each rank.
-    pub threads: usize,
-    /// Upper limit on the time that a rank waits for another.
-    pub deadline: Duration,
-    /// The devices on which ranks compute.
-    pub devices: Devices,
-    /// Whether ranks are threads of this process, or processes.
-    pub ranks: Ranks,
-}
-
-impl Mesh {
-    /// A mesh of one rank with one thread.
-    pub const fn single() -> Self {
-        Self {
-            ring: 1,
-            ulysses: 1,
-            threads: 1,
-            deadline: Duration::from_secs(600),
-            devices: Devices::CPU,
-            ranks: Ranks::threads(),
+/// The portions of whole parameters that the ranks at a place of the mesh compute with; parameters that `weights` lacks are left out.
+fn portions(decoder: &Decoder, weights: &StoredWeights, place: ModelPlace, copy: bool) -> Result<StoredWeights> {
+    let (mut own, layers) = (StoredWeights::new(), place.layers(decoder.config().num_hidden_layers));
+    let is_here = |unit: &Unit| match unit {
+        Unit::Embedding => place.is_first(),
+        Unit::Layer(layer) => layers.contains(layer),
+        Unit::Head => place.is_last(),
+    };
+    for unit in decoder.units().filter(is_here) {
+        let portions =
+            decoder.all_parameters().portions(unit, place.shard).map_err(|error| Error::Mesh(error.to_string()))?;
+        for portion in portions {
+            // Stages hold rows of the head apart, since all of them compute logits.
+            let is_head = unit == Unit::Head && portion.name == decoder.head_name() && place.stage.1 > 1;
+            let Some(whole) = weights.get(&portion.name).filter(|_| !is_head) else { continue };
+            let part = whole.portion(&portion, copy)?;
+            let part = match own.remove(&portion.name) {
+                Some(above) => above.above(&part)?,
+                None => part,
+            };
+            own.insert(portion.name, part);
         }
     }
+    Ok(own)
+}
 
-    /// Runs `work` on every rank, and returns the results of the ranks of this process, in rank order.
-    ///
-    /// # Errors
-    /// A number of processes that is not the number of ranks; the error of the rank that failed first.
-    pub fn run<T: Send>(&self, work: impl Fn(Arc<Group>) -> Result<T> + Sync) -> Result<Vec<T>> {
-        self.run_with(|comm| self.on_rank(comm, &work))
-    }
-
-    /// Like [`run`](Self::run), and measures how long each rank waits for others.
-    ///
-    /// # Errors
-    /// As for [`run`](Self::run).
-    pub(crate) fn run_timed<T: Send>(&self, work: impl Fn(Arc<Group>, &Timed) -> Result<T> + Sync) -> Result<Vec<T>> {
-        self.run_with(|comm| {
-            let timed = Arc::new(Timed::new(comm));
-            self.on_rank(timed.clone(), |group| work(group, &timed))
-        })
-    }
-
-    /// Number of ranks.
-    pub(crate) fn size(&self) -> usize {
-        self.ring.saturating_mul(self.ulysses)
-    }
-
-    fn run_with<T: Send>(&self, work: impl Fn(Arc<dyn Communicator>) -> Result<T> + Sync) -> Result<Vec<T>> {
-        let options = threads::Options { deadline: self.deadline, ..Default::default() };
-        self.ranks.run(self.size(), options, work)
-    }
-
-    fn on_rank<T: Send>(
-        &self,
-        comm: Arc<dyn Communicator>,
-        work: impl Fn(Arc<Group>) -> Result<T> + Sync,
-    ) -> Result<T> {
-        let kernel = self.devices.of(comm.rank()).kernel(self.threads)?;
-        let group = Arc::new(Group::new(comm, (self.ring, self.ulysses), kernel)?);
-        pool::run(self.threads, || work(group))?
-    }
+/// Some rows of a matrix, which share its memory unless `copy` asks for memory of their own.
+fn rows(matrix: &Weight, range: Range<usize>, copy: bool) -> Result<Weight> {
+    Ok(match matrix {
+        Weight::Dense(tensor) => {
+            let rows = tensor.narrow(0, range.start, range.len())?;
+            Weight::Dense(if copy { rows.copy()? } else { rows })
+        }
+        Weight::Quantized(matrix) => {
+            let rows = matrix.rows(range)?;
+            Weight::Quantized(if copy { rows.copied() } else { rows })
+        }
+        Weight::Stack(_) => return Err(Error::Step("the output head is a stack of experts".to_owned())),
+    })
 }

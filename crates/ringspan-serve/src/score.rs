@@ -1,7 +1,8 @@
 //! Scoring: the probabilities that a model gives to the tokens of a text.
 
 use crate::error::Result;
-use crate::model::{Mesh, Model};
+use crate::mesh::Mesh;
+use crate::model::Model;
 use ringspan::attention::Group;
 use ringspan::comm::Buffer;
 use ringspan::{Documents, Layout, LayoutKind, StrategyKind};

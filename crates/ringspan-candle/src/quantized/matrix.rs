@@ -107,6 +107,26 @@ impl QuantizedMatrix {
         Ok(Self { columns: range.len(), bytes: bytes.into(), ..self.clone() })
     }
 
+    /// Matrices of the same format and width, one below the other. This copies bytes.
+    ///
+    /// # Errors
+    /// No matrices, and matrices of different formats or widths.
+    pub fn concat_rows(parts: &[Self]) -> Result<Self> {
+        let Some(first) = parts.first() else { bail!("a matrix of no parts") };
+        let is_alike = |part: &&Self| (part.format, part.columns) == (first.format, first.columns);
+        if let Some(other) = parts.iter().find(|part| !is_alike(part)) {
+            bail!("{other:?} below {first:?}: both must have the same format and number of columns");
+        }
+        let bytes = parts.iter().map(|part| &part.bytes[..]).collect::<Vec<_>>().concat();
+        Ok(Self { rows: parts.iter().map(|part| part.rows).sum(), bytes: bytes.into(), ..first.clone() })
+    }
+
+    /// The same matrix in memory of its own.
+    #[must_use]
+    pub fn copied(&self) -> Self {
+        Self { bytes: Bytes::copy_from_slice(&self.bytes), ..self.clone() }
+    }
+
     /// Selects rows in any order, some of them perhaps twice: row i of the result is row `order[i]`. This copies bytes.
     ///
     /// # Errors

@@ -1,10 +1,9 @@
 //! `ringspan serve` and `ringspan bench serve`, as programs: answers that are equal on every mesh, a load, signals.
 #![cfg(unix)]
 
-use crate::support::{Bench, model::bench};
+use crate::support::{Bench, http::request, model::bench};
 use serde_json::{Value, json};
-use std::io::{BufRead, BufReader, Read, Write};
-use std::net::TcpStream;
+use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 
 struct Served {
@@ -31,14 +30,7 @@ impl Served {
 
     /// Sends a request; returns the status and the body.
     fn request(&self, method: &str, path: &str, body: &Value) -> (u16, Value) {
-        let mut socket = TcpStream::connect(&self.address).expect("a connection");
-        let body = if body.is_null() { String::new() } else { body.to_string() };
-        let length = body.len();
-        write!(socket, "{method} {path} HTTP/1.0\r\ncontent-length: {length}\r\n\r\n{body}").expect("sent");
-        let mut answer = String::new();
-        socket.read_to_string(&mut answer).expect("an answer");
-        let (head, body) = answer.split_once("\r\n\r\n").expect("a head and a body");
-        (head[9..12].parse().expect("a status"), serde_json::from_str(body).unwrap_or_default())
+        request(&self.address, method, path, body).expect("an answer")
     }
 
     fn text(&self, body: Value) -> Value {
@@ -69,7 +61,13 @@ fn answers_are_equal_on_every_mesh_and_a_signal_ends_the_server() {
     let prompt = "line 3 of 4\nline 77 of 8\n".repeat(8);
     let asked = json!({"prompt": [prompt, "line"], "max_tokens": 24, "temperature": 0, "echo": true, "logprobs": 0});
     let mut expected: Option<Value> = None;
-    for flags in [&["--ring", "1"][..], &["--ring", "3"], &["--ring", "2", "--ulysses", "2", "--prefill-chunk", "50"]] {
+    for flags in [
+        &["--ring", "1"][..],
+        &["--ring", "3"],
+        &["--ring", "2", "--ulysses", "2", "--prefill-chunk", "50"],
+        &["--ring", "2", "--tp", "2", "--prefill-chunk", "50"],
+        &["--pp", "2", "--ring", "2"],
+    ] {
         let mut served = Served::start(&bench, flags);
         assert_eq!(served.request("GET", "/health", &Value::Null).0, 200);
         let models = served.request("GET", "/v1/models", &Value::Null).1;
@@ -116,6 +114,10 @@ fn flags_that_cannot_be_are_refused() {
     let refusal =
         |flags: &str| crate::support::model::refusal(&bench, "serve", &format!("--model model --port 0 {flags}"));
     assert!(refusal("--kv-cache 0%").contains("more than 0%"));
+    assert!(refusal("--ep 2 --ring 2").contains("ep 2 shares experts"));
+    assert!(refusal("--tp 64").contains("64 ranks cannot share"));
+    assert!(refusal("--pp 3").contains("pp 3 leaves stages without one of the 2 layers"));
+    assert!(refusal("--tp 0").contains("--tp 0 is no rank"));
     assert!(refusal("--kv-cache 1KiB").contains("page"));
     assert!(refusal("--lora model=model").contains("the model itself"));
     assert!(refusal("--lora a=nowhere").contains("--lora a=nowhere"));

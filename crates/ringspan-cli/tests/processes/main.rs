@@ -2,3 +2,6 @@
 
 mod launch;
 mod mpi;
+mod serve;
+#[path = "../support/mod.rs"]
+mod support;

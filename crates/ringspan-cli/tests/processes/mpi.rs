@@ -7,19 +7,19 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 /// Upper limit on the time of a run.
-const DEADLINE: Duration = Duration::from_secs(240);
+pub(super) const DEADLINE: Duration = Duration::from_secs(240);
 
 /// The result of a run, with the output of each of its processes.
-struct Run {
-    good: bool,
-    stdout: Vec<String>,
-    stderr: Vec<String>,
+pub(super) struct Run {
+    pub(super) good: bool,
+    pub(super) stdout: Vec<String>,
+    pub(super) stderr: Vec<String>,
 }
 
 /// Processes of a run: their number, their folder, their arguments.
-type Group<'a> = (usize, &'a Path, Vec<&'a str>);
+pub(super) type Group<'a> = (usize, &'a Path, Vec<&'a str>);
 
-fn start(groups: &[Group<'_>], said: &Path) -> Child {
+pub(super) fn start(groups: &[Group<'_>], said: &Path) -> Child {
     let mut files = said.as_os_str().to_owned();
     files.push(":nocopy");
     let mut command = Command::new("mpirun");
@@ -35,7 +35,7 @@ fn start(groups: &[Group<'_>], said: &Path) -> Child {
     command.stdin(null()).stdout(null()).stderr(null()).spawn().expect("mpirun is installed")
 }
 
-fn finish(mut child: Child, ranks: usize, said: &Path) -> Run {
+pub(super) fn finish(mut child: Child, ranks: usize, said: &Path) -> Run {
     let began = Instant::now();
     let good = loop {
         match child.try_wait().expect("a child") {

@@ -174,8 +174,11 @@ impl EngineClient for TestEngine {
             max_running: 8,
             max_waiting: 8,
             ranks: 2,
+            cp: 2,
+            pp: 1,
             page: 16,
             pages_per_rank: 100,
+            cache_bytes: 0,
         }
     }
 

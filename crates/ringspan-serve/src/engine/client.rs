@@ -149,8 +149,11 @@ mod tests {
             max_running: 1,
             max_waiting: 1,
             ranks: 1,
+            cp: 1,
+            pp: 1,
             page: 4,
             pages_per_rank: 2,
+            cache_bytes: 0,
         }
     }
 

@@ -3,7 +3,8 @@
 use super::client::Client;
 use super::executor::Executor;
 use super::lead::Lead;
-use super::model_executor::{AdaptedModels, ModelExecutor};
+use super::model_executor::ModelExecutor;
+use super::model_shards::{AdaptedModels, ModelShards};
 use super::options::{EngineOptions, EngineSizes};
 use super::pages::Pages;
 use super::prefix_cache::PrefixCache;
@@ -12,11 +13,11 @@ use super::request::Limits;
 use super::scheduler::{Bounds, Scheduler};
 use super::shared::{Ending, Shared};
 use crate::error::{Error, Result};
-use crate::model::{Mesh, Model};
+use crate::groups::Groups;
+use crate::mesh::Mesh;
+use crate::model::Model;
 use crate::paged::PagedCache;
-use ringspan::attention::Group;
 use ringspan::comm::timed::Timed;
-use ringspan::schedule::HeadShare;
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -43,20 +44,23 @@ impl Engine {
     /// start.
     pub fn start(model: impl Into<Arc<Model>>, mesh: Mesh, options: &EngineOptions) -> Result<Self> {
         let model: Arc<Model> = model.into();
+        mesh.check(model.decoder())?;
         let config = model.decoder().config();
-        HeadShare::all(config.num_attention_heads, config.num_key_value_heads(), (mesh.ring, mesh.ulysses).into())?;
         let sizes = EngineSizes {
             vocabulary: model.vocabulary(),
             hidden_size: config.hidden_size,
             ranks: mesh.size(),
+            cp: mesh.cp(),
+            pp: mesh.pp,
             local_ranks: mesh.ranks.local().unwrap_or(mesh.size()),
-            page_bytes: PagedCache::bytes_per_page(&model, options.page) as u64,
+            page_bytes: page_bytes(&model, &mesh, options.page)?,
             trained_length: config.max_position_embeddings,
         };
         let (adapted, devices) = (Arc::new(AdaptedModels::default()), mesh.devices.clone());
-        Self::start_with(mesh, options, &sizes, move |group, limits| {
-            let executor = ModelExecutor::new(group, model.clone(), adapted.clone(), devices.clone(), limits)?;
-            Ok(Box::new(executor))
+        let shards = Arc::new(ModelShards::new(model, &mesh)?);
+        Self::start_with(mesh, options, &sizes, move |groups, limits| {
+            let model = shards.get(groups.place())?;
+            Ok(Box::new(ModelExecutor::new(groups, model, adapted.clone(), devices.clone(), limits)?))
         })
     }
 
@@ -66,10 +70,10 @@ impl Engine {
     /// Options that do not fit, and failures of ranks while they start.
     pub fn start_with<M>(mesh: Mesh, options: &EngineOptions, sizes: &EngineSizes, make: M) -> Result<Self>
     where
-        M: for<'a> Fn(&'a Arc<Group>, &Limits) -> Result<Box<dyn Executor + 'a>> + Send + Sync + 'static,
+        M: for<'a> Fn(&'a Groups, &Limits) -> Result<Box<dyn Executor + 'a>> + Send + Sync + 'static,
     {
         let limits = options.limits(sizes)?;
-        let pages = Pages::new(limits.ranks, limits.pages_per_rank as u32);
+        let pages = Pages::new(limits.cp, limits.pages_per_rank as u32);
         let cache = PrefixCache::new(pages, limits.page, options.prefix_cache);
         let EngineOptions { page, max_running, prefill_chunk, .. } = *options;
         let mixed_chunk = options.mixed_chunk();
@@ -142,13 +146,13 @@ impl Drop for Engine {
 /// Runs all ranks of this process until the engine ends; then no request is left without an answer.
 fn run<M>(mesh: &Mesh, shared: &Shared, scheduler: Scheduler, make: &M, ready: Sender<()>) -> Result<()>
 where
-    M: for<'a> Fn(&'a Arc<Group>, &Limits) -> Result<Box<dyn Executor + 'a>> + Send + Sync,
+    M: for<'a> Fn(&'a Groups, &Limits) -> Result<Box<dyn Executor + 'a>> + Send + Sync,
 {
     let heartbeat = HEARTBEAT.min(mesh.deadline / 4);
     let scheduler = Mutex::new(scheduler);
-    let ended = mesh.run_timed(|group, timed| {
-        let on_rank = || run_rank(&group, timed, shared, &scheduler, heartbeat, make, &ready);
-        on_rank().map_err(|error| named(error, group.rank()))
+    let ended = mesh.run_timed(|groups, timed| {
+        let on_rank = || run_rank(groups, timed, shared, &scheduler, heartbeat, make, &ready);
+        on_rank().map_err(|error| named(error, groups.rank()))
     });
     let problem = match &ended {
         Ok(_) => "the engine was shut down".to_owned(),
@@ -160,7 +164,7 @@ where
 }
 
 fn run_rank<M>(
-    group: &Arc<Group>,
+    groups: &Groups,
     timed: &Timed,
     shared: &Shared,
     scheduler: &Mutex<Scheduler>,
@@ -169,19 +173,31 @@ fn run_rank<M>(
     ready: &Sender<()>,
 ) -> Result<()>
 where
-    M: for<'a> Fn(&'a Arc<Group>, &Limits) -> Result<Box<dyn Executor + 'a>>,
+    M: for<'a> Fn(&'a Groups, &Limits) -> Result<Box<dyn Executor + 'a>>,
 {
-    let executor = make(group, &shared.limits)?;
-    group.cp().barrier()?;
-    let mut rank = EngineRank::new(group.clone(), timed, executor);
+    let executor = make(groups, &shared.limits)?;
+    groups.world().barrier()?;
+    let mut rank = EngineRank::new(groups, timed, executor);
     // The receiver waits for the first message only.
     let _ = ready.send(());
-    if group.rank() == 0 {
+    if groups.rank() == 0 {
         let mut scheduler = scheduler.lock().unwrap_or_else(PoisonError::into_inner);
         Lead::new(&mut scheduler, shared, heartbeat).run(&mut rank)
     } else {
         rank.follow()
     }
+}
+
+/// Bytes of a page on the rank with the most key-value heads and layers.
+fn page_bytes(model: &Model, mesh: &Mesh, page: usize) -> Result<u64> {
+    let heads = model.decoder().head_counts();
+    let mut most = 0;
+    for rank in 0..mesh.tp {
+        let own = heads.of_rank((rank, mesh.tp)).map_err(|error| Error::Mesh(error.to_string()))?;
+        most = most.max(own.key_values.len());
+    }
+    let layers = model.layers();
+    Ok((PagedCache::bytes_per_page(model, page) / (heads.key_values * layers) * most * layers.div_ceil(mesh.pp)) as u64)
 }
 
 /// The error with the number of the rank, if it does not name one.

@@ -177,11 +177,15 @@ impl<'a> Lead<'a> {
     /// Tells the clients the engine's numbers.
     fn publish(&self) {
         let pages = self.scheduler.cache().pages();
+        let limits = &self.shared.limits;
         let of_rank = |rank: usize| {
+            // Neighbouring ranks have the parts of the same pages that belong to their heads, other stages those of their layers.
+            let stage = limits.ranks / limits.pp;
+            let cp = rank % stage * limits.cp / stage;
             let [transfer_bytes, waited] = self.counts.get(rank).copied().unwrap_or_default();
             RankMetrics {
-                pages_used: pages.used(rank),
-                pages_cached: pages.cached(rank),
+                pages_used: pages.used(cp),
+                pages_cached: pages.cached(cp),
                 transfer_bytes,
                 wait_seconds: waited as f64 / 1e9,
             }
@@ -196,7 +200,7 @@ impl<'a> Lead<'a> {
             prefix_cache_hits: counts.prefix_hits,
             preemptions: counts.preemptions,
             steps: self.steps,
-            ranks: (0..pages.ranks()).map(of_rank).collect(),
+            ranks: (0..limits.ranks).map(of_rank).collect(),
         });
     }
 

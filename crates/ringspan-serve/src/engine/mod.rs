@@ -5,7 +5,7 @@
 //! [`Step`](step::Step)), which all ranks execute. Clients submit a [`Request`](request::Request) and hear
 //! [`Event`](request::Event)s.
 //!
-//! The cache is paged: page i of a sequence is on rank i mod P, for prompts and generated text alike. Pages whose text is over
+//! The cache is paged: page i of a sequence is on context-parallel rank i mod P, for prompts and generated text alike. Pages whose text is over
 //! stay in the prefix cache until their room is needed, so that a text with the same beginning need not compute it again.
 
 mod client;
@@ -14,6 +14,7 @@ mod executor;
 mod lead;
 mod logprobs;
 mod model_executor;
+mod model_shards;
 mod options;
 mod order;
 mod pages;

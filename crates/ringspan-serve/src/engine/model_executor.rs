@@ -1,55 +1,29 @@
 //! Steps over the paged cache of a model, with any of its adapters.
 
 use super::executor::Executor;
+use super::model_shards::AdaptedModels;
 use super::request::Limits;
 use super::step::Step;
 use crate::error::{Error, Result};
+use crate::groups::Groups;
 use crate::model::Model;
-use crate::paged::{PagedCache, execute};
+use crate::paged::{PagedCache, execute, to_first_stage};
+use crate::place::within;
 use candle_core::{DType, Tensor};
-use ringspan::attention::Group;
 use ringspan::comm::Buffer;
 use ringspan_candle::cast::cast;
+use ringspan_candle::tensor_parallel::part;
 use ringspan_candle::{Devices, StoredWeights, Weight};
-use ringspan_models::adapter;
-use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-
-/// The models with adapters that the ranks of this process share; all have the weights of the base model.
-#[derive(Debug, Default)]
-pub(super) struct AdaptedModels(Mutex<BTreeMap<u64, Arc<Model>>>);
-
-impl AdaptedModels {
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<u64, Arc<Model>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Reads an adapter, unless another rank of this process has.
-    fn load(&self, slot: u64, folder: &Path, base: &Model, devices: &Devices) -> Result<()> {
-        let mut models = self.lock();
-        if models.contains_key(&slot) {
-            return Ok(());
-        }
-        let (decoder, matrices) = adapter::attach(folder, base.decoder().clone())?;
-        let mut weights = base.weights(0).clone();
-        weights.extend(matrices.into_iter().map(|(name, matrix)| (name, Weight::from(matrix))));
-        models.insert(slot, Arc::new(Model::new(decoder, weights)?.on(devices)?));
-        Ok(())
-    }
-
-    fn get(&self, slot: u64) -> Result<Arc<Model>> {
-        let missing = || Error::Step(format!("a step computes with adapter {slot}, which is not loaded"));
-        self.lock().get(&slot).cloned().ok_or_else(missing)
-    }
-}
+use std::sync::Arc;
 
 /// Computes steps on one rank over its pages.
 ///
 /// Shape letters: n rows, C width of a hidden state, V vocabulary, P ranks.
 pub(super) struct ModelExecutor<'a> {
-    group: &'a Arc<Group>,
+    groups: &'a Groups,
+    /// This rank's shard of the model.
     model: Arc<Model>,
     adapted: Arc<AdaptedModels>,
     devices: Devices,
@@ -60,63 +34,66 @@ pub(super) struct ModelExecutor<'a> {
 }
 
 impl<'a> ModelExecutor<'a> {
-    /// An executor with an empty cache.
+    /// An executor with an empty cache, for this rank's shard of a model.
     pub(super) fn new(
-        group: &'a Arc<Group>,
+        groups: &'a Groups,
         model: Arc<Model>,
         adapted: Arc<AdaptedModels>,
         devices: Devices,
         limits: &Limits,
     ) -> Result<Self> {
         let cache = PagedCache::new(&model, limits.pages_per_rank, limits.page)?.with_max_length(limits.max_model_len);
-        let name = model.decoder().head_name().to_owned();
-        let own = share(limits.vocabulary, group.rank(), group.size());
-        let head = match model.decoder().parameter(model.weights(group.rank()), &name)? {
-            Weight::Dense(matrix) => Weight::Dense(matrix.narrow(0, own.start, own.len())?),
-            Weight::Quantized(matrix) => Weight::Quantized(matrix.rows(own)?),
-            Weight::Stack(_) => return Err(Error::Step("the output head is a stack of experts".to_owned())),
-        };
-        let head = StoredWeights::from([(name, head)]);
-        Ok(Self { group, adapted, devices, cache, head, vocabulary: limits.vocabulary, model })
+        let own = share(limits.vocabulary, groups, groups.rank());
+        let head = model.head_rows(groups.rank(), own)?;
+        let head = StoredWeights::from([(model.decoder().head_name().to_owned(), head)]);
+        Ok(Self { groups, adapted, devices, cache, head, vocabulary: limits.vocabulary, model })
     }
 
     /// Brings the hidden states `[n, C]` of rank 0 to this rank.
     fn broadcast(&self, rows: usize, hidden: Option<&Tensor>) -> Result<Tensor> {
         let dtype = self.head.values().next().map_or(DType::F32, Weight::computed_in);
-        if self.group.size() == 1
+        if self.groups.size() == 1
             && let Some(hidden) = hidden
         {
             return Ok(hidden.clone());
         }
         let own = |hidden: &Tensor| cast(hidden, DType::F32)?.flatten_all()?.to_vec1();
         let own = hidden.map(own).transpose()?.map(Buffer::F32);
-        let states = self.group.cp().broadcast(0, own)?;
+        let states = self.groups.broadcast(own)?;
         let states = states.f32()?;
         let shape = (rows, states.len() / rows.max(1));
         // Casting back loses nothing: the states had this type before they were widened to f32 for the broadcast.
-        Ok(cast(&Tensor::from_slice(states, shape, self.devices.of(self.group.rank()).tensors())?, dtype)?)
+        Ok(cast(&Tensor::from_slice(states, shape, self.devices.of(self.groups.rank()).tensors())?, dtype)?)
     }
 }
 
-/// The part of a vocabulary whose logits a rank computes.
-fn share(vocabulary: usize, rank: usize, ranks: usize) -> Range<usize> {
-    vocabulary * rank / ranks..vocabulary * (rank + 1) / ranks
+/// The part of a vocabulary whose logits a rank computes: of the rows of the output head that tensor and pipeline parallelism give it,
+/// the share that context-parallel ranks leave to it.
+fn share(vocabulary: usize, groups: &Groups, rank: usize) -> Range<usize> {
+    let (tp, pp, cp) = (groups.place().shard.tp.1, groups.place().stage.1, groups.cp().size());
+    let of_tp = part(vocabulary, rank % tp, tp);
+    within(within(of_tp, (rank / (tp * cp), pp)), (rank / tp % cp, cp))
 }
 
 impl Executor for ModelExecutor<'_> {
     fn execute(&mut self, adapter: Option<u64>, step: &Step) -> Result<Option<Tensor>> {
-        let adapted = adapter.map(|slot| self.adapted.get(slot)).transpose()?;
+        let adapted = adapter.map(|slot| self.adapted.get(slot, self.groups.place())).transpose()?;
         let model = adapted.as_ref().unwrap_or(&self.model);
-        let hidden = execute(self.group, model, &mut self.cache, step)?;
-        hidden.map(|hidden| Ok(model.decoder().norm(model.weights(self.group.rank()), &hidden)?)).transpose()
+        let hidden = execute(self.groups, model, &mut self.cache, step)?;
+        let normed = |hidden| Ok::<_, Error>(model.decoder().norm(model.weights(self.groups.rank()), &hidden)?);
+        let hidden = hidden.map(normed).transpose()?;
+        match self.groups.stages() {
+            Some(stages) if self.groups.leads_stage() => to_first_stage(&**stages, step, hidden, model, &self.cache),
+            _ => Ok(hidden),
+        }
     }
 
     /// Each rank computes the logits of its share of the vocabulary: the head's matrix is often as large as many layers, and
     /// would else be read by one rank while the others wait.
     fn logits(&mut self, rows: usize, hidden: Option<&Tensor>) -> Result<Option<Vec<f32>>> {
         let hidden = self.broadcast(rows, hidden)?;
-        let (rank, ranks) = (self.group.rank(), self.group.size());
-        let own = match share(self.vocabulary, rank, ranks).is_empty() {
+        let (rank, ranks) = (self.groups.rank(), self.groups.size());
+        let own = match share(self.vocabulary, self.groups, rank).is_empty() {
             true => Vec::new(),
             false => {
                 let logits = self.model.decoder().model().head().logits(&hidden, &self.head)?;
@@ -128,21 +105,21 @@ impl Executor for ModelExecutor<'_> {
         }
         let mut parts = vec![Buffer::F32(Vec::new()); ranks];
         parts[0] = Buffer::F32(own);
-        let parts = self.group.cp().all_to_all(parts)?;
+        let parts = self.groups.world().all_to_all(parts)?;
         if rank != 0 {
             return Ok(None);
         }
         let mut all = vec![0.0; rows * self.vocabulary];
-        for (from, part) in parts.iter().enumerate() {
-            let (part, share) = (part.f32()?, share(self.vocabulary, from, ranks));
-            if part.len() != rows * share.len() {
-                let problem = format!("rank {from} sent {} logits for {rows} rows of {}", part.len(), share.len());
+        for (from, sent) in parts.iter().enumerate() {
+            let (sent, share) = (sent.f32()?, share(self.vocabulary, self.groups, from));
+            if sent.len() != rows * share.len() {
+                let problem = format!("rank {from} sent {} logits for {rows} rows of {}", sent.len(), share.len());
                 return Err(Error::Logits { vocabulary: self.vocabulary, problem });
             }
             if share.is_empty() {
                 continue;
             }
-            for (row, logits) in all.chunks_exact_mut(self.vocabulary).zip(part.chunks_exact(share.len())) {
+            for (row, logits) in all.chunks_exact_mut(self.vocabulary).zip(sent.chunks_exact(share.len())) {
                 row[share.clone()].copy_from_slice(logits);
             }
         }
@@ -154,6 +131,6 @@ impl Executor for ModelExecutor<'_> {
     }
 
     fn unload_adapter(&mut self, slot: u64) {
-        self.adapted.lock().remove(&slot);
+        self.adapted.unload(slot);
     }
 }

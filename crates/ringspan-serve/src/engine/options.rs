@@ -70,6 +70,11 @@ pub struct EngineSizes {
     pub hidden_size: usize,
     /// Number of ranks of the mesh.
     pub ranks: usize,
+    /// Number of ranks over which the pages of a sequence are distributed (context parallel). The ranks that share the width of
+    /// layers each have their heads' part of the same pages.
+    pub cp: usize,
+    /// Number of pipeline stages, each of which has the pages of its layers.
+    pub pp: usize,
     /// Number of ranks on this machine.
     pub local_ranks: usize,
     /// Bytes of a page on one rank, of all layers.
@@ -111,10 +116,10 @@ impl EngineOptions {
             return wrong("kv-cache", share.to_string(), "a share of the free memory above 0 and up to 1");
         }
         let pages_per_rank = self.pages(sizes)?;
-        let holds = pages_per_rank.saturating_mul(sizes.ranks).saturating_mul(page);
+        let holds = pages_per_rank.saturating_mul(sizes.cp).saturating_mul(page);
         let asked = self.max_model_len.unwrap_or(holds.min(sizes.trained_length.unwrap_or(usize::MAX))).max(1);
         if holds < asked {
-            let needed = asked.div_ceil(page).div_ceil(sizes.ranks);
+            let needed = asked.div_ceil(page).div_ceil(sizes.cp);
             let EngineSizes { ranks, page_bytes, .. } = *sizes;
             return Err(Error::CacheTooSmall { asked, page, ranks, needed, pages_per_rank, page_bytes, holds });
         }
@@ -125,8 +130,11 @@ impl EngineOptions {
             max_running,
             max_waiting,
             ranks: sizes.ranks,
+            cp: sizes.cp,
+            pp: sizes.pp,
             page,
             pages_per_rank,
+            cache_bytes: sizes.page_bytes.saturating_mul(pages_per_rank as u64),
         })
     }
 
@@ -157,6 +165,8 @@ mod tests {
             vocabulary: 10,
             hidden_size: 4,
             ranks: 3,
+            cp: 3,
+            pp: 1,
             local_ranks: 3,
             page_bytes: 1000,
             trained_length: Some(4096),

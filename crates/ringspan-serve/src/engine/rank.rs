@@ -3,15 +3,15 @@
 use super::executor::Executor;
 use super::order::Order;
 use crate::error::{Error, Result};
+use crate::groups::Groups;
 use candle_core::Tensor;
-use ringspan::attention::Group;
 use ringspan::comm::{Buffer, timed::Timed};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// A rank, with what computes on it.
 pub(super) struct EngineRank<'a> {
-    pub(super) group: Arc<Group>,
+    pub(super) groups: &'a Groups,
     timed: &'a Timed,
     pub(super) executor: Box<dyn Executor + 'a>,
     /// When rank 0 last gave an order.
@@ -30,8 +30,8 @@ pub(super) enum Outcome {
 }
 
 impl<'a> EngineRank<'a> {
-    pub(super) fn new(group: Arc<Group>, timed: &'a Timed, executor: Box<dyn Executor + 'a>) -> Self {
-        Self { group, timed, executor, ordered: Instant::now() }
+    pub(super) fn new(groups: &'a Groups, timed: &'a Timed, executor: Box<dyn Executor + 'a>) -> Self {
+        Self { groups, timed, executor, ordered: Instant::now() }
     }
 
     /// Time since the last order.
@@ -42,7 +42,7 @@ impl<'a> EngineRank<'a> {
     /// Carries out orders until the one to end.
     pub(super) fn follow(&mut self) -> Result<()> {
         loop {
-            let message = self.group.cp().broadcast(0, None)?;
+            let message = self.groups.broadcast(None)?;
             let order = Order::from_buffer(&message).ok_or_else(|| self.unexpected("an order"))?;
             if order == Order::End {
                 return Ok(());
@@ -59,7 +59,7 @@ impl<'a> EngineRank<'a> {
     /// Sends an order to all ranks, and carries it out on this one, which is rank 0. The logits of an order to compute are up to
     /// the caller.
     pub(super) fn order(&mut self, order: &Order) -> Result<Outcome> {
-        self.group.cp().broadcast(0, Some(order.to_buffer()))?;
+        self.groups.broadcast(Some(order.to_buffer()))?;
         self.ordered = Instant::now();
         self.carry_out(order)
     }
@@ -77,9 +77,9 @@ impl<'a> EngineRank<'a> {
             Order::Load { slot, folder } => {
                 let problem = match self.executor.load_adapter(*slot, folder) {
                     Ok(()) => String::new(),
-                    Err(error) => format!("rank {}: {error}", self.group.rank()),
+                    Err(error) => format!("rank {}: {error}", self.groups.rank()),
                 };
-                let problems = self.group.cp().all_gather(Buffer::U8(problem.into_bytes()))?;
+                let problems = self.groups.world().all_gather(Buffer::U8(problem.into_bytes()))?;
                 let first = problems.iter().find_map(|problem| match &**problem {
                     Buffer::U8(text) if !text.is_empty() => Some(String::from_utf8_lossy(text).into_owned()),
                     _ => None,
@@ -95,8 +95,8 @@ impl<'a> EngineRank<'a> {
             }
             Order::Count => {
                 let waited = u64::try_from(self.timed.waited().as_nanos()).unwrap_or(u64::MAX);
-                let own = Buffer::U64(vec![self.group.cp().bytes_sent(), waited]);
-                let all = self.group.cp().all_gather(own)?;
+                let own = Buffer::U64(vec![self.groups.world().bytes_sent(), waited]);
+                let all = self.groups.world().all_gather(own)?;
                 let of_rank = |buffer: &Arc<Buffer>| match &**buffer {
                     Buffer::U64(counts) => <[u64; 2]>::try_from(counts.as_slice()).ok(),
                     _ => None,
@@ -110,6 +110,6 @@ impl<'a> EngineRank<'a> {
     /// The error for a message that is not what this rank waits for.
     pub(super) fn unexpected(&self, what: &str) -> Error {
         let problem = "another kind of message came".to_owned();
-        ringspan::Error::Communicator { rank: self.group.rank(), operation: what.to_owned(), problem }.into()
+        ringspan::Error::Communicator { rank: self.groups.rank(), operation: what.to_owned(), problem }.into()
     }
 }

@@ -205,10 +205,16 @@ pub struct Limits {
     pub max_waiting: usize,
     /// Number of ranks of the mesh.
     pub ranks: usize,
+    /// Number of ranks over which the pages of a sequence are distributed (context parallel).
+    pub cp: usize,
+    /// Number of pipeline stages, each of which has the pages of its layers.
+    pub pp: usize,
     /// Tokens of a page of the cache.
     pub page: usize,
     /// Pages that each rank has.
     pub pages_per_rank: usize,
+    /// Bytes of the keys and values in the pages of a rank.
+    pub cache_bytes: u64,
 }
 
 /// Counters (since the start) and gauges (now) of the engine.

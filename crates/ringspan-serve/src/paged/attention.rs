@@ -4,14 +4,13 @@ use super::cache::PagedCache;
 use super::elements::of_tensor;
 use super::step_plan::StepPlan;
 use crate::error::Result;
+use crate::groups::Groups;
 use candle_core::{Error, Tensor, bail};
 use ringspan::attention::Group;
 use ringspan::kernel::{Data, View};
 use ringspan::{Mask, Score};
 use ringspan_candle::cast::cast;
-use ringspan_candle::experts::Local;
 use ringspan_candle::rope::Rotations;
-use ringspan_candle::tensor_parallel::NO_TENSOR_PARALLEL;
 use ringspan_candle::{Attend, AttentionInputs, Experts, InputDropout, TensorParallel};
 use std::cell::RefCell;
 
@@ -19,6 +18,8 @@ use std::cell::RefCell;
 /// schedule, and decoding sequences on every rank to its own pages.
 pub(super) struct PagedAttention<'a> {
     group: &'a Group,
+    tensor: &'a TensorParallel,
+    experts: &'a dyn Experts,
     cache: RefCell<&'a mut PagedCache>,
     plan: &'a StepPlan,
     /// The most tokens that a sequence may have.
@@ -27,9 +28,14 @@ pub(super) struct PagedAttention<'a> {
 }
 
 impl<'a> PagedAttention<'a> {
-    pub(super) fn new(group: &'a Group, cache: &'a mut PagedCache, plan: &'a StepPlan) -> Self {
-        let length = cache.max_length().unwrap_or(0);
-        Self { group, cache: RefCell::new(cache), plan, length, rotations: Rotations::default() }
+    pub(super) fn new(
+        groups: &'a Groups,
+        experts: &'a dyn Experts,
+        cache: &'a mut PagedCache,
+        plan: &'a StepPlan,
+    ) -> Self {
+        let (group, tensor, length) = (&**groups.cp(), groups.tensor(), cache.max_length().unwrap_or(0));
+        Self { group, tensor, experts, cache: RefCell::new(cache), plan, length, rotations: Rotations::default() }
     }
 
     /// Writes the new keys and values to the ranks' pages.
@@ -110,11 +116,11 @@ impl Attend for PagedAttention<'_> {
     }
 
     fn experts(&self) -> &dyn Experts {
-        &Local
+        self.experts
     }
 
     fn tensor_parallel(&self) -> &TensorParallel {
-        &NO_TENSOR_PARALLEL
+        self.tensor
     }
 
     fn input_dropout(&self) -> Option<&InputDropout> {

@@ -19,6 +19,8 @@ pub struct PagedCache {
     pages: usize,
     page: usize,
     max_length: Option<usize>,
+    /// The model's layer that is the first one of the cache.
+    first_layer: usize,
 }
 
 #[derive(Debug)]
@@ -38,7 +40,7 @@ struct Shape {
 impl Shape {
     fn of(model: &Model) -> Self {
         let [dim, v_dim] = model.decoder().head_dims();
-        Self { heads: model.decoder().head_counts().key_values, dim, v_dim }
+        Self { heads: model.key_value_heads(), dim, v_dim }
     }
 
     /// Numbers of a token's keys, and of its values.
@@ -60,7 +62,7 @@ impl PagedCache {
             )));
         }
         let rows = pages.checked_mul(page).filter(|rows| u32::try_from(*rows).is_ok() && *rows > 0);
-        let (shape, dtype) = (Shape::of(model), dtype(model));
+        let (shape, dtype) = (Shape::of(model), model.computed_in());
         let [k_width, v_width] = shape.widths();
         let bytes =
             |rows: usize| rows.checked_mul(bytes_per_token(model)).filter(|bytes| isize::try_from(*bytes).is_ok());
@@ -74,7 +76,8 @@ impl PagedCache {
         let layer = |_| Ok(Layer { keys: zeros(k_width)?, values: zeros(v_width)? });
         let layers = (0..model.layers()).map(layer).collect::<Result<_>>()?;
         let max_length = model.decoder().config().max_position_embeddings;
-        Ok(Self { layers, shape, dtype, pages, page, max_length })
+        let first_layer = model.layer_range().start;
+        Ok(Self { layers, shape, dtype, pages, page, max_length, first_layer })
     }
 
     /// Sets the most tokens that a sequence may have. Rotary embeddings that depend on a length are made for this one, so that a
@@ -188,7 +191,7 @@ impl PagedCache {
     ) -> Result<()> {
         let [k_width, v_width] = self.shape.widths();
         let count = self.layers.len();
-        let Some(layer) = self.layers.get_mut(layer) else {
+        let Some(layer) = layer.checked_sub(self.first_layer).and_then(|layer| self.layers.get_mut(layer)) else {
             return Err(Error::Step(format!("layer {layer} of a cache of {count} layers")));
         };
         for (to, from, width) in [(&mut layer.keys, keys, k_width), (&mut layer.values, values, v_width)] {
@@ -207,21 +210,15 @@ impl PagedCache {
             let view = View::stored(elements.data(), tokens, heads, dim)?;
             Some(view.with_rows(rows))
         };
-        let layer = self.layers.get(layer);
+        let layer = layer.checked_sub(self.first_layer).and_then(|layer| self.layers.get(layer));
         layer
             .and_then(|layer| Some((view(&layer.keys, dim)?, view(&layer.values, v_dim)?)))
             .ok_or_else(|| Error::Step(format!("a layer beyond the {} of the cache", self.layers.len())))
     }
 }
 
-/// The type in which the model computes.
-fn dtype(model: &Model) -> DType {
-    let embedding = model.weights(0).get(model.decoder().embedding_name());
-    embedding.map_or(DType::F32, ringspan_candle::Weight::computed_in)
-}
-
 /// Bytes of a token's keys and values in all layers.
 fn bytes_per_token(model: &Model) -> usize {
     let numbers: usize = Shape::of(model).widths().iter().sum();
-    model.layers() * numbers * dtype(model).size_in_bytes()
+    model.layers() * numbers * model.computed_in().size_in_bytes()
 }

@@ -11,8 +11,10 @@ mod chunks;
 mod decodes;
 mod elements;
 mod execute;
+mod hidden_states;
 mod page_map;
 mod step_plan;
 
 pub use cache::PagedCache;
 pub use execute::execute;
+pub(crate) use hidden_states::to_first_stage;

@@ -54,14 +54,14 @@ pub(super) fn greedy(prompt: &[u32], max_tokens: usize) -> Request {
 pub(super) struct Heard {
     pub(super) tokens: Vec<u32>,
     pub(super) logprobs: Vec<TokenLogprobs>,
-    prompt: Vec<Option<TokenLogprobs>>,
+    pub(super) prompt: Vec<Option<TokenLogprobs>>,
     embedding: Vec<f32>,
-    end: Option<FinishReason>,
-    cached: usize,
+    pub(super) end: Option<FinishReason>,
+    pub(super) cached: usize,
     failure: Option<String>,
 }
 
-fn hear(mut events: Events) -> Heard {
+pub(super) fn hear(mut events: Events) -> Heard {
     let mut heard = Heard::default();
     while let Some(event) = events.blocking_recv() {
         assert!(heard.end.is_none() && heard.failure.is_none(), "{event:?} after the end");
@@ -124,7 +124,7 @@ fn long_greedy_and_seeded_texts_are_equal_on_every_mesh_and_equal_recomputation(
     let mut first: Option<(Heard, Heard)> = None;
     for ring in RINGS {
         let engine = start(&model, ring, &small());
-        let (one, other) = (ask(&engine, greedy(&prompt, 256)), ask(&engine, seeded_of(&prompt)));
+        let (one, other) = (ask(&engine, greedy(&prompt, 256)), ask(&engine, seeded_of(&prompt, 256)));
         assert_eq!(one.tokens[..40], expected, "{ring} ranks");
         assert_eq!((one.tokens.len(), one.end), (256, Some(FinishReason::Length)));
         assert_ne!(one.tokens, other.tokens);
@@ -138,7 +138,7 @@ fn long_greedy_and_seeded_texts_are_equal_on_every_mesh_and_equal_recomputation(
     }
 }
 
-fn seeded_of(prompt: &[u32]) -> Request {
+pub(super) fn seeded_of(prompt: &[u32], max_tokens: usize) -> Request {
     let sampling = SamplingParams {
         temperature: 1.2,
         top_k: Some(50),
@@ -146,7 +146,7 @@ fn seeded_of(prompt: &[u32]) -> Request {
         seed: Some(11),
         ..SamplingParams::default()
     };
-    Request { sampling, ..greedy(prompt, 256) }
+    Request { sampling, ..greedy(prompt, max_tokens) }
 }
 
 /// The headline: whatever is in the cache, also in the middle of a page, and whatever else runs, the client hears the same.

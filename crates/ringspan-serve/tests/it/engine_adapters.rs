@@ -11,7 +11,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// Writes an adapter of random matrices for `base`, and returns the model with it.
-fn adapted(base: &Model, rank: usize, seed: u64, folder: &Path) -> Model {
+pub(super) fn adapted(base: &Model, rank: usize, seed: u64, folder: &Path) -> Model {
     let lora = Lora::of_all_layers(rank, 2.0 * rank as f64).expect("sizes");
     let decoder = base.decoder().clone().with_lora(lora).expect("layers");
     let mut matrices = decoder.adapted(Weights::new(), seed).expect("matrices");

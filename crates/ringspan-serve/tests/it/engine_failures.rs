@@ -1,13 +1,11 @@
 //! Ranks that fail: every request is answered or refused with the name of the rank, and nothing hangs.
 
 use candle_core::{Device, Tensor};
-use ringspan::Group;
 use ringspan_serve::engine::request::{EngineClient, Event, Events, Refusal, Request, SamplingParams};
 use ringspan_serve::engine::step::{Outputs, Step};
 use ringspan_serve::engine::{Engine, EngineOptions, EngineSizes, Executor, KvCache};
-use ringspan_serve::{Error, Mesh, Result};
+use ringspan_serve::{Error, Groups, Mesh, Result};
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
@@ -25,7 +23,7 @@ enum Accident {
 
 /// Computes nothing: every text is the same token again and again.
 struct Scripted<'a> {
-    group: &'a Arc<Group>,
+    groups: &'a Groups,
     accident: Accident,
     /// The rank and step of the accident.
     at: (usize, usize),
@@ -35,7 +33,7 @@ struct Scripted<'a> {
 impl Executor for Scripted<'_> {
     fn execute(&mut self, _: Option<u64>, step: &Step) -> Result<Option<Tensor>> {
         self.steps += 1;
-        if (self.group.rank(), self.steps) == self.at {
+        if (self.groups.rank(), self.steps) == self.at {
             match self.accident {
                 Accident::Nothing => {}
                 Accident::Error => return Err(Error::Tokenizer("broken on purpose".into())),
@@ -43,7 +41,7 @@ impl Executor for Scripted<'_> {
                 Accident::Hang => std::thread::sleep(Duration::from_millis(2500)),
             }
         }
-        self.group.cp().barrier()?;
+        self.groups.world().barrier()?;
         let rows = step.sequences.iter().map(|sequence| match sequence.outputs {
             Outputs::None => 0,
             Outputs::Last => 1,
@@ -51,17 +49,17 @@ impl Executor for Scripted<'_> {
         });
         let rows: usize = rows.sum();
         let hidden =
-            (self.group.rank() == 0 && rows > 0).then(|| Tensor::from_vec(vec![1f32; rows], (rows, 1), &Device::Cpu));
+            (self.groups.rank() == 0 && rows > 0).then(|| Tensor::from_vec(vec![1f32; rows], (rows, 1), &Device::Cpu));
         Ok(hidden.transpose()?)
     }
 
     fn logits(&mut self, rows: usize, _: Option<&Tensor>) -> Result<Option<Vec<f32>>> {
         let row = || (0..VOCABULARY).map(|token| token as f32);
-        Ok((self.group.rank() == 0).then(|| (0..rows).flat_map(|_| row()).collect()))
+        Ok((self.groups.rank() == 0).then(|| (0..rows).flat_map(|_| row()).collect()))
     }
 
     fn load_adapter(&mut self, _: u64, folder: &Path) -> Result<()> {
-        match self.group.rank() {
+        match self.groups.rank() {
             1 => Err(Error::Tokenizer(format!("{} is not readable here", folder.display()))),
             _ => Ok(()),
         }
@@ -83,12 +81,14 @@ fn start(accident: Accident, at: (usize, usize)) -> Engine {
         vocabulary: VOCABULARY,
         hidden_size: 1,
         ranks: 3,
+        cp: 3,
+        pp: 1,
         local_ranks: 3,
         page_bytes: 1,
         trained_length: None,
     };
-    let made = Engine::start_with(mesh, &options, &sizes, move |group, _| {
-        Ok(Box::new(Scripted { group, accident, at, steps: 0 }))
+    let made = Engine::start_with(mesh, &options, &sizes, move |groups, _| {
+        Ok(Box::new(Scripted { groups, accident, at, steps: 0 }))
     });
     made.expect("an engine")
 }
@@ -197,11 +197,19 @@ fn an_adapter_that_a_rank_cannot_read_is_refused() {
 fn a_factory_that_fails_on_a_rank_is_an_error_of_the_start() {
     let mesh = Mesh { ring: 2, deadline: Duration::from_secs(5), ..Mesh::single() };
     let options = EngineOptions { kv_cache: KvCache::Pages(4), max_model_len: Some(8), ..EngineOptions::default() };
-    let sizes =
-        EngineSizes { vocabulary: 2, hidden_size: 1, ranks: 2, local_ranks: 2, page_bytes: 1, trained_length: None };
-    let made = Engine::start_with(mesh, &options, &sizes, |group, _| match group.rank() {
+    let sizes = EngineSizes {
+        vocabulary: 2,
+        hidden_size: 1,
+        ranks: 2,
+        cp: 2,
+        pp: 1,
+        local_ranks: 2,
+        page_bytes: 1,
+        trained_length: None,
+    };
+    let made = Engine::start_with(mesh, &options, &sizes, |groups, _| match groups.rank() {
         1 => Err(Error::Tokenizer("no memory".into())),
-        _ => Ok(Box::new(Scripted { group, accident: Accident::Nothing, at: (0, 0), steps: 0 })),
+        _ => Ok(Box::new(Scripted { groups, accident: Accident::Nothing, at: (0, 0), steps: 0 })),
     });
     let problem = made.expect_err("it cannot start").to_string();
     assert!(problem.contains("rank 1") && problem.contains("no memory"), "{problem}");

@@ -7,7 +7,7 @@ use ringspan::{Documents, Group, Layout, LayoutKind, StrategyKind};
 use ringspan_candle::{Context, Weight};
 use ringspan_serve::engine::step::{Outputs, PageCopy, Step, StepSequence};
 use ringspan_serve::paged::{PagedCache, execute};
-use ringspan_serve::{Error, Model, Result};
+use ringspan_serve::{Error, Groups, Model, Result};
 use std::sync::{Arc, Mutex};
 
 /// The longest sequence of the tests; embeddings that depend on the length are made for it.
@@ -104,9 +104,10 @@ fn script(texts: &mut [Text], ranks: usize, page: usize, random: &mut Random) ->
 fn executed(model: &Model, place: (usize, usize), pages: (usize, usize), steps: &[Step]) -> Vec<(Vec<f32>, Vec<u64>)> {
     let work = |group: Arc<Group>| -> Result<Vec<(Option<Vec<f32>>, u64)>> {
         let mut cache = PagedCache::new(model, pages.0, pages.1)?.with_max_length(LENGTH);
+        let groups = Groups::from(group.clone());
         let each = |step| {
             let before = group.cp().bytes_sent();
-            let hidden = execute(&group, model, &mut cache, step)?;
+            let hidden = execute(&groups, model, &mut cache, step)?;
             assert!(group.rank() == 0 || hidden.is_none(), "outputs are for rank 0");
             Ok((hidden.map(numbers), group.cp().bytes_sent() - before))
         };
@@ -274,7 +275,7 @@ fn steps_that_do_not_fit_are_refused_on_all_ranks() {
         change(&mut step);
         let result = mesh(2, 1).run(|group| {
             let mut cache = PagedCache::new(&model, 4, 4)?.with_max_length(20);
-            execute(&group, &model, &mut cache, &step).map(drop)
+            execute(&group.clone().into(), &model, &mut cache, &step).map(drop)
         });
         result.map_or_else(|error| error.to_string(), |_| "executed".into())
     };
@@ -316,7 +317,7 @@ fn a_rank_that_fails_is_named() {
                     if (group.rank(), number) == (failing, rank_fails_at) {
                         return Err(Error::Tokenizer("gone".into()));
                     }
-                    execute(&group, &model, &mut cache, step)
+                    execute(&group.clone().into(), &model, &mut cache, step)
                         .inspect_err(|error| errors.lock().expect("no panic").push(error.to_string()))?;
                 }
                 Ok(())

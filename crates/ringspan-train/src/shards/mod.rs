@@ -31,7 +31,7 @@ use ringspan_candle::transfers::Reserved;
 use ringspan_candle::{Portion, RankDevice, StoredWeights, Transfers, Unit};
 use ringspan_models::{Decoder, Parameters};
 use std::{cell::RefCell, collections::BTreeMap, ops::Range, sync::Arc};
-use stored_matrices::{StoredFlat, StoredShard, stack, weight};
+use stored_matrices::{StoredFlat, StoredShard, weight};
 
 /// This rank's shards of all units.
 pub(crate) struct Shards {
@@ -291,7 +291,7 @@ impl Shards {
         }
         for (name, parts) in stacked {
             let parts: Vec<QuantizedMatrix> = parts.into_values().collect();
-            weights.insert(name.clone(), stack(&parts)?.computing_in(precision).into());
+            weights.insert(name.clone(), QuantizedMatrix::concat_rows(&parts)?.computing_in(precision).into());
         }
         Ok(weights)
     }

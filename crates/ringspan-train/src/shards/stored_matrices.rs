@@ -90,7 +90,9 @@ impl Region {
         let mut matrices = ranges.into_iter().map(|range| read(name, range, columns.clone()));
         match (matrices.next(), matrices.len()) {
             (Some(matrix), 0) => matrix,
-            (first, _) => stack(&first.into_iter().chain(matrices).collect::<Result<Vec<_>>>()?),
+            (first, _) => {
+                Ok(QuantizedMatrix::concat_rows(&first.into_iter().chain(matrices).collect::<Result<Vec<_>>>()?)?)
+            }
         }
     }
 }
@@ -204,14 +206,6 @@ pub(super) fn weight(portion: &Portion, matrix: QuantizedMatrix) -> Result<Weigh
         3 => Ok(QuantizedStack::new(matrix, Region::new(portion).rows.len())?.into()),
         _ => Ok(matrix.into()),
     }
-}
-
-/// Joins matrices of the same width, one below the other.
-pub(super) fn stack(parts: &[QuantizedMatrix]) -> Result<QuantizedMatrix> {
-    let rows = parts.iter().map(|part| part.dims().0).sum();
-    let Some(first) = parts.first() else { return Err(Error::Model("a matrix of no parts".into())) };
-    let bytes = parts.iter().map(|part| part.bytes().as_ref()).collect::<Vec<&[u8]>>().concat();
-    Ok(QuantizedMatrix::new(first.format(), rows, first.dims().1, bytes.into())?)
 }
 
 /// The bytes of a shard; none for a buffer of another type, which its length then reveals.

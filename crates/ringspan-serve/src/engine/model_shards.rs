@@ -1,0 +1,74 @@
+//! The shards of a model with which the ranks of this process compute, and the same shards with adapters.
+
+use crate::error::{Error, Result};
+use crate::mesh::Mesh;
+use crate::model::Model;
+use crate::place::ModelPlace;
+use ringspan_candle::{Devices, Weight};
+use ringspan_models::adapter;
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// The parts of a model by place in the mesh. Ranks at the same place share one.
+#[derive(Debug)]
+pub(super) struct ModelShards(BTreeMap<ModelPlace, Arc<Model>>);
+
+impl ModelShards {
+    /// The shards for the ranks of this process.
+    pub(super) fn new(model: Arc<Model>, mesh: &Mesh) -> Result<Self> {
+        // Threads together hold all shards, so they may share the rows of the whole model; a process frees what it does not hold.
+        let (ranks, copy) = match mesh.ranks.comm() {
+            None => (0..mesh.size(), false),
+            Some(comm) => (comm.rank()..comm.rank() + 1, true),
+        };
+        let mut shards = BTreeMap::new();
+        for rank in ranks {
+            let place = mesh.place(rank);
+            if let Entry::Vacant(missing) = shards.entry(place) {
+                missing.insert(if place.is_whole() { model.clone() } else { Arc::new(model.shard(place, copy)?) });
+            }
+        }
+        Ok(Self(shards))
+    }
+
+    pub(super) fn get(&self, place: ModelPlace) -> Result<Arc<Model>> {
+        let missing = || Error::Mesh(format!("no shard of the model was made for {place:?}"));
+        self.0.get(&place).cloned().ok_or_else(missing)
+    }
+}
+
+/// The shards of models with adapters that the ranks of this process share; all have the weights of the base model.
+#[derive(Debug, Default)]
+pub(super) struct AdaptedModels(Mutex<BTreeMap<(u64, ModelPlace), Arc<Model>>>);
+
+impl AdaptedModels {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<(u64, ModelPlace), Arc<Model>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Reads an adapter for a shard of the base model, unless another rank of this process has.
+    pub(super) fn load(&self, slot: u64, folder: &Path, base: &Model, devices: &Devices) -> Result<()> {
+        let mut models = self.lock();
+        let key = (slot, base.place());
+        if models.contains_key(&key) {
+            return Ok(());
+        }
+        let (decoder, matrices) = adapter::attach(folder, base.decoder().clone())?;
+        let matrices = matrices.into_iter().map(|(name, matrix)| (name, Weight::from(matrix))).collect();
+        models.insert(key, Arc::new(base.adapted(decoder, matrices, devices)?));
+        Ok(())
+    }
+
+    /// The shard of the model with an adapter.
+    pub(super) fn get(&self, slot: u64, place: ModelPlace) -> Result<Arc<Model>> {
+        let missing = || Error::Step(format!("a step computes with adapter {slot}, which is not loaded"));
+        self.lock().get(&(slot, place)).cloned().ok_or_else(missing)
+    }
+
+    /// Forgets an adapter.
+    pub(super) fn unload(&self, slot: u64) {
+        self.lock().retain(|(other, _), _| *other != slot);
+    }
+}

@@ -1,0 +1,135 @@
+//! The groups of ranks that a rank works with.
+
+use crate::error::Result;
+use crate::place::ModelPlace;
+use ringspan::attention::Group;
+use ringspan::comm::{Buffer, Communicator};
+use ringspan::kernel::Kernel;
+use ringspan_candle::experts::Local;
+use ringspan_candle::{ExpertParallel, Experts, TensorParallel};
+use std::sync::Arc;
+
+/// A rank's groups by purpose. Each is used for nothing else.
+#[derive(Clone)]
+pub struct Groups {
+    world: Arc<dyn Communicator>,
+    /// The ranks of this rank's pipeline stage, and those at its position in every stage; `None` if there is one stage.
+    pipeline: Option<[Arc<dyn Communicator>; 2]>,
+    cp: Arc<Group>,
+    tensor: TensorParallel,
+    /// The ranks over which whole experts are distributed, and those that share the width of an expert; `None` if each rank has all
+    /// experts.
+    experts: Option<[Arc<dyn Communicator>; 2]>,
+    place: ModelPlace,
+}
+
+impl Groups {
+    /// Splits the communicator of all ranks into groups: `grid` is ring x Ulysses, and `place` the part of the model with which this
+    /// rank computes. All ranks must call this.
+    pub(crate) fn new(
+        world: Arc<dyn Communicator>,
+        grid: (usize, usize),
+        place: ModelPlace,
+        kernel: Kernel,
+    ) -> Result<Self> {
+        let (rank, stage) = (world.rank(), world.size() / place.stage.1.max(1));
+        let (tp, ep, moe_tp) = (place.shard.tp.1, place.shard.ep.1, place.shard.moe_tp.1);
+        let pipeline = match place.stage.1 {
+            1 => None,
+            _ => Some([world.split(rank / stage, rank)?, world.split(rank % stage, rank)?]),
+        };
+        let whole = tp == 1;
+        let cp = match whole && pipeline.is_none() {
+            true => world.clone(),
+            false => world.split(rank / stage * tp + rank % tp, rank)?,
+        };
+        let tensor = if whole { TensorParallel::default() } else { TensorParallel::new(world.split(rank / tp, rank)?) };
+        let experts = match ep * moe_tp {
+            1 => None,
+            // Among the ranks that share the experts, moe_tp varies fastest, then ep.
+            each => Some([world.split(rank / each * moe_tp + rank % moe_tp, rank)?, world.split(rank / moe_tp, rank)?]),
+        };
+        let cp = Arc::new(Group::new(cp, grid, kernel)?);
+        Ok(Self { world, pipeline, cp, tensor, experts, place })
+    }
+
+    /// All ranks.
+    pub fn world(&self) -> &Arc<dyn Communicator> {
+        &self.world
+    }
+
+    /// This rank's number among all ranks.
+    pub fn rank(&self) -> usize {
+        self.world.rank()
+    }
+
+    /// Number of all ranks.
+    pub fn size(&self) -> usize {
+        self.world.size()
+    }
+
+    /// The context-parallel ranks, which share the tokens of sequences and the pages of the cache.
+    pub fn cp(&self) -> &Arc<Group> {
+        &self.cp
+    }
+
+    /// The tensor-parallel ranks, which share the width of layers.
+    pub fn tensor(&self) -> &TensorParallel {
+        &self.tensor
+    }
+
+    /// What computes the layers of a model with `experts` experts, or without any.
+    ///
+    /// # Errors
+    /// Fewer experts than ranks that share them.
+    pub(crate) fn experts(&self, experts: usize) -> Result<Box<dyn Experts>> {
+        match &self.experts {
+            Some([ep, width]) if experts > 0 => Ok(Box::new(ExpertParallel::new(experts, ep.clone(), width.clone())?)),
+            _ => Ok(Box::new(Local)),
+        }
+    }
+
+    /// Brings a message of rank 0 to all ranks. It crosses from stage to stage once, between the stages' first ranks, each of which
+    /// passes it on in its stage.
+    ///
+    /// # Errors
+    /// Failures of other ranks.
+    pub(crate) fn broadcast(&self, data: Option<Buffer>) -> Result<Arc<Buffer>> {
+        let Some([stage, across]) = &self.pipeline else { return Ok(self.world.broadcast(0, data)?) };
+        let crossed = match stage.rank() {
+            0 => Some(Arc::unwrap_or_clone(across.broadcast(0, data)?)),
+            _ => None,
+        };
+        Ok(stage.broadcast(0, crossed)?)
+    }
+
+    /// Whether this is the first rank of its pipeline stage.
+    pub(crate) fn leads_stage(&self) -> bool {
+        self.pipeline.as_ref().map_or(self.rank(), |[stage, _]| stage.rank()) == 0
+    }
+
+    /// The ranks at this rank's position in every pipeline stage, in the order of stages; `None` if there is one stage.
+    pub(crate) fn stages(&self) -> Option<&Arc<dyn Communicator>> {
+        self.pipeline.as_ref().map(|[_, across]| across)
+    }
+
+    /// The part of the model with which this rank computes.
+    pub(crate) fn place(&self) -> ModelPlace {
+        self.place
+    }
+}
+
+/// The groups of a rank that shares tokens alone with others.
+impl From<Arc<Group>> for Groups {
+    fn from(cp: Arc<Group>) -> Self {
+        let world = cp.cp().clone();
+        Self {
+            world,
+            pipeline: None,
+            cp,
+            tensor: TensorParallel::default(),
+            experts: None,
+            place: ModelPlace::default(),
+        }
+    }
+}

@@ -1,0 +1,212 @@
+//! The mesh of ranks that a model runs on.
+
+use crate::error::{Error, Result};
+use crate::groups::Groups;
+use crate::place::ModelPlace;
+use ringspan::attention::Group;
+use ringspan::comm::ranks::Ranks;
+use ringspan::comm::timed::Timed;
+use ringspan::comm::{Communicator, threads};
+use ringspan::schedule::HeadShare;
+use ringspan_candle::{Devices, ParallelRank, pool};
+use ringspan_models::Decoder;
+use std::fmt::{self, Display, Formatter};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// A mesh of `pp x ring x ulysses x tp` ranks, and the devices and threads or processes that run them.
+///
+/// The axis tp varies fastest. Experts divide the ranks of a pipeline stage into `moe_dp x ep x moe_tp`, outermost first.
+#[derive(Debug, Clone)]
+pub struct Mesh {
+    /// Ring size R.
+    pub ring: usize,
+    /// Ulysses size U.
+    pub ulysses: usize,
+    /// Number of ranks that share the width of layers (tensor parallel).
+    pub tp: usize,
+    /// Number of ranks over which whole experts are distributed (expert parallel). They are among the ranks that there are anyway.
+    pub ep: usize,
+    /// Number of pipeline stages, each of which has some of the layers.
+    pub pp: usize,
+    /// Number of CPU threads of each rank.
+    pub threads: usize,
+    /// Upper limit on the time that a rank waits for another.
+    pub deadline: Duration,
+    /// The devices on which ranks compute.
+    pub devices: Devices,
+    /// Whether ranks are threads of this process, or processes.
+    pub ranks: Ranks,
+}
+
+impl Mesh {
+    /// A mesh of one rank with one thread.
+    pub const fn single() -> Self {
+        Self {
+            ring: 1,
+            ulysses: 1,
+            tp: 1,
+            ep: 1,
+            pp: 1,
+            threads: 1,
+            deadline: Duration::from_secs(600),
+            devices: Devices::CPU,
+            ranks: Ranks::threads(),
+        }
+    }
+
+    /// Runs `work` on every rank of a mesh whose ranks share tokens alone, and returns the results of the ranks of this
+    /// process, in rank order.
+    ///
+    /// # Errors
+    /// Tensor, expert or pipeline parallelism, which only the engine has; a number of processes that is not the number of ranks; the error of
+    /// the rank that failed first.
+    pub fn run<T: Send>(&self, work: impl Fn(Arc<Group>) -> Result<T> + Sync) -> Result<Vec<T>> {
+        let Self { tp, ep, pp, .. } = *self;
+        if (tp, ep, pp) != (1, 1, 1) {
+            return Err(Error::Mesh(format!(
+                "tp {tp}, ep {ep}, pp {pp}: here ranks share tokens alone, so all must be 1"
+            )));
+        }
+        self.run_with(|comm| self.on_rank(comm, |groups| work(groups.cp().clone())))
+    }
+
+    /// Runs `work` on every rank, and measures how long each rank waits for others.
+    ///
+    /// # Errors
+    /// A number of processes that is not the number of ranks; the error of the rank that failed first.
+    pub(crate) fn run_timed<T: Send>(&self, work: impl Fn(&Groups, &Timed) -> Result<T> + Sync) -> Result<Vec<T>> {
+        self.run_with(|comm| {
+            let timed = Arc::new(Timed::new(comm));
+            self.on_rank(timed.clone(), |groups| work(groups, &timed))
+        })
+    }
+
+    /// Number of ranks.
+    pub(crate) fn size(&self) -> usize {
+        self.stage_size().saturating_mul(self.pp)
+    }
+
+    /// Number of ranks of a pipeline stage.
+    pub(crate) fn stage_size(&self) -> usize {
+        self.cp().saturating_mul(self.tp)
+    }
+
+    /// Number of ranks that share the tokens of a sequence (context parallel).
+    pub(crate) fn cp(&self) -> usize {
+        self.ring.saturating_mul(self.ulysses)
+    }
+
+    /// Number of ranks over which the width of an expert is distributed: as many of the tp ranks as `ep` leaves.
+    pub(crate) fn moe_tp(&self) -> usize {
+        greatest_common_divisor(self.tp, self.stage_size() / self.ep.max(1))
+    }
+
+    /// The part of the model with which a rank computes.
+    pub(crate) fn place(&self, rank: usize) -> ModelPlace {
+        let (tp, ep, moe_tp) = (self.tp.max(1), self.ep.max(1), self.moe_tp().max(1));
+        let (stage, rank) = (rank / self.stage_size().max(1), rank % self.stage_size().max(1));
+        let shard = ParallelRank { tp: (rank % tp, tp), ep: (rank / moe_tp % ep, ep), moe_tp: (rank % moe_tp, moe_tp) };
+        ModelPlace { stage: (stage, self.pp), shard }
+    }
+
+    /// Checks that the ranks can share a model.
+    ///
+    /// # Errors
+    /// Sizes that do not divide the ranks, the heads, the layers' width or the experts, with the numbers.
+    pub(crate) fn check(&self, decoder: &Decoder) -> Result<()> {
+        let Self { ring, ulysses, tp, ep, pp, .. } = *self;
+        let (refuse, ranks) = (|problem: String| Err(Error::Mesh(problem)), self.stage_size());
+        if ranks == 0 || ep == 0 || pp == 0 {
+            return refuse(format!(
+                "pp {pp} x ring {ring} x ulysses {ulysses} x tp {tp}, ep {ep}: each must be at least 1"
+            ));
+        }
+        let layers = decoder.config().num_hidden_layers;
+        if pp > layers {
+            return refuse(format!("pp {pp} leaves stages without one of the {layers} layers"));
+        }
+        let is_sparse = decoder.experts() > 0;
+        if ep > 1 && !is_sparse {
+            let model = &decoder.config().model_type;
+            return refuse(format!("ep {ep} shares experts, and {model} has none; leave it out"));
+        }
+        if !ranks.is_multiple_of(ep) {
+            return refuse(format!(
+                "ep {ep} does not divide the {ranks} ranks of a stage (ring {ring} x ulysses {ulysses} x tp {tp}), among which experts \
+                 are shared"
+            ));
+        }
+        let moe_tp = if is_sparse { self.moe_tp() } else { 1 };
+        decoder.all_parameters().check(tp, ep, moe_tp).map_err(|error| Error::Mesh(error.to_string()))?;
+        for rank in 0..tp {
+            let heads = decoder.head_counts().of_rank((rank, tp)).map_err(|error| Error::Mesh(error.to_string()))?;
+            let (queries, key_values) = (heads.queries.len(), heads.key_values.len());
+            if tp > 1 && ulysses > queries {
+                let all = decoder.head_counts().queries;
+                return refuse(format!(
+                    "ulysses {ulysses} deals heads to {ulysses} ranks, but tp {tp} leaves {queries} of the {all} query heads to some"
+                ));
+            }
+            HeadShare::all(queries, key_values, (ring, ulysses).into())?;
+        }
+        Ok(())
+    }
+
+    fn run_with<T: Send>(&self, work: impl Fn(Arc<dyn Communicator>) -> Result<T> + Sync) -> Result<Vec<T>> {
+        let options = threads::Options { deadline: self.deadline, ..Default::default() };
+        self.ranks.run(self.size(), options, work)
+    }
+
+    fn on_rank<T: Send>(&self, world: Arc<dyn Communicator>, work: impl Fn(&Groups) -> Result<T> + Sync) -> Result<T> {
+        let kernel = self.devices.of(world.rank()).kernel(self.threads)?;
+        let place = self.place(world.rank());
+        let groups = Groups::new(world, (self.ring, self.ulysses), place, kernel)?;
+        pool::run(self.threads, || work(&groups))?
+    }
+}
+
+fn greatest_common_divisor(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { greatest_common_divisor(b, a % b) }
+}
+
+impl Display for Mesh {
+    /// The axes and, if experts are distributed, how.
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let Self { ring, ulysses, tp, ep, pp, .. } = *self;
+        write!(f, "pp {pp} x ring {ring} x ulysses {ulysses} x tp {tp}")?;
+        if ep > 1 {
+            let moe_tp = self.moe_tp();
+            let moe_dp = self.stage_size() / (ep * moe_tp).max(1);
+            write!(f, ", experts by moe_dp {moe_dp} x ep {ep} x moe_tp {moe_tp}")?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ringspan::mesh::Serving;
+    use std::collections::BTreeMap;
+
+    /// Attention and experts divide the ranks as the topology that `ringspan mesh --serving` shows.
+    #[test]
+    fn ranks_are_where_the_topology_of_serving_has_them() {
+        let all =
+            [(1, 1, 1, 1, 1), (1, 2, 1, 2, 2), (2, 2, 2, 2, 4), (1, 3, 1, 4, 6), (3, 4, 1, 1, 2), (2, 1, 1, 6, 3)];
+        for (pp, ring, ulysses, tp, ep) in all {
+            let mesh = Mesh { ring, ulysses, tp, ep, pp, ..Mesh::single() };
+            let (attn_cp, moe_dp) = (mesh.cp(), mesh.stage_size() / (ep * mesh.moe_tp()));
+            let sizes = Serving { tp: mesh.stage_size(), pp, attn_cp, ep, moe_dp, ..Serving::default() };
+            let topology = sizes.topology().expect("sizes that divide");
+            for rank in 0..mesh.size() {
+                let of: BTreeMap<_, _> = topology.coordinates(rank).into_iter().collect();
+                let ModelPlace { stage, shard: ParallelRank { tp: of_tp, ep: of_ep, moe_tp } } = mesh.place(rank);
+                let expected = [of["pp"], of["attn_tp"], of["moe_ep"], of["moe_tp"]];
+                assert_eq!([stage.0, of_tp.0, of_ep.0, moe_tp.0], expected, "{mesh}, rank {rank}");
+                assert_eq!(rank % mesh.stage_size() / tp, of["attn_cp"], "{mesh}, rank {rank}");
+            }
+        }
+    }
+}

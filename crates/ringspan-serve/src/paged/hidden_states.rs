@@ -1,0 +1,130 @@
+//! Hidden states on their way between ranks: from stage to stage, and to rank 0.
+
+use super::cache::PagedCache;
+use super::chunks::received;
+use super::elements::{Elements, of_tensor};
+use crate::error::Result;
+use crate::model::Model;
+use crate::step::{Outputs, Step};
+use candle_core::{DType, Device, Tensor};
+use ringspan::attention::Group;
+use ringspan::comm::Communicator;
+use ringspan::kernel::Data;
+use std::sync::Arc;
+
+/// The hidden states `[rows, C]` that the rank at this position of the pipeline stage before has computed; `None` in the first stage.
+pub(super) fn from_stage_before(
+    stages: &dyn Communicator,
+    rows: usize,
+    model: &Model,
+    cache: &PagedCache,
+) -> Result<Option<Tensor>> {
+    let Some(before) = stages.rank().checked_sub(1) else { return Ok(None) };
+    receive(stages, before, (rows, model.decoder().config().hidden_size), cache.dtype()).map(Some)
+}
+
+/// Sends hidden states to the rank at this position of the next pipeline stage; returns whether there is one.
+pub(super) fn to_stage_behind(stages: &dyn Communicator, hidden: &Tensor) -> Result<bool> {
+    let behind = stages.rank() + 1;
+    if behind == stages.size() {
+        return Ok(false);
+    }
+    send(stages, behind, hidden)?;
+    Ok(true)
+}
+
+/// Brings the outputs of a step, which the first rank of the last pipeline stage has, to the first rank of the first stage. Only the
+/// first rank of each stage calls this.
+pub(crate) fn to_first_stage(
+    stages: &dyn Communicator,
+    step: &Step,
+    hidden: Option<Tensor>,
+    model: &Model,
+    cache: &PagedCache,
+) -> Result<Option<Tensor>> {
+    let of_sequence = |sequence: &crate::step::StepSequence| match sequence.outputs {
+        Outputs::None => 0,
+        Outputs::Last => 1,
+        Outputs::All => sequence.tokens.len(),
+    };
+    let (rows, last) = (step.sequences.iter().map(of_sequence).sum(), stages.size() - 1);
+    if let (Some(hidden), true) = (&hidden, stages.rank() == last) {
+        send(stages, 0, hidden)?;
+    }
+    match stages.rank() == 0 && rows > 0 {
+        true => receive(stages, last, (rows, model.decoder().config().hidden_size), cache.dtype()).map(Some),
+        false => Ok(None),
+    }
+}
+
+fn send(stages: &dyn Communicator, to: usize, hidden: &Tensor) -> Result<()> {
+    let mut numbers = Elements::with_capacity(hidden.dtype(), hidden.elem_count());
+    of_tensor(&hidden.contiguous()?, |all| numbers.extend(all))?;
+    stages.send(to, HIDDEN, Arc::new(numbers.into_message()))?.wait()?;
+    Ok(())
+}
+
+fn receive(stages: &dyn Communicator, from: usize, shape: (usize, usize), dtype: DType) -> Result<Tensor> {
+    let message = stages.receive(from, HIDDEN)?.wait()?;
+    let Some(message) = message else {
+        return Err(crate::Error::Step(format!("stage {from} sent no hidden states")));
+    };
+    Ok(match received(&message, dtype, shape.0 * shape.1, from)? {
+        Data::Bf16(numbers) => Tensor::from_slice(numbers, shape, &Device::Cpu)?,
+        Data::F32(numbers) => Tensor::from_slice(numbers, shape, &Device::Cpu)?,
+        other => return Err(crate::Error::Step(format!("hidden states of type {:?}", other.dtype()))),
+    })
+}
+
+/// Brings rows of the ranks' hidden states `[T, C]` to rank 0, in this order.
+pub(super) fn gather(group: &Group, outputs: &[(usize, usize)], hidden: &Tensor) -> Result<Option<Tensor>> {
+    let (_, width) = hidden.dims2()?;
+    let (rank, dtype, hidden) = (group.rank(), hidden.dtype(), hidden.contiguous()?);
+    let rows_of = |from: usize| outputs.iter().filter(move |(rank, _)| *rank == from).map(|(_, row)| *row);
+    if rank != 0 {
+        if rows_of(rank).next().is_some() {
+            let mut rows = Elements::with_capacity(dtype, rows_of(rank).count() * width);
+            of_tensor(&hidden, |all| rows_of(rank).try_for_each(|row| rows.extend(row_of(all, row, width))))?;
+            group.cp().send(0, HIDDEN, Arc::new(rows.into_message()))?.wait()?;
+        }
+        return Ok(None);
+    }
+    if outputs.is_empty() {
+        return Ok(None);
+    }
+    let mut arrived = Vec::new();
+    for from in 1..group.size() {
+        let message = match rows_of(from).next() {
+            Some(_) => group.cp().receive(from, HIDDEN)?.wait()?,
+            None => None,
+        };
+        arrived.push(message);
+    }
+    of_tensor(&hidden, |own| {
+        let mut sources = vec![own];
+        for (message, from) in arrived.iter().zip(1..) {
+            let expected = rows_of(from).count() * width;
+            sources.push(
+                message.as_ref().map_or(Ok(own.slice(0..0)), |message| received(message, dtype, expected, from))?,
+            );
+        }
+        let (mut rows, mut taken) = (Elements::with_capacity(dtype, outputs.len() * width), vec![0; group.size()]);
+        for &(from, row) in outputs {
+            // Other ranks have sent only the rows that are needed.
+            rows.extend(row_of(sources[from], if from == 0 { row } else { taken[from] }, width))?;
+            taken[from] += 1;
+        }
+        let shape = (outputs.len(), width);
+        Ok(Some(match rows {
+            Elements::F32(rows) => Tensor::from_vec(rows, shape, hidden.device())?,
+            Elements::Bf16(rows) => Tensor::from_vec(rows, shape, hidden.device())?,
+        }))
+    })
+}
+
+fn row_of(all: Data<'_>, row: usize, width: usize) -> Data<'_> {
+    all.slice(row * width..(row + 1) * width)
+}
+
+/// The tag of messages with hidden states.
+const HIDDEN: u64 = 1 << 60;
