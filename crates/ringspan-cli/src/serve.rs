@@ -14,6 +14,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+/// Most tokens that are guessed at a time: each is computed, whether it turns out right or not.
+const MOST_SPECULATIVE_TOKENS: usize = 64;
+
 /// Serve a model over HTTP, in the interfaces of OpenAI and Anthropic.
 ///
 /// All ranks read prompts together and each caches the keys and values of its pages. Requests are computed together, step by step.
@@ -65,6 +68,10 @@ pub(crate) struct ServeArgs {
     /// Forget keys and values once their request has ended
     #[arg(long, help_heading = "Engine")]
     no_prefix_cache: bool,
+    /// Guess up to N further tokens of each text by looking up its last ones in the text before, and check them in the same step;
+    /// texts stay the same, and those that repeat themselves come faster
+    #[arg(long, default_value_t = 0, value_name = "N", value_parser = speculative_tokens, help_heading = "Engine")]
+    num_speculative_tokens: usize,
     /// A LoRA adapter (a PEFT folder) and the name by which clients ask for it; may be given more than once
     #[arg(long, value_name = "NAME=DIR", value_parser = adapter, help_heading = "Engine")]
     lora: Vec<(String, PathBuf)>,
@@ -130,6 +137,7 @@ impl ServeArgs {
             max_waiting: self.max_waiting,
             prefill_chunk: self.prefill_chunk,
             prefix_cache: !self.no_prefix_cache,
+            num_speculative_tokens: self.num_speculative_tokens,
             ..EngineOptions::default()
         }
     }
@@ -163,6 +171,13 @@ fn kv_cache(text: &str) -> Result<KvCache> {
     let share: f64 = share.trim().parse().with_context(|| format!("`{share}` is no number"))?;
     ensure!(share > 0.0 && share <= 100.0, "a share must be more than 0% and at most 100%");
     Ok(KvCache::Share(share / 100.0))
+}
+
+/// A number of tokens that are guessed at a time.
+pub(crate) fn speculative_tokens(text: &str) -> Result<usize> {
+    let tokens: usize = text.parse().with_context(|| format!("`{text}` is no number"))?;
+    ensure!(tokens <= MOST_SPECULATIVE_TOKENS, "possible are 0 (none) to {MOST_SPECULATIVE_TOKENS}");
+    Ok(tokens)
 }
 
 /// A number of bytes, such as 1000, 64MiB or 1.5GB.

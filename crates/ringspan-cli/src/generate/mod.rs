@@ -6,6 +6,7 @@ mod printer;
 
 use crate::mesh::MeshArgs;
 use crate::model::ModelArgs;
+use crate::serve::speculative_tokens;
 use crate::{model, say};
 use anyhow::{Context, Result, ensure};
 use printer::Printer;
@@ -48,6 +49,10 @@ pub(crate) struct GenerateArgs {
     /// End before this text; may be given more than once
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     stop: Vec<String>,
+    /// Guess up to N further tokens by looking up the last ones in the text before, and check them in the same step; the text
+    /// stays the same, and comes faster if it repeats itself
+    #[arg(long, default_value_t = 0, value_name = "N", value_parser = speculative_tokens)]
+    num_speculative_tokens: usize,
     #[command(flatten)]
     mesh: MeshArgs,
 }
@@ -99,12 +104,17 @@ pub(crate) fn run(args: &GenerateArgs, ranks: &Ranks) -> Result<()> {
 
     // The last generated token never passes through the model.
     model::warn_beyond(&model, tokens.len() + options.max_tokens - 1);
+    ensure!(
+        args.num_speculative_tokens == 0 || !mesh.devices.are_gpus(),
+        "--num-speculative-tokens {} has no effect on GPUs, where tokens are generated one by one",
+        args.num_speculative_tokens
+    );
     let weights = model.held(&mesh.devices);
     let mut printer = Printer::new(&tokenizer, &tokens, &args.stop)?;
     let mesh = model::connected(mesh)?;
     let generated = match mesh.devices.are_gpus() {
         true => on_gpus::generate(&model, &mesh, &tokens, &options, &mut printer)?,
-        false => on_engine::generate(model, mesh, &tokens, &options, &mut printer)?,
+        false => on_engine::generate(model, mesh, &tokens, &options, args.num_speculative_tokens, &mut printer)?,
     };
     let Some(generated) = generated else { return Ok(()) };
     let stopped = printer.finish()?;

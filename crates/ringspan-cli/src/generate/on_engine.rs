@@ -20,10 +20,12 @@ pub(super) fn generate(
     mesh: Mesh,
     prompt: &[u32],
     options: &Options,
+    num_speculative_tokens: usize,
     printer: &mut Printer,
 ) -> Result<Option<Generated>> {
     let leads = mesh.ranks.lead();
-    let engine_options = engine_options(&model, &mesh, prompt.len(), options)?;
+    let engine_options =
+        EngineOptions { num_speculative_tokens, ..engine_options(&model, &mesh, prompt.len(), options)? };
     let engine = Engine::start(model, mesh, &engine_options)?;
     if !leads {
         engine.wait()?;

@@ -8,7 +8,7 @@ use super::scheduler::{Pass, Scheduler};
 use super::sequence::Sequence;
 use super::shared::{Command, Ending, Shared};
 use super::step::{Outputs, Step, StepSequence};
-use super::token_sampler::{Drawn, TokenSampler};
+use super::token_sampler::Drawn;
 use crate::error::{Error, Result};
 use candle_core::{DType, Tensor};
 use ringspan_candle::cast::cast;
@@ -50,14 +50,53 @@ struct LogitRow {
 enum Purpose {
     /// The log-probability of the prompt's next token, and of this many most likely ones.
     OfPrompt { token: u32, top: usize },
-    /// The next token is drawn.
-    Draw,
+    /// A token is drawn: the next one, or if that is the first draft, the one behind it, and so on.
+    Draw {
+        /// Number of drafts before the token.
+        drafts: usize,
+    },
 }
 
-/// What came of the logits of a row.
+/// What is done with logits.
+enum Job<'a> {
+    OfPrompt { arrival: u64, token: u32, top: usize, logits: &'a [f32] },
+    Draw(u64, Draws<'a>),
+}
+
+/// What came of logits.
 enum FromLogits {
-    OfPrompt(TokenLogprobs),
-    Drawn(Result<Drawn, String>),
+    OfPrompt(u64, TokenLogprobs),
+    Drawn(u64, Vec<Result<Drawn, String>>),
+}
+
+/// The tokens of a sequence that are drawn in a step.
+struct Draws<'a> {
+    sequence: &'a mut Sequence,
+    drawn: Vec<Result<Drawn, String>>,
+    /// Logits, with the number of drafts before each token.
+    rows: Vec<(usize, &'a mut [f32])>,
+}
+
+impl Draws<'_> {
+    /// Draws tokens as long as the ones before are the drafts with which the logits were computed.
+    fn draw(mut self) -> Vec<Result<Drawn, String>> {
+        for (drafts, logits) in self.rows {
+            let Sequence { drafts: guessed, sampler, stop_token_ids, .. } = &mut *self.sequence;
+            let follows = match drafts.checked_sub(1) {
+                None => true,
+                Some(last) => matches!(
+                    self.drawn.get(last),
+                    Some(Ok(Drawn { token, ends: false, .. }))
+                        if guessed.get(last) == Some(token) && !stop_token_ids.contains(token)
+                ),
+            };
+            if !follows {
+                break;
+            }
+            self.drawn.push(sampler.draw(logits));
+        }
+        self.drawn
+    }
 }
 
 impl<'a> Lead<'a> {
@@ -195,6 +234,9 @@ impl<'a> Lead<'a> {
             prefix_cache_queries: counts.prefix_queries,
             prefix_cache_hits: counts.prefix_hits,
             preemptions: counts.preemptions,
+            spec_decode_drafts: counts.drafts,
+            spec_decode_draft_tokens: counts.draft_tokens,
+            spec_decode_accepted_tokens: counts.accepted_tokens,
             steps: self.steps,
             ranks: (0..pages.ranks()).map(of_rank).collect(),
         });
@@ -243,8 +285,10 @@ impl<'a> Lead<'a> {
             {
                 rows.push(LogitRow { row, arrival, purpose: Purpose::OfPrompt { token: sequence.tokens[next], top } });
             }
-            if next == sequence.tokens.len() && next < sequence.longest {
-                rows.push(LogitRow { row, arrival, purpose: Purpose::Draw });
+            if let Some(drafts) = next.checked_sub(sequence.tokens.len())
+                && next < sequence.longest
+            {
+                rows.push(LogitRow { row, arrival, purpose: Purpose::Draw { drafts } });
             }
         }
         rows
@@ -272,7 +316,7 @@ impl<'a> Lead<'a> {
         &mut self,
         block: &[LogitRow],
         logits: &mut [f32],
-        drawn: &mut HashMap<u64, Result<Drawn, String>>,
+        drawn: &mut HashMap<u64, Vec<Result<Drawn, String>>>,
     ) -> Result<()> {
         let vocabulary = self.shared.limits.vocabulary;
         if logits.len() != block.len() * vocabulary {
@@ -280,45 +324,56 @@ impl<'a> Lead<'a> {
             return Err(Error::Logits { vocabulary, problem });
         }
         let running = self.scheduler.running();
-        let mut samplers: HashMap<u64, &mut TokenSampler> =
-            running.iter_mut().map(|sequence| (sequence.arrival, &mut sequence.sampler)).collect();
-        let jobs = block.iter().zip(logits.chunks_exact_mut(vocabulary)).map(|(row, logits)| {
-            let sampler = match row.purpose {
-                Purpose::Draw => samplers.remove(&row.arrival),
-                Purpose::OfPrompt { .. } => None,
-            };
-            (row, logits, sampler)
-        });
-        let read = pool::map(jobs.collect(), |(row, logits, sampler)| match (row.purpose, sampler) {
-            (Purpose::OfPrompt { token, top }, _) => {
-                Some(FromLogits::OfPrompt(Distribution::new(logits).of(token, top)))
+        let mut sequences: HashMap<u64, &mut Sequence> =
+            running.iter_mut().map(|sequence| (sequence.arrival, sequence)).collect();
+        let mut jobs: Vec<Job> = Vec::with_capacity(block.len());
+        for (LogitRow { arrival, purpose, .. }, logits) in block.iter().zip(logits.chunks_exact_mut(vocabulary)) {
+            let arrival = *arrival;
+            match (*purpose, jobs.last_mut()) {
+                (Purpose::OfPrompt { token, top }, _) => jobs.push(Job::OfPrompt { arrival, token, top, logits }),
+                (Purpose::Draw { drafts }, Some(Job::Draw(last, draws))) if *last == arrival => {
+                    draws.rows.push((drafts, logits));
+                }
+                (Purpose::Draw { drafts }, _) => {
+                    let Some(sequence) = sequences.remove(&arrival) else { continue };
+                    // A block may end between the drafts of a sequence.
+                    let drawn = drawn.remove(&arrival).unwrap_or_default();
+                    jobs.push(Job::Draw(arrival, Draws { sequence, drawn, rows: vec![(drafts, logits)] }));
+                }
             }
-            (Purpose::Draw, Some(sampler)) => Some(FromLogits::Drawn(sampler.draw(logits))),
-            (Purpose::Draw, None) => None,
+        }
+        let read = pool::map(jobs, |job| match job {
+            Job::OfPrompt { arrival, token, top, logits } => {
+                FromLogits::OfPrompt(arrival, Distribution::new(logits).of(token, top))
+            }
+            Job::Draw(arrival, draws) => FromLogits::Drawn(arrival, draws.draw()),
         });
-        for (row, read) in block.iter().zip(read) {
-            match (read, self.scheduler.find(row.arrival)) {
-                (Some(FromLogits::OfPrompt(logprobs)), Some(index)) => {
-                    self.scheduler.running()[index].reading.add_logprobs(logprobs);
+        for read in read {
+            match read {
+                FromLogits::OfPrompt(arrival, logprobs) => {
+                    if let Some(index) = self.scheduler.find(arrival) {
+                        self.scheduler.running()[index].reading.add_logprobs(logprobs);
+                    }
                 }
-                (Some(FromLogits::Drawn(token)), _) => {
-                    drawn.insert(row.arrival, token);
+                FromLogits::Drawn(arrival, tokens) => {
+                    drawn.insert(arrival, tokens);
                 }
-                _ => {}
             }
         }
         Ok(())
     }
 
     /// Adds the tokens that were drawn to their sequences.
-    fn advance(&mut self, passes: &[Pass], mut drawn: HashMap<u64, Result<Drawn, String>>) {
+    fn advance(&mut self, passes: &[Pass], mut drawn: HashMap<u64, Vec<Result<Drawn, String>>>) {
         for arrival in passes.iter().flat_map(|pass| &pass.arrivals) {
             let Some(index) = self.scheduler.find(*arrival) else { continue };
             if self.scheduler.running()[index].remaining() > 0 || self.scheduler.prompt_read(index) {
                 continue;
             }
-            if let Some(token) = drawn.remove(arrival) {
-                self.scheduler.drawn(index, token);
+            for token in drawn.remove(arrival).unwrap_or_default() {
+                if self.scheduler.drawn(index, token) {
+                    break;
+                }
             }
         }
     }

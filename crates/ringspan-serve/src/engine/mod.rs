@@ -18,6 +18,7 @@ mod options;
 mod order;
 mod pages;
 mod prefix_cache;
+mod prompt_lookup;
 mod rank;
 pub mod request;
 mod scheduler;

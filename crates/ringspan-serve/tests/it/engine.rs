@@ -56,7 +56,7 @@ pub(super) struct Heard {
     pub(super) logprobs: Vec<TokenLogprobs>,
     prompt: Vec<Option<TokenLogprobs>>,
     embedding: Vec<f32>,
-    end: Option<FinishReason>,
+    pub(super) end: Option<FinishReason>,
     cached: usize,
     failure: Option<String>,
 }
