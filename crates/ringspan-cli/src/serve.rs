@@ -2,6 +2,7 @@
 
 use crate::mesh::MeshArgs;
 use crate::model::ModelArgs;
+use crate::session::Session;
 use crate::{interrupt, model, say};
 use anyhow::{Context, Result, anyhow, ensure};
 use ringspan::comm::ranks::Ranks;
@@ -72,6 +73,10 @@ pub(crate) struct ServeArgs {
     /// texts stay the same, and those that repeat themselves come faster
     #[arg(long, default_value_t = 0, value_name = "N", value_parser = speculative_tokens, help_heading = "Engine")]
     num_speculative_tokens: usize,
+    /// Save the cached keys and values to this folder when the server ends, and restore them when it starts, on any mesh; a session
+    /// of another model is left out, with a message
+    #[arg(long, value_name = "DIR", conflicts_with = "no_prefix_cache", help_heading = "Engine")]
+    session_dir: Option<PathBuf>,
     /// A LoRA adapter (a PEFT folder) and the name by which clients ask for it; may be given more than once
     #[arg(long, value_name = "NAME=DIR", value_parser = adapter, help_heading = "Engine")]
     lora: Vec<(String, PathBuf)>,
@@ -114,15 +119,21 @@ pub(crate) fn run(args: &ServeArgs, ranks: &Ranks) -> Result<()> {
         ensure!(*adapter != name, "--lora {adapter}: the model itself has this name");
         client.load_adapter(adapter, folder).with_context(|| format!("--lora {adapter}={}", folder.display()))?;
     }
+    let new_session = |folder: &PathBuf| Session::new(folder, &args.model, limits.max_model_len);
+    let session = args.session_dir.as_ref().map(new_session).transpose()?;
+    session.iter().for_each(|session| session.restore(&client));
     if template.is_none() {
         say::note("the model has no chat template: texts can be continued, but there is no chat");
     }
-    let model = ServedModel { engine: client, name, tokenizer, template, end_tokens, generation_config };
+    let model = ServedModel { engine: client.clone(), name, tokenizer, template, end_tokens, generation_config };
     let server = Server::bind(model, &settings)?;
     say::line(format!("listening on http://{}", server.address()?))?;
     let drained = server.run(|| stop.load(Ordering::SeqCst) || engine.is_finished())?;
     if !drained {
         say::note(format!("ended before all requests did, since --drain {} is over", args.drain));
+    }
+    if !engine.is_finished() {
+        session.iter().for_each(|session| session.save(&client));
     }
     Ok(engine.shutdown(drained)?)
 }

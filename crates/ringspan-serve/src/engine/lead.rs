@@ -1,11 +1,13 @@
 //! The loop of the engine on rank 0: it takes requests, schedules steps, draws tokens and tells the clients.
 
+use super::fingerprint::fingerprint;
 use super::logprobs::Distribution;
 use super::order::Order;
 use super::rank::{EngineRank, Outcome};
 use super::request::{Metrics, Pooling, RankMetrics, TokenLogprobs};
 use super::scheduler::{Pass, Scheduler};
 use super::sequence::Sequence;
+use super::session;
 use super::shared::{Command, Ending, Shared};
 use super::step::{Outputs, Step, StepSequence};
 use super::token_sampler::Drawn;
@@ -13,7 +15,7 @@ use crate::error::{Error, Result};
 use candle_core::{DType, Tensor};
 use ringspan_candle::cast::cast;
 use ringspan_candle::pool;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::time::{Duration, Instant};
 
 /// Logits that are in memory at once.
@@ -32,6 +34,8 @@ pub(super) struct Lead<'a> {
     slots: u64,
     /// Adapters that are forgotten once no request computes with them.
     unloading: Vec<u64>,
+    /// The fingerprints of loaded adapters.
+    adapters: BTreeMap<u64, String>,
     steps: u64,
     counts: Vec<[u64; 2]>,
     counted: Instant,
@@ -108,6 +112,7 @@ impl<'a> Lead<'a> {
             arrivals: 0,
             slots: 0,
             unloading: Vec::new(),
+            adapters: BTreeMap::new(),
             steps: 0,
             counts: Vec::new(),
             counted: Instant::now(),
@@ -171,14 +176,28 @@ impl<'a> Lead<'a> {
                 } else {
                     let slot = self.slots;
                     self.slots += 1;
+                    // An adapter that was loaded can be read; if not, its texts are only not saved.
+                    let identity = fingerprint(&folder).ok();
                     match ranks.order(&Order::Load { slot, folder })? {
-                        Outcome::Loaded(loaded) => loaded.map(|()| self.shared.add_adapter(name, slot)),
+                        Outcome::Loaded(loaded) => loaded.map(|()| {
+                            self.adapters.extend(identity.map(|identity| (slot, identity)));
+                            self.shared.add_adapter(name, slot);
+                        }),
                         _ => Err("the ranks did not load it".to_owned()),
                     }
                 };
                 let _ = reply.send(loaded);
             }
             Command::Unload { slot } => self.unloading.push(slot),
+            Command::SaveSession { file, model, reply } => {
+                let _ = reply.send(session::save(&file, model, self.scheduler.cache(), &self.adapters, ranks)?);
+            }
+            Command::RestoreSession { file, model, reply } => {
+                let vocabulary = self.shared.limits.vocabulary;
+                let cache = self.scheduler.cache_mut();
+                let _ = reply.send(session::restore(&file, model, vocabulary, cache, &self.adapters, ranks)?);
+                self.publish();
+            }
         }
         Ok(())
     }
@@ -201,6 +220,7 @@ impl<'a> Lead<'a> {
         let unused: Vec<u64> = unused;
         for slot in unused {
             ranks.order(&Order::Unload { slot })?;
+            self.adapters.remove(&slot);
         }
         Ok(())
     }

@@ -11,6 +11,7 @@
 mod client;
 mod engine_handle;
 mod executor;
+mod fingerprint;
 mod lead;
 mod logprobs;
 mod model_executor;
@@ -23,6 +24,8 @@ mod rank;
 pub mod request;
 mod scheduler;
 mod sequence;
+mod session;
+mod session_file;
 mod shared;
 mod token_sampler;
 
@@ -32,5 +35,7 @@ mod test;
 pub use crate::step;
 pub use client::Client;
 pub use engine_handle::Engine;
-pub use executor::Executor;
+pub use executor::{Executor, Rows};
+pub use fingerprint::fingerprint;
 pub use options::{EngineOptions, EngineSizes, KvCache, MIXED_CHUNK};
+pub use session::SessionSize;

@@ -1,6 +1,6 @@
 //! Steps over the paged cache of a model, with any of its adapters.
 
-use super::executor::Executor;
+use super::executor::{Executor, Rows};
 use super::request::Limits;
 use super::step::Step;
 use crate::error::{Error, Result};
@@ -155,5 +155,18 @@ impl Executor for ModelExecutor<'_> {
 
     fn unload_adapter(&mut self, slot: u64) {
         self.adapted.lock().remove(&slot);
+    }
+
+    fn rows(&self) -> Option<Rows> {
+        let (dtype, width) = self.cache.row_format();
+        Some(Rows { dtype, width })
+    }
+
+    fn read_page(&self, page: u32, rows: usize) -> Result<Buffer> {
+        self.cache.read_page(page, rows)
+    }
+
+    fn write_page(&mut self, page: u32, rows: &Buffer) -> Result<()> {
+        self.cache.write_page(page, rows)
     }
 }

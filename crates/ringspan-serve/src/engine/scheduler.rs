@@ -73,6 +73,10 @@ impl Scheduler {
         &self.cache
     }
 
+    pub(super) fn cache_mut(&mut self) -> &mut PrefixCache {
+        &mut self.cache
+    }
+
     pub(super) fn counts(&self) -> Counts {
         self.counts
     }

@@ -57,7 +57,7 @@ pub(super) struct Heard {
     prompt: Vec<Option<TokenLogprobs>>,
     embedding: Vec<f32>,
     pub(super) end: Option<FinishReason>,
-    cached: usize,
+    pub(super) cached: usize,
     failure: Option<String>,
 }
 

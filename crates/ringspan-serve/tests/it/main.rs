@@ -7,6 +7,7 @@ mod engine;
 mod engine_adapters;
 mod engine_failures;
 mod engine_models;
+mod engine_sessions;
 mod engine_speculation;
 mod generate;
 mod known_failures;
