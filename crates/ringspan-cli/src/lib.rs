@@ -17,6 +17,7 @@ mod model;
 mod say;
 mod score;
 mod serve;
+mod session;
 mod tokens;
 mod topology;
 mod train;

@@ -9,6 +9,7 @@ use ringspan_models::{
     Decoder, ModelSource, RopeScaling,
     special_tokens::{GENERATION_CONFIG, SpecialTokens, without_tokenizer},
 };
+use ringspan_serve::engine::fingerprint as fingerprint_of;
 use ringspan_serve::{Mesh, Model};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
@@ -86,6 +87,27 @@ impl ModelArgs {
         }
         let model = Model::new(decoder, weights).with_context(|| format!("the model in {}", self.path.display()))?;
         Ok(model.on(&mesh.devices)?)
+    }
+
+    /// A fingerprint of the model and of how it computes keys and values, where sequences may have `max_model_len` tokens.
+    pub(crate) fn fingerprint(&self, max_model_len: usize) -> Result<String> {
+        let source = ModelSource::at(&self.path).context("--model")?;
+        let mut fingerprint = fingerprint_of(source.base().path())?;
+        if let ModelSource::Adapter(folder, _) = &source {
+            fingerprint += &format!(" with an adapter of {}", fingerprint_of(folder)?);
+        }
+        fingerprint += &format!(", in {}", self.dtype);
+        let mut json = source.config_json()?;
+        if let Some(scaling) = &self.rope_scaling {
+            json = scaling.apply(&json, None)?;
+            fingerprint += &format!(", rotary embedding by {scaling:?}");
+        }
+        // The rotations of these types depend on the longest sequence.
+        let json = json.to_string();
+        if ["dynamic", "longrope", "su"].iter().any(|kind| json.contains(&format!("\"{kind}\""))) {
+            fingerprint += &format!(", sequences of up to {max_model_len} tokens");
+        }
+        Ok(fingerprint)
     }
 }
 

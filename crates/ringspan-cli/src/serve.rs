@@ -2,6 +2,7 @@
 
 use crate::mesh::MeshArgs;
 use crate::model::{ModelArgs, ModelAxes};
+use crate::session::Session;
 use crate::{interrupt, model, say};
 use anyhow::{Context, Result, anyhow, ensure};
 use ringspan::comm::ranks::Ranks;
@@ -13,6 +14,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
+
+/// Most tokens that are guessed at a time: each is computed, whether it turns out right or not.
+const MOST_SPECULATIVE_TOKENS: usize = 64;
 
 /// Serve a model over HTTP, in the interfaces of OpenAI and Anthropic.
 ///
@@ -66,6 +70,14 @@ pub(crate) struct ServeArgs {
     /// Forget keys and values once their request has ended
     #[arg(long, help_heading = "Engine")]
     no_prefix_cache: bool,
+    /// Guess up to N further tokens of each text by looking up its last ones in the text before, and check them in the same step;
+    /// texts stay the same, and those that repeat themselves come faster
+    #[arg(long, default_value_t = 0, value_name = "N", value_parser = speculative_tokens, help_heading = "Engine")]
+    num_speculative_tokens: usize,
+    /// Save the cached keys and values to this folder when the server ends, and restore them when it starts, on any mesh without
+    /// --tp and --pp; a session of another model is left out, with a message
+    #[arg(long, value_name = "DIR", conflicts_with = "no_prefix_cache", help_heading = "Engine")]
+    session_dir: Option<PathBuf>,
     /// A LoRA adapter (a PEFT folder) and the name by which clients ask for it; may be given more than once
     #[arg(long, value_name = "NAME=DIR", value_parser = adapter, help_heading = "Engine")]
     lora: Vec<(String, PathBuf)>,
@@ -92,6 +104,12 @@ pub(crate) fn run(args: &ServeArgs, ranks: &Ranks) -> Result<()> {
         allow_origin: args.allow_origin.clone(),
         drain: Duration::from_secs(args.drain),
     };
+    ensure!(
+        args.session_dir.is_none() || (args.tp, args.pp) == (1, 1),
+        "--session-dir with --tp {} and --pp {}: a session has whole keys and values, so both must be 1",
+        args.tp,
+        args.pp
+    );
     let path = &args.model.path;
     let axes = ModelAxes { tp: args.tp, ep: args.ep, pp: args.pp };
     let mesh = model::mesh_sharing_model(&args.mesh, axes, &args.model, ranks)?;
@@ -127,15 +145,21 @@ pub(crate) fn run(args: &ServeArgs, ranks: &Ranks) -> Result<()> {
         ensure!(*adapter != name, "--lora {adapter}: the model itself has this name");
         client.load_adapter(adapter, folder).with_context(|| format!("--lora {adapter}={}", folder.display()))?;
     }
+    let new_session = |folder: &PathBuf| Session::new(folder, &args.model, limits.max_model_len);
+    let session = args.session_dir.as_ref().map(new_session).transpose()?;
+    session.iter().for_each(|session| session.restore(&client));
     if template.is_none() {
         say::note("the model has no chat template: texts can be continued, but there is no chat");
     }
-    let model = ServedModel { engine: client, name, tokenizer, template, end_tokens, generation_config };
+    let model = ServedModel { engine: client.clone(), name, tokenizer, template, end_tokens, generation_config };
     let server = Server::bind(model, &settings)?;
     say::line(format!("listening on http://{}", server.address()?))?;
     let drained = server.run(|| stop.load(Ordering::SeqCst) || engine.is_finished())?;
     if !drained {
         say::note(format!("ended before all requests did, since --drain {} is over", args.drain));
+    }
+    if !engine.is_finished() {
+        session.iter().for_each(|session| session.save(&client));
     }
     Ok(engine.shutdown(drained)?)
 }
@@ -150,6 +174,7 @@ impl ServeArgs {
             max_waiting: self.max_waiting,
             prefill_chunk: self.prefill_chunk,
             prefix_cache: !self.no_prefix_cache,
+            num_speculative_tokens: self.num_speculative_tokens,
             ..EngineOptions::default()
         }
     }
@@ -183,6 +208,13 @@ fn kv_cache(text: &str) -> Result<KvCache> {
     let share: f64 = share.trim().parse().with_context(|| format!("`{share}` is no number"))?;
     ensure!(share > 0.0 && share <= 100.0, "a share must be more than 0% and at most 100%");
     Ok(KvCache::Share(share / 100.0))
+}
+
+/// A number of tokens that are guessed at a time.
+pub(crate) fn speculative_tokens(text: &str) -> Result<usize> {
+    let tokens: usize = text.parse().with_context(|| format!("`{text}` is no number"))?;
+    ensure!(tokens <= MOST_SPECULATIVE_TOKENS, "possible are 0 (none) to {MOST_SPECULATIVE_TOKENS}");
+    Ok(tokens)
 }
 
 /// A number of bytes, such as 1000, 64MiB or 1.5GB.

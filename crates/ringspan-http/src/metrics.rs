@@ -112,6 +112,17 @@ impl Collector for EngineMetrics {
             ),
             ("vllm:prefix_cache_hits", "Prompt tokens that were found in the prefix cache", now.prefix_cache_hits),
             ("vllm:num_preemptions", "Requests that were put back because pages ran out", now.preemptions),
+            (
+                "vllm:spec_decode_num_drafts",
+                "Times that the next tokens of a text were guessed",
+                now.spec_decode_drafts,
+            ),
+            ("vllm:spec_decode_num_draft_tokens", "Tokens that were guessed", now.spec_decode_draft_tokens),
+            (
+                "vllm:spec_decode_num_accepted_tokens",
+                "Tokens that were guessed and then drawn",
+                now.spec_decode_accepted_tokens,
+            ),
             ("ringspan:engine_steps", "Steps of the engine", now.steps),
         ];
         for (name, help, value) in counters {

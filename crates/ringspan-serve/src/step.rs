@@ -16,12 +16,24 @@ pub struct Step {
 pub struct StepSequence {
     /// Position of the first new token: the number of tokens whose keys and values are in the cache.
     pub start: usize,
-    /// The new tokens; at least one. One token is decoded on all ranks; more are a chunk of a prompt, which ranks share.
+    /// The new tokens; at least one. Up to [`MOST_DECODED`] are computed on all ranks; more are a chunk of a prompt, which ranks
+    /// share.
     pub tokens: Vec<u32>,
     /// The pages of the sequence, up to its last new token: page i is the page `pages[i]` of the rank that has it.
     pub pages: Vec<u32>,
     /// The hidden states that rank 0 needs.
     pub outputs: Outputs,
+}
+
+/// New tokens of a sequence that every rank computes, with one small exchange a layer, because sharing so few would save less than
+/// the exchange of their keys and values costs.
+pub const MOST_DECODED: usize = 8;
+
+impl StepSequence {
+    /// Whether the ranks share the new tokens, rather than each computing all of them.
+    pub fn is_chunk(&self) -> bool {
+        self.tokens.len() > MOST_DECODED
+    }
 }
 
 /// Copies the first rows of a page to another page of the same rank, in all layers.

@@ -92,6 +92,41 @@ fn answers_are_equal_on_every_mesh_and_a_signal_ends_the_server() {
     }
 }
 
+/// A server that is stopped and started again on another mesh finds what it had cached; one of another model begins anew.
+#[test]
+fn a_session_outlives_the_server() {
+    let bench = bench(&json!({}));
+    let folder = bench.path("sessions");
+    let folder = folder.to_str().expect("a name");
+    let prompt = "line 3 of 4\nline 77 of 8\n".repeat(8);
+    let asked = json!({"prompt": prompt, "max_tokens": 24, "temperature": 0, "logprobs": 0});
+    let answer = |served: &Served| {
+        let (status, body) = served.request("POST", "/v1/completions", &asked);
+        assert_eq!(status, 200, "{body}");
+        let cached = body["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap_or(0) as usize;
+        let logprobs = body["choices"][0]["logprobs"]["token_logprobs"].as_array().expect("logprobs").clone();
+        (cached, body["choices"][0]["text"].clone(), logprobs)
+    };
+    let mut expected = None;
+    for (flags, found) in [
+        (&["--ring", "3"][..], false),
+        (&["--ring", "2", "--ulysses", "2", "--page", "7", "--num-speculative-tokens", "3"], true),
+        (&["--page", "64"], true),
+        (&["--dtype", "bf16"], false),
+    ] {
+        let mut served = Served::start(&bench, &[flags, &["--session-dir", folder]].concat());
+        let (cached, text, logprobs) = answer(&served);
+        assert_eq!(cached, if found { prompt.len() - 1 } else { 0 }, "{flags:?}");
+        if !flags.contains(&"bf16") {
+            let (first, others) = expected.get_or_insert_with(|| (text.clone(), logprobs.clone()));
+            assert_eq!(text, *first, "{flags:?}");
+            let pairs = logprobs.iter().zip(others.iter()).map(|(a, b)| (a.as_f64().unwrap(), b.as_f64().unwrap()));
+            assert!(pairs.into_iter().all(|(a, b)| (a - b).abs() < 1e-4), "{flags:?}");
+        }
+        assert_eq!(served.end("-TERM"), Some(0));
+    }
+}
+
 #[test]
 fn a_load_is_measured() {
     let bench = bench(&json!({}));
@@ -121,6 +156,8 @@ fn flags_that_cannot_be_are_refused() {
     assert!(refusal("--kv-cache 1KiB").contains("page"));
     assert!(refusal("--lora model=model").contains("the model itself"));
     assert!(refusal("--lora a=nowhere").contains("--lora a=nowhere"));
+    assert!(refusal("--session-dir model/config.json").contains("--session-dir model/config.json"));
+    assert!(refusal("--num-speculative-tokens 65").contains("0 (none) to 64"));
     assert!(refusal("--api-key-file nowhere").contains("nowhere"));
     assert!(refusal("--allow-origin \u{7f}").contains("origin"));
     assert!(refusal("--host 192.0.2.1").contains("cannot listen on 192.0.2.1:0"));

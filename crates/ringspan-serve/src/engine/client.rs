@@ -1,11 +1,16 @@
 //! The engine's clients.
 
 use super::request::{EngineClient, Events, Limits, Metrics, Refusal, Request, SamplingParams};
+use super::session::SessionSize;
 use super::shared::{Command, Shared};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::Duration;
 use tokio::sync::mpsc::unbounded_channel;
+
+/// Longest wait for a session to be saved or restored.
+const SESSION_DEADLINE: Duration = Duration::from_secs(3600);
 
 /// A client of an engine in this process; clones are cheap.
 #[derive(Debug, Clone)]
@@ -17,11 +22,37 @@ impl Client {
         self.0.stopped()
     }
 
+    /// Saves the texts in the prefix cache, with their keys and values, to a file, which is replaced when all is written. `model`
+    /// stands for the model, its weights and how it computes (see [`fingerprint`](super::fingerprint)).
+    ///
+    /// # Errors
+    /// A file that cannot be written.
+    pub fn save_session(&self, file: &Path, model: &str) -> Result<SessionSize, Refusal> {
+        let (reply, answer) = channel();
+        self.0.command(Command::SaveSession { file: file.to_owned(), model: model.to_owned(), reply })?;
+        self.within(SESSION_DEADLINE, &answer)?.map_err(Refusal::Invalid)
+    }
+
+    /// Restores what [`save_session`](Self::save_session) has saved, on any mesh and with pages of any size, as far as there is room;
+    /// texts of adapters that are not loaded are left out.
+    ///
+    /// # Errors
+    /// A file that is damaged, or of another model: the cache has no part of it that is not whole.
+    pub fn restore_session(&self, file: &Path, model: &str) -> Result<SessionSize, Refusal> {
+        let (reply, answer) = channel();
+        self.0.command(Command::RestoreSession { file: file.to_owned(), model: model.to_owned(), reply })?;
+        self.within(SESSION_DEADLINE, &answer)?.map_err(Refusal::Invalid)
+    }
+
     /// Waits for the engine's answer.
     fn answer<T>(&self, reply: &Receiver<T>) -> Result<T, Refusal> {
-        reply.recv_timeout(self.0.deadline).map_err(|error| match error {
+        self.within(self.0.deadline, reply)
+    }
+
+    fn within<T>(&self, deadline: Duration, reply: &Receiver<T>) -> Result<T, Refusal> {
+        reply.recv_timeout(deadline).map_err(|error| match error {
             RecvTimeoutError::Timeout => {
-                let deadline = self.0.deadline.as_secs_f64();
+                let deadline = deadline.as_secs_f64();
                 Refusal::Stopped(format!("the engine has not answered within {deadline:.1} s"))
             }
             RecvTimeoutError::Disconnected => {

@@ -75,9 +75,10 @@ impl Engine {
         let limits = options.limits(sizes)?;
         let pages = Pages::new(limits.cp, limits.pages_per_rank as u32);
         let cache = PrefixCache::new(pages, limits.page, options.prefix_cache);
-        let EngineOptions { page, max_running, prefill_chunk, .. } = *options;
+        let EngineOptions { page, max_running, prefill_chunk, num_speculative_tokens, .. } = *options;
         let mixed_chunk = options.mixed_chunk();
-        let scheduler = Scheduler::new(cache, Bounds { page, max_running, prefill_chunk, mixed_chunk });
+        let bounds = Bounds { page, max_running, prefill_chunk, mixed_chunk, num_speculative_tokens };
+        let scheduler = Scheduler::new(cache, bounds);
         let shared = Arc::new(Shared::new(limits, options.deadline));
         if !mesh.ranks.lead() {
             shared.stop("requests are taken by the process with rank 0, not by this one");

@@ -1,9 +1,19 @@
 //! What computes the steps of the engine on a rank.
 
 use super::step::Step;
-use crate::error::Result;
-use candle_core::Tensor;
+use crate::error::{Error, Result};
+use candle_core::{DType, Tensor};
+use ringspan::comm::Buffer;
 use std::path::Path;
+
+/// The form of the keys and values of a page, as a session has them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Rows {
+    /// Type of the numbers.
+    pub dtype: DType,
+    /// Numbers W of a token in all layers: for each layer its keys, then its values.
+    pub width: usize,
+}
 
 /// Computes steps on one rank. The engine calls the same methods in the same order on all ranks.
 ///
@@ -30,4 +40,25 @@ pub trait Executor {
 
     /// Forgets an adapter.
     fn unload_adapter(&mut self, slot: u64);
+
+    /// The form of the rows in the cache; `None` if sessions cannot be saved.
+    fn rows(&self) -> Option<Rows> {
+        None
+    }
+
+    /// The first `rows` rows `[rows, W]` of a page of this rank.
+    ///
+    /// # Errors
+    /// A page that there is not, and caches that cannot be saved.
+    fn read_page(&self, page: u32, rows: usize) -> Result<Buffer> {
+        Err(Error::Step(format!("{rows} rows of page {page} cannot be saved")))
+    }
+
+    /// Overwrites the first rows of a page of this rank with rows `[rows, W]`.
+    ///
+    /// # Errors
+    /// As for [`read_page`](Self::read_page).
+    fn write_page(&mut self, page: u32, rows: &Buffer) -> Result<()> {
+        Err(Error::Step(format!("{} numbers for page {page} cannot be restored", rows.len())))
+    }
 }

@@ -1,19 +1,21 @@
 //! The loop of the engine on rank 0: it takes requests, schedules steps, draws tokens and tells the clients.
 
+use super::fingerprint::fingerprint;
 use super::logprobs::Distribution;
 use super::order::Order;
 use super::rank::{EngineRank, Outcome};
 use super::request::{Metrics, Pooling, RankMetrics, TokenLogprobs};
 use super::scheduler::{Pass, Scheduler};
 use super::sequence::Sequence;
+use super::session;
 use super::shared::{Command, Ending, Shared};
 use super::step::{Outputs, Step, StepSequence};
-use super::token_sampler::{Drawn, TokenSampler};
+use super::token_sampler::Drawn;
 use crate::error::{Error, Result};
 use candle_core::{DType, Tensor};
 use ringspan_candle::cast::cast;
 use ringspan_candle::pool;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::time::{Duration, Instant};
 
 /// Logits that are in memory at once.
@@ -32,6 +34,8 @@ pub(super) struct Lead<'a> {
     slots: u64,
     /// Adapters that are forgotten once no request computes with them.
     unloading: Vec<u64>,
+    /// The fingerprints of loaded adapters.
+    adapters: BTreeMap<u64, String>,
     steps: u64,
     counts: Vec<[u64; 2]>,
     counted: Instant,
@@ -50,14 +54,53 @@ struct LogitRow {
 enum Purpose {
     /// The log-probability of the prompt's next token, and of this many most likely ones.
     OfPrompt { token: u32, top: usize },
-    /// The next token is drawn.
-    Draw,
+    /// A token is drawn: the next one, or if that is the first draft, the one behind it, and so on.
+    Draw {
+        /// Number of drafts before the token.
+        drafts: usize,
+    },
 }
 
-/// What came of the logits of a row.
+/// What is done with logits.
+enum Job<'a> {
+    OfPrompt { arrival: u64, token: u32, top: usize, logits: &'a [f32] },
+    Draw(u64, Draws<'a>),
+}
+
+/// What came of logits.
 enum FromLogits {
-    OfPrompt(TokenLogprobs),
-    Drawn(Result<Drawn, String>),
+    OfPrompt(u64, TokenLogprobs),
+    Drawn(u64, Vec<Result<Drawn, String>>),
+}
+
+/// The tokens of a sequence that are drawn in a step.
+struct Draws<'a> {
+    sequence: &'a mut Sequence,
+    drawn: Vec<Result<Drawn, String>>,
+    /// Logits, with the number of drafts before each token.
+    rows: Vec<(usize, &'a mut [f32])>,
+}
+
+impl Draws<'_> {
+    /// Draws tokens as long as the ones before are the drafts with which the logits were computed.
+    fn draw(mut self) -> Vec<Result<Drawn, String>> {
+        for (drafts, logits) in self.rows {
+            let Sequence { drafts: guessed, sampler, stop_token_ids, .. } = &mut *self.sequence;
+            let follows = match drafts.checked_sub(1) {
+                None => true,
+                Some(last) => matches!(
+                    self.drawn.get(last),
+                    Some(Ok(Drawn { token, ends: false, .. }))
+                        if guessed.get(last) == Some(token) && !stop_token_ids.contains(token)
+                ),
+            };
+            if !follows {
+                break;
+            }
+            self.drawn.push(sampler.draw(logits));
+        }
+        self.drawn
+    }
 }
 
 impl<'a> Lead<'a> {
@@ -69,6 +112,7 @@ impl<'a> Lead<'a> {
             arrivals: 0,
             slots: 0,
             unloading: Vec::new(),
+            adapters: BTreeMap::new(),
             steps: 0,
             counts: Vec::new(),
             counted: Instant::now(),
@@ -132,14 +176,28 @@ impl<'a> Lead<'a> {
                 } else {
                     let slot = self.slots;
                     self.slots += 1;
+                    // An adapter that was loaded can be read; if not, its texts are only not saved.
+                    let identity = fingerprint(&folder).ok();
                     match ranks.order(&Order::Load { slot, folder })? {
-                        Outcome::Loaded(loaded) => loaded.map(|()| self.shared.add_adapter(name, slot)),
+                        Outcome::Loaded(loaded) => loaded.map(|()| {
+                            self.adapters.extend(identity.map(|identity| (slot, identity)));
+                            self.shared.add_adapter(name, slot);
+                        }),
                         _ => Err("the ranks did not load it".to_owned()),
                     }
                 };
                 let _ = reply.send(loaded);
             }
             Command::Unload { slot } => self.unloading.push(slot),
+            Command::SaveSession { file, model, reply } => {
+                let _ = reply.send(session::save(&file, model, self.scheduler.cache(), &self.adapters, ranks)?);
+            }
+            Command::RestoreSession { file, model, reply } => {
+                let vocabulary = self.shared.limits.vocabulary;
+                let cache = self.scheduler.cache_mut();
+                let _ = reply.send(session::restore(&file, model, vocabulary, cache, &self.adapters, ranks)?);
+                self.publish();
+            }
         }
         Ok(())
     }
@@ -162,6 +220,7 @@ impl<'a> Lead<'a> {
         let unused: Vec<u64> = unused;
         for slot in unused {
             ranks.order(&Order::Unload { slot })?;
+            self.adapters.remove(&slot);
         }
         Ok(())
     }
@@ -199,6 +258,9 @@ impl<'a> Lead<'a> {
             prefix_cache_queries: counts.prefix_queries,
             prefix_cache_hits: counts.prefix_hits,
             preemptions: counts.preemptions,
+            spec_decode_drafts: counts.drafts,
+            spec_decode_draft_tokens: counts.draft_tokens,
+            spec_decode_accepted_tokens: counts.accepted_tokens,
             steps: self.steps,
             ranks: (0..limits.ranks).map(of_rank).collect(),
         });
@@ -247,8 +309,10 @@ impl<'a> Lead<'a> {
             {
                 rows.push(LogitRow { row, arrival, purpose: Purpose::OfPrompt { token: sequence.tokens[next], top } });
             }
-            if next == sequence.tokens.len() && next < sequence.longest {
-                rows.push(LogitRow { row, arrival, purpose: Purpose::Draw });
+            if let Some(drafts) = next.checked_sub(sequence.tokens.len())
+                && next < sequence.longest
+            {
+                rows.push(LogitRow { row, arrival, purpose: Purpose::Draw { drafts } });
             }
         }
         rows
@@ -276,7 +340,7 @@ impl<'a> Lead<'a> {
         &mut self,
         block: &[LogitRow],
         logits: &mut [f32],
-        drawn: &mut HashMap<u64, Result<Drawn, String>>,
+        drawn: &mut HashMap<u64, Vec<Result<Drawn, String>>>,
     ) -> Result<()> {
         let vocabulary = self.shared.limits.vocabulary;
         if logits.len() != block.len() * vocabulary {
@@ -284,45 +348,56 @@ impl<'a> Lead<'a> {
             return Err(Error::Logits { vocabulary, problem });
         }
         let running = self.scheduler.running();
-        let mut samplers: HashMap<u64, &mut TokenSampler> =
-            running.iter_mut().map(|sequence| (sequence.arrival, &mut sequence.sampler)).collect();
-        let jobs = block.iter().zip(logits.chunks_exact_mut(vocabulary)).map(|(row, logits)| {
-            let sampler = match row.purpose {
-                Purpose::Draw => samplers.remove(&row.arrival),
-                Purpose::OfPrompt { .. } => None,
-            };
-            (row, logits, sampler)
-        });
-        let read = pool::map(jobs.collect(), |(row, logits, sampler)| match (row.purpose, sampler) {
-            (Purpose::OfPrompt { token, top }, _) => {
-                Some(FromLogits::OfPrompt(Distribution::new(logits).of(token, top)))
+        let mut sequences: HashMap<u64, &mut Sequence> =
+            running.iter_mut().map(|sequence| (sequence.arrival, sequence)).collect();
+        let mut jobs: Vec<Job> = Vec::with_capacity(block.len());
+        for (LogitRow { arrival, purpose, .. }, logits) in block.iter().zip(logits.chunks_exact_mut(vocabulary)) {
+            let arrival = *arrival;
+            match (*purpose, jobs.last_mut()) {
+                (Purpose::OfPrompt { token, top }, _) => jobs.push(Job::OfPrompt { arrival, token, top, logits }),
+                (Purpose::Draw { drafts }, Some(Job::Draw(last, draws))) if *last == arrival => {
+                    draws.rows.push((drafts, logits));
+                }
+                (Purpose::Draw { drafts }, _) => {
+                    let Some(sequence) = sequences.remove(&arrival) else { continue };
+                    // A block may end between the drafts of a sequence.
+                    let drawn = drawn.remove(&arrival).unwrap_or_default();
+                    jobs.push(Job::Draw(arrival, Draws { sequence, drawn, rows: vec![(drafts, logits)] }));
+                }
             }
-            (Purpose::Draw, Some(sampler)) => Some(FromLogits::Drawn(sampler.draw(logits))),
-            (Purpose::Draw, None) => None,
+        }
+        let read = pool::map(jobs, |job| match job {
+            Job::OfPrompt { arrival, token, top, logits } => {
+                FromLogits::OfPrompt(arrival, Distribution::new(logits).of(token, top))
+            }
+            Job::Draw(arrival, draws) => FromLogits::Drawn(arrival, draws.draw()),
         });
-        for (row, read) in block.iter().zip(read) {
-            match (read, self.scheduler.find(row.arrival)) {
-                (Some(FromLogits::OfPrompt(logprobs)), Some(index)) => {
-                    self.scheduler.running()[index].reading.add_logprobs(logprobs);
+        for read in read {
+            match read {
+                FromLogits::OfPrompt(arrival, logprobs) => {
+                    if let Some(index) = self.scheduler.find(arrival) {
+                        self.scheduler.running()[index].reading.add_logprobs(logprobs);
+                    }
                 }
-                (Some(FromLogits::Drawn(token)), _) => {
-                    drawn.insert(row.arrival, token);
+                FromLogits::Drawn(arrival, tokens) => {
+                    drawn.insert(arrival, tokens);
                 }
-                _ => {}
             }
         }
         Ok(())
     }
 
     /// Adds the tokens that were drawn to their sequences.
-    fn advance(&mut self, passes: &[Pass], mut drawn: HashMap<u64, Result<Drawn, String>>) {
+    fn advance(&mut self, passes: &[Pass], mut drawn: HashMap<u64, Vec<Result<Drawn, String>>>) {
         for arrival in passes.iter().flat_map(|pass| &pass.arrivals) {
             let Some(index) = self.scheduler.find(*arrival) else { continue };
             if self.scheduler.running()[index].remaining() > 0 || self.scheduler.prompt_read(index) {
                 continue;
             }
-            if let Some(token) = drawn.remove(arrival) {
-                self.scheduler.drawn(index, token);
+            for token in drawn.remove(arrival).unwrap_or_default() {
+                if self.scheduler.drawn(index, token) {
+                    break;
+                }
             }
         }
     }

@@ -1,6 +1,6 @@
 //! Steps over the paged cache of a model, with any of its adapters.
 
-use super::executor::Executor;
+use super::executor::{Executor, Rows};
 use super::model_shards::AdaptedModels;
 use super::request::Limits;
 use super::step::Step;
@@ -132,5 +132,20 @@ impl Executor for ModelExecutor<'_> {
 
     fn unload_adapter(&mut self, slot: u64) {
         self.adapted.unload(slot);
+    }
+
+    fn rows(&self) -> Option<Rows> {
+        // A rank that shares heads or layers with others has only its part of a row.
+        let whole = self.groups.size() == self.groups.cp().size();
+        let (dtype, width) = self.cache.row_format();
+        whole.then_some(Rows { dtype, width })
+    }
+
+    fn read_page(&self, page: u32, rows: usize) -> Result<Buffer> {
+        self.cache.read_page(page, rows)
+    }
+
+    fn write_page(&mut self, page: u32, rows: &Buffer) -> Result<()> {
+        self.cache.write_page(page, rows)
     }
 }

@@ -26,6 +26,9 @@ pub struct EngineOptions {
     /// Keeps the keys and values of texts as long as there is room, so that texts with the same beginning need not compute it
     /// again.
     pub prefix_cache: bool,
+    /// Largest number of tokens that are guessed for a sequence and checked in one step, by looking up its last tokens in its own
+    /// text; 0 for none. Texts do not depend on it.
+    pub num_speculative_tokens: usize,
     /// Longest wait of a client for the answer to a health check or the loading of an adapter.
     pub deadline: Duration,
 }
@@ -56,6 +59,7 @@ impl Default for EngineOptions {
             prefill_chunk: 512,
             mixed_chunk: None,
             prefix_cache: true,
+            num_speculative_tokens: 0,
             deadline: Duration::from_secs(60),
         }
     }

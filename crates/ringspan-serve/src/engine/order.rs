@@ -18,6 +18,10 @@ pub(super) enum Order {
     Unload { slot: u64 },
     /// Say how much has been sent and waited for.
     Count,
+    /// The rank that has a page sends its first rows to rank 0.
+    ReadPage { rank: usize, page: u32, rows: usize },
+    /// Rank 0 sends the rank that has a page its first rows.
+    WritePage { rank: usize, page: u32 },
     /// End.
     End,
 }
@@ -28,6 +32,8 @@ const LOAD: u64 = 2;
 const UNLOAD: u64 = 3;
 const COUNT: u64 = 4;
 const END: u64 = 5;
+const READ_PAGE: u64 = 6;
+const WRITE_PAGE: u64 = 7;
 
 impl Order {
     /// The order as a message.
@@ -49,6 +55,10 @@ impl Order {
             }
             Self::Unload { slot } => words.0.extend([UNLOAD, *slot]),
             Self::Count => words.0.push(COUNT),
+            Self::ReadPage { rank, page, rows } => {
+                words.0.extend([READ_PAGE, *rank as u64, u64::from(*page), *rows as u64]);
+            }
+            Self::WritePage { rank, page } => words.0.extend([WRITE_PAGE, *rank as u64, u64::from(*page)]),
             Self::End => words.0.push(END),
         }
         Buffer::U64(words.0)
@@ -74,6 +84,8 @@ impl Order {
             }
             UNLOAD => Self::Unload { slot: words.next()? },
             COUNT => Self::Count,
+            READ_PAGE => Self::ReadPage { rank: words.size()?, page: words.number()?, rows: words.size()? },
+            WRITE_PAGE => Self::WritePage { rank: words.size()?, page: words.number()? },
             END => Self::End,
             _ => return None,
         };
@@ -163,6 +175,8 @@ mod tests {
             Order::Load { slot: 4, folder: "/tmp/größe".into() },
             Order::Unload { slot: 4 },
             Order::Count,
+            Order::ReadPage { rank: 2, page: 3, rows: 4 },
+            Order::WritePage { rank: 1, page: u32::MAX },
             Order::End,
         ] {
             let buffer = order.to_buffer();

@@ -46,6 +46,18 @@ struct Node {
     last_used: u64,
 }
 
+/// A page that the tree keeps.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct CachedPage<'a> {
+    pub(super) adapter: AdapterSlot,
+    /// Index of the page before in the list.
+    pub(super) parent: Option<usize>,
+    pub(super) tokens: &'a [u32],
+    pub(super) rank: usize,
+    pub(super) page: u32,
+    pub(super) last_used: u64,
+}
+
 /// The beginning of a text that is in the cache.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Hit {
@@ -71,6 +83,28 @@ impl PrefixCache {
             evictable: BTreeSet::new(),
             clock: 0,
         }
+    }
+
+    /// Tokens of a page.
+    pub(super) fn page(&self) -> usize {
+        self.page
+    }
+
+    /// All pages of texts, a page after the one before it.
+    pub(super) fn cached_pages(&self) -> Vec<CachedPage<'_>> {
+        let mut pages: Vec<CachedPage> = Vec::new();
+        let roots = self.roots.iter().map(|(adapter, root)| (*adapter, *root, None));
+        let mut open: Vec<(AdapterSlot, NodeId, Option<usize>)> = roots.collect();
+        while let Some((adapter, node, parent)) = open.pop() {
+            let Node { tokens, rank, page, children, last_used, .. } = &self.nodes[node];
+            let mut index = parent;
+            if !tokens.is_empty() {
+                index = Some(pages.len());
+                pages.push(CachedPage { adapter, parent, tokens, rank: *rank, page: *page, last_used: *last_used });
+            }
+            open.extend(children.values().map(|child| (adapter, *child, index)));
+        }
+        pages
     }
 
     pub(super) fn pages(&self) -> &Pages {

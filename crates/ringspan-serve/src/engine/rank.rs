@@ -18,6 +18,9 @@ pub(super) struct EngineRank<'a> {
     ordered: Instant,
 }
 
+/// The tag of messages with pages.
+const PAGES: u64 = (1 << 60) + 1;
+
 /// What came of an order.
 pub(super) enum Outcome {
     Done,
@@ -37,6 +40,25 @@ impl<'a> EngineRank<'a> {
     /// Time since the last order.
     pub(super) fn since_order(&self) -> Duration {
         self.ordered.elapsed()
+    }
+
+    /// The first rows of a page of any rank; rank 0 calls this.
+    pub(super) fn read_page(&mut self, rank: usize, page: u32, rows: usize) -> Result<Arc<Buffer>> {
+        self.order(&Order::ReadPage { rank, page, rows })?;
+        match rank {
+            0 => Ok(Arc::new(self.executor.read_page(page, rows)?)),
+            _ => self.groups.world().receive(rank, PAGES)?.wait()?.ok_or_else(|| self.unexpected("a page")),
+        }
+    }
+
+    /// Overwrites the first rows of a page of any rank; rank 0 calls this.
+    pub(super) fn write_page(&mut self, rank: usize, page: u32, rows: Buffer) -> Result<()> {
+        self.order(&Order::WritePage { rank, page })?;
+        if rank == 0 {
+            return self.executor.write_page(page, &rows);
+        }
+        self.groups.world().send(rank, PAGES, Arc::new(rows))?.wait()?;
+        Ok(())
     }
 
     /// Carries out orders until the one to end.
@@ -67,6 +89,22 @@ impl<'a> EngineRank<'a> {
     fn carry_out(&mut self, order: &Order) -> Result<Outcome> {
         match order {
             Order::Wait | Order::End => Ok(Outcome::Done),
+            // Rank 0 deals with its own pages where it gives these orders.
+            Order::ReadPage { rank, page, rows } => {
+                if *rank == self.groups.rank() && *rank > 0 {
+                    let rows = self.executor.read_page(*page, *rows)?;
+                    self.groups.world().send(0, PAGES, Arc::new(rows))?.wait()?;
+                }
+                Ok(Outcome::Done)
+            }
+            Order::WritePage { rank, page } => {
+                if *rank == self.groups.rank() && *rank > 0 {
+                    let rows = self.groups.world().receive(0, PAGES)?.wait()?;
+                    let rows = rows.ok_or_else(|| self.unexpected("a page"))?;
+                    self.executor.write_page(*page, &rows)?;
+                }
+                Ok(Outcome::Done)
+            }
             Order::Compute { passes, .. } => {
                 let mut hidden = Vec::new();
                 for (adapter, step) in passes {

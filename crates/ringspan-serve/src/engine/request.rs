@@ -234,6 +234,12 @@ pub struct Metrics {
     pub prefix_cache_hits: u64,
     /// Requests that were put back, to be computed again, because pages ran out.
     pub preemptions: u64,
+    /// Times that tokens of a sequence were guessed.
+    pub spec_decode_drafts: u64,
+    /// Tokens that were guessed.
+    pub spec_decode_draft_tokens: u64,
+    /// Tokens that were guessed and then drawn.
+    pub spec_decode_accepted_tokens: u64,
     /// Steps of the engine.
     pub steps: u64,
     /// For each rank.

@@ -4,9 +4,11 @@
 //! prompts' next tokens up to a limit, so that a long prompt delays the others by a bounded time only. A request waits while another
 //! reads the same beginning, and then finds it in the cache. A sequence holds pages
 //! for all of its tokens from its admission on; if a further page is missing, the youngest sequence is put back into the queue
-//! and computed again later, from its tokens.
+//! and computed again later, from its tokens. A sequence that generates may also compute drafts, guesses of its next tokens; they take
+//! pages only as long as there are some.
 
 use super::prefix_cache::{AdapterSlot, PrefixCache};
+use super::prompt_lookup::propose;
 use super::request::{Event, FinishReason};
 use super::sequence::{CopiedFrom, Placed, Sequence};
 use super::step::{Outputs, PageCopy, Step, StepSequence};
@@ -24,6 +26,8 @@ pub(super) struct Bounds {
     pub(super) prefill_chunk: usize,
     /// The same for a step in which other requests generate.
     pub(super) mixed_chunk: usize,
+    /// Largest number of drafts of a sequence in a step.
+    pub(super) num_speculative_tokens: usize,
 }
 
 /// The requests of the engine, and the pages that they hold.
@@ -45,6 +49,10 @@ pub(super) struct Counts {
     pub(super) prefix_queries: u64,
     pub(super) prefix_hits: u64,
     pub(super) preemptions: u64,
+    /// Steps of sequences with drafts, their drafts, and those that were drawn.
+    pub(super) drafts: u64,
+    pub(super) draft_tokens: u64,
+    pub(super) accepted_tokens: u64,
 }
 
 /// Sequences of a step that compute with the same weights.
@@ -63,6 +71,10 @@ impl Scheduler {
 
     pub(super) fn cache(&self) -> &PrefixCache {
         &self.cache
+    }
+
+    pub(super) fn cache_mut(&mut self) -> &mut PrefixCache {
+        &mut self.cache
     }
 
     pub(super) fn counts(&self) -> Counts {
@@ -108,6 +120,7 @@ impl Scheduler {
     /// Makes the next step, in a pass for each adapter. It is empty if there is nothing to compute.
     pub(super) fn next(&mut self) -> Vec<Pass> {
         self.end_abandoned();
+        self.running.iter_mut().for_each(|sequence| sequence.drafts.clear());
         self.grow();
         let mut chunks: Vec<usize> = Vec::with_capacity(self.running.len());
         let generates = self.running.iter().any(|sequence| sequence.remaining() == 1);
@@ -137,7 +150,29 @@ impl Scheduler {
                 }
             }
         }
+        self.draft();
         self.passes(&chunks)
+    }
+
+    /// Looks up drafts for the sequences that generate, and gives them pages if there are any.
+    fn draft(&mut self) {
+        let Bounds { page, num_speculative_tokens, .. } = self.bounds;
+        for sequence in self.running.iter_mut().filter(|one| one.remaining() == 1 && one.generated() > 0) {
+            let tokens = sequence.tokens.len();
+            // Behind all drafts, one more token is drawn.
+            let most = num_speculative_tokens.min(sequence.longest.saturating_sub(tokens + 1));
+            let mut drafts = propose(&sequence.tokens, most).to_vec();
+            let pages = &mut sequence.placed.pages;
+            while pages.len() * page < tokens + drafts.len() {
+                match self.cache.allocate(pages.len()) {
+                    Some(page) => pages.push(page),
+                    None => drafts.truncate(pages.len() * page - tokens),
+                }
+            }
+            self.counts.drafts += u64::from(!drafts.is_empty());
+            self.counts.draft_tokens += drafts.len() as u64;
+            sequence.drafts = drafts;
+        }
     }
 
     /// Ends sequences whose clients have left.
@@ -266,7 +301,8 @@ impl Scheduler {
                 copies.push(PageCopy { rank: self.cache.rank_of(index), from: page, to: pages[index], rows });
             }
             let end = start + chunk;
-            let reads_all = sequence.needs_whole_prompt();
+            let drafts = sequence.drafts.as_slice();
+            let reads_all = sequence.needs_whole_prompt() || !drafts.is_empty();
             let outputs = match (reads_all, end == sequence.tokens.len()) {
                 (true, _) => Outputs::All,
                 (false, true) => Outputs::Last,
@@ -278,8 +314,8 @@ impl Scheduler {
             pass.arrivals.push(sequence.arrival);
             pass.step.sequences.push(StepSequence {
                 start,
-                tokens: sequence.tokens[start..end].to_vec(),
-                pages: pages[..end.div_ceil(self.bounds.page)].to_vec(),
+                tokens: [&sequence.tokens[start..end], drafts].concat(),
+                pages: pages[..(end + drafts.len()).div_ceil(self.bounds.page)].to_vec(),
                 outputs,
             });
         }
@@ -300,15 +336,16 @@ impl Scheduler {
         &mut self.running
     }
 
-    /// Records that a step has been computed: its keys and values are in the cache, and others may use them.
+    /// Records that a step has been computed: its keys and values are in the cache, and others may use them. Drafts count once they
+    /// are drawn.
     pub(super) fn computed(&mut self, passes: &[Pass]) {
         for (arrival, sequence) in passes.iter().flat_map(|pass| pass.arrivals.iter().zip(&pass.step.sequences)) {
             let Some(index) = self.find(*arrival) else { continue };
-            let Sequence { placed, .. } = &mut self.running[index];
+            let Sequence { placed, drafts, .. } = &mut self.running[index];
             if let Some(from) = placed.copied_from.take() {
                 self.cache.release(from.index, from.page);
             }
-            placed.computed += sequence.tokens.len();
+            placed.computed += sequence.tokens.len() - drafts.len();
             self.insert_full_pages(index);
         }
     }
@@ -343,8 +380,9 @@ impl Scheduler {
         false
     }
 
-    /// Handles the token that was drawn for running sequence `index`; the client hears of it, and perhaps of the end.
-    pub(super) fn drawn(&mut self, index: usize, drawn: Result<Drawn, String>) {
+    /// Handles the next token that was drawn for running sequence `index`; the client hears of it, and perhaps of the end. Returns
+    /// whether the request has ended by that.
+    pub(super) fn drawn(&mut self, index: usize, drawn: Result<Drawn, String>) -> bool {
         let sequence = &mut self.running[index];
         let end = match drawn {
             Err(problem) => {
@@ -358,6 +396,14 @@ impl Scheduler {
             Ok(drawn) => {
                 sequence.tokens.push(drawn.token);
                 self.counts.generation_tokens += 1;
+                match sequence.drafts.first() == Some(&drawn.token) {
+                    true => {
+                        sequence.drafts.remove(0);
+                        sequence.placed.computed += 1;
+                        self.counts.accepted_tokens += 1;
+                    }
+                    false => sequence.drafts.clear(),
+                }
                 sequence.tell(Event::Token(drawn.token, drawn.logprobs));
                 if drawn.ends {
                     sequence.finish(FinishReason::Stop { token: None });
@@ -367,9 +413,11 @@ impl Scheduler {
                 drawn.ends || sequence.tokens.len() >= sequence.longest
             }
         };
+        self.insert_full_pages(index);
         if end {
             self.end(index);
         }
+        end
     }
 
     /// Ends running sequence `index`: its pages go to the prefix cache, or are free.

@@ -21,6 +21,8 @@ pub(super) struct Sequence {
     pub(super) sampler: TokenSampler,
     pub(super) reading: Reading,
     pub(super) placed: Placed,
+    /// Guesses of the tokens behind `tokens`, which the step under way computes; those that are drawn need not be computed again.
+    pub(super) drafts: Vec<u32>,
     /// Number of the prompt's tokens that were in the cache when the request was first admitted; `None` before that.
     pub(super) cached: Option<usize>,
     events: UnboundedSender<Event>,
@@ -90,6 +92,7 @@ impl Sequence {
                 done: prompt_logprobs.is_none() && embedding.is_none(),
             },
             placed: Placed::default(),
+            drafts: Vec::new(),
             cached: None,
             events,
         }

@@ -2,6 +2,7 @@
 
 use super::prefix_cache::AdapterSlot;
 use super::request::{Event, Limits, Metrics, Refusal, Request};
+use super::session::SessionSize;
 use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
 use std::sync::mpsc::Sender;
@@ -47,6 +48,8 @@ pub(super) enum Command {
     CheckHealth { reply: Sender<()> },
     Load { name: String, folder: PathBuf, reply: Sender<Result<(), String>> },
     Unload { slot: u64 },
+    SaveSession { file: PathBuf, model: String, reply: Sender<Result<SessionSize, String>> },
+    RestoreSession { file: PathBuf, model: String, reply: Sender<Result<SessionSize, String>> },
 }
 
 impl Shared {

@@ -1,11 +1,12 @@
 //! One rank's pages of the KV cache.
 
-use super::elements::Elements;
+use super::elements::{Elements, of_message};
 use super::page_map::PageMap;
 use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::step::{PageCopy, Step, StepSequence};
 use candle_core::DType;
+use ringspan::comm::Buffer;
 use ringspan::kernel::{Data, View};
 use std::collections::HashSet;
 
@@ -178,6 +179,52 @@ impl PagedCache {
                 }
             }
         }
+    }
+
+    /// Type of the numbers, and how many a token has in all layers, W.
+    pub(crate) fn row_format(&self) -> (DType, usize) {
+        (self.dtype, self.layers.len() * self.shape.widths().iter().sum::<usize>())
+    }
+
+    /// The first rows of a page, `[rows, W]`: for each token and layer its keys, then its values.
+    pub(crate) fn read_page(&self, page: u32, rows: usize) -> Result<Buffer> {
+        let first = self.check_page(page, rows)?;
+        let mut all = Elements::with_capacity(self.dtype, rows * self.row_format().1);
+        for row in first..first + rows {
+            for Layer { keys, values } in &self.layers {
+                for (elements, width) in [keys, values].into_iter().zip(self.shape.widths()) {
+                    all.extend(elements.data().slice(row * width..(row + 1) * width))?;
+                }
+            }
+        }
+        Ok(all.into_message())
+    }
+
+    /// Overwrites the first rows of a page with what [`read_page`](Self::read_page) returns.
+    pub(crate) fn write_page(&mut self, page: u32, rows: &Buffer) -> Result<()> {
+        let (all, (_, width)) = (of_message(rows, self.dtype)?, self.row_format());
+        let count = all.len() / width.max(1);
+        let first = self.check_page(page, count)?;
+        let widths = self.shape.widths();
+        let mut at = 0;
+        for row in first..first + count {
+            for Layer { keys, values } in &mut self.layers {
+                for (elements, width) in [keys, values].into_iter().zip(widths) {
+                    elements.write(row * width, all.slice(at..at + width))?;
+                    at += width;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The first row of a page that is there and has so many rows.
+    fn check_page(&self, page: u32, rows: usize) -> Result<usize> {
+        let Self { pages, page: most, .. } = *self;
+        if page as usize >= pages || rows > most {
+            return Err(Error::Step(format!("{rows} rows of page {page}; there are {pages} pages of {most} rows")));
+        }
+        Ok(page as usize * most)
     }
 
     /// Writes keys `[n, G, D]` and values `[n, G, Dv]` to rows of a layer: `pairs` gives the row in `keys` and `values`, and the row

@@ -1,4 +1,4 @@
-//! The sequences of a step with one new token, which every rank computes.
+//! The sequences of a step with few new tokens, mostly one, which every rank computes.
 
 use super::cache::PagedCache;
 use super::page_map::PageMap;
@@ -11,7 +11,8 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
 
-/// The sequences with one new token, as one rank sees them; each is a document.
+/// The sequences with few new tokens, as one rank sees them; each is a document. Each token is a query of its own, so its attention
+/// has the same bits however many are computed together.
 ///
 /// Each rank attends to its own pages, and one exchange a layer merges the results, whose size does not depend on the context.
 pub(super) struct Decodes {
@@ -29,15 +30,19 @@ pub(super) struct Decodes {
 impl Decodes {
     pub(super) fn new(map: &PageMap, sequences: &[&StepSequence]) -> Self {
         let (mut queries, mut keys, mut cache_rows, mut own) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-        for (document, StepSequence { start, pages, .. }) in sequences.iter().enumerate() {
-            queries.push(Run { document, start: *start, len: 1, step: 1 });
-            keys.extend(map.runs(document, start + 1));
-            map.push_rows(pages, start + 1, &mut cache_rows);
-            if map.owner(*start) == map.rank {
-                own.push((document, map.row(pages, *start)));
+        let mut longest = 0;
+        for (document, StepSequence { start, tokens, pages, .. }) in sequences.iter().enumerate() {
+            let end = start + tokens.len();
+            for position in *start..end {
+                if map.owner(position) == map.rank {
+                    own.push((queries.len(), map.row(pages, position)));
+                }
+                queries.push(Run { document, start: position, len: 1, step: 1 });
             }
+            keys.extend(map.runs(document, end));
+            map.push_rows(pages, end, &mut cache_rows);
+            longest = longest.max(end);
         }
-        let longest = sequences.iter().map(|sequence| sequence.start + 1).max().unwrap_or(0);
         Self { queries, keys, cache_rows, own, tiles: RefCell::default(), longest }
     }
 

@@ -21,8 +21,7 @@ pub(super) struct StepPlan {
 impl StepPlan {
     /// The plan of a rank. The step must have passed [`PagedCache::check`](super::cache::PagedCache::check).
     pub(super) fn new(map: &PageMap, step: &Step) -> Result<Self> {
-        let is_chunk = |sequence: &&StepSequence| sequence.tokens.len() > 1;
-        let (chunked, decoded): (Vec<_>, Vec<_>) = step.sequences.iter().partition(is_chunk);
+        let (chunked, decoded): (Vec<_>, Vec<_>) = step.sequences.iter().partition(|sequence| sequence.is_chunk());
         let chunks = if chunked.is_empty() { None } else { Some(Chunks::new(map, &chunked)?) };
         let (mut tokens, mut positions) = (Vec::new(), Vec::new());
         for run in chunks.iter().flat_map(|chunks| chunks.layout().runs(map.rank)) {
@@ -33,7 +32,7 @@ impl StepPlan {
         let chunk_rows = tokens.len();
         for sequence in &decoded {
             tokens.extend(&sequence.tokens);
-            positions.push(sequence.start);
+            positions.extend(sequence.start..sequence.start + sequence.tokens.len());
         }
         let decodes = (!decoded.is_empty()).then(|| Decodes::new(map, &decoded));
         let outputs = outputs(step, chunks.as_ref(), map.ranks);
@@ -44,8 +43,7 @@ impl StepPlan {
 /// For each hidden state that rank 0 needs, a rank that has it and its row there.
 fn outputs(step: &Step, chunks: Option<&Chunks>, ranks: usize) -> Vec<(usize, usize)> {
     // For each chunk, the rank and row of each of its new tokens.
-    let is_chunk = |sequence: &StepSequence| sequence.tokens.len() > 1;
-    let chunked = || step.sequences.iter().filter(|sequence| is_chunk(sequence));
+    let chunked = || step.sequences.iter().filter(|sequence| sequence.is_chunk());
     let mut places: Vec<Vec<(usize, usize)>> = chunked().map(|sequence| vec![(0, 0); sequence.tokens.len()]).collect();
     let starts: Vec<usize> = chunked().map(|sequence| sequence.start).collect();
     let mut first_decode = 0;
@@ -63,9 +61,9 @@ fn outputs(step: &Step, chunks: Option<&Chunks>, ranks: usize) -> Vec<(usize, us
     }
     let (mut places, mut decodes, mut outputs) = (places.into_iter(), first_decode.., Vec::new());
     for sequence in &step.sequences {
-        let of_sequence = match is_chunk(sequence) {
+        let of_sequence = match sequence.is_chunk() {
             true => places.next().unwrap_or_default(),
-            false => decodes.next().map(|row| vec![(0, row)]).unwrap_or_default(),
+            false => decodes.by_ref().take(sequence.tokens.len()).map(|row| (0, row)).collect(),
         };
         match sequence.outputs {
             Outputs::None => {}

@@ -94,6 +94,34 @@ fn requests_with_different_adapters_share_a_batch_and_not_their_caches() {
     }
 }
 
+/// A session knows adapters by their weights, not by their names.
+#[test]
+fn texts_of_an_adapter_are_restored_for_the_same_weights_only() {
+    let (base, folders) = (qwen3(), [tempfile::tempdir().expect("a folder"), tempfile::tempdir().expect("a folder")]);
+    let models = [adapted(&base, 2, 5, folders[0].path()), adapted(&base, 2, 9, folders[1].path())];
+    let (base, prompt, file) = (Arc::new(base), tokens(21, 3), folders[0].path().join("session"));
+    let options =
+        EngineOptions { page: 4, kv_cache: KvCache::Pages(100), max_model_len: Some(60), ..EngineOptions::default() };
+    let start = |ring| Engine::start(base.clone(), mesh(ring, 1), &options).expect("an engine");
+    let first = start(3);
+    first.client().load_adapter("unused", folders[1].path()).expect("loaded");
+    first.client().load_adapter("tales", folders[0].path()).expect("loaded");
+    text(first.client().submit(request(&prompt, Some("tales"))).expect("taken"));
+    let saved = first.client().save_session(&file, "model").expect("saved");
+    assert!(saved.tokens >= prompt.len());
+    first.shutdown(true).expect("ended");
+    for (own, restored) in [(0, saved.tokens), (1, 0)] {
+        let engine = start(2);
+        engine.client().load_adapter("stories", folders[own].path()).expect("loaded");
+        assert_eq!(engine.client().restore_session(&file, "model").expect("restored").tokens, restored);
+        let heard = text(engine.client().submit(request(&prompt, Some("stories"))).expect("taken"));
+        assert_eq!(heard, recomputed(&models[own], &prompt, 10));
+        let hits = engine.client().metrics().prefix_cache_hits;
+        assert_eq!(hits > 0, restored > 0, "{hits} tokens were found");
+        engine.shutdown(true).expect("ended");
+    }
+}
+
 #[test]
 fn an_adapter_that_does_not_fit_is_refused_and_the_engine_goes_on() {
     let (base, folder) = (Arc::new(qwen3()), tempfile::tempdir().expect("a folder"));

@@ -8,6 +8,8 @@ mod engine_adapters;
 mod engine_failures;
 mod engine_models;
 mod engine_parallel;
+mod engine_sessions;
+mod engine_speculation;
 mod generate;
 mod known_failures;
 mod paged;

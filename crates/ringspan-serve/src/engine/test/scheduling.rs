@@ -127,8 +127,16 @@ impl Harness {
         self.scheduler.check();
         let (running, _) = self.scheduler.sizes();
         assert!(running <= self.bounds.max_running);
-        let chunks = passes.iter().flat_map(|pass| &pass.step.sequences).map(|sequence| sequence.tokens.len());
-        let prompts: usize = chunks.filter(|tokens| *tokens > 1).sum();
+        let mut prompts = 0;
+        for (arrival, sequence) in passes.iter().flat_map(|pass| pass.arrivals.iter().zip(&pass.step.sequences)) {
+            let index = self.scheduler.find(*arrival).expect("it runs");
+            let drafts = self.scheduler.running()[index].drafts.len();
+            assert!(
+                drafts <= self.bounds.num_speculative_tokens && (drafts == 0 || sequence.tokens.len() == drafts + 1)
+            );
+            let chunk = sequence.tokens.len() - drafts;
+            prompts += if chunk > 1 { chunk } else { 0 };
+        }
         assert!(prompts <= self.bounds.prefill_chunk, "{prompts} tokens of prompts");
         if passes.iter().flat_map(|pass| &pass.arrivals).any(|arrival| generating.contains(arrival)) {
             assert!(prompts <= self.bounds.mixed_chunk, "{prompts} tokens of prompts delay others");
@@ -139,7 +147,8 @@ impl Harness {
                 let index = self.scheduler.find(*arrival).expect("it runs");
                 let end = sequence.start + sequence.tokens.len();
                 let text = self.memory.read(&sequence.pages, end, pass.adapter);
-                assert_eq!(text, self.scheduler.running()[index].tokens[..end], "sequence {arrival}");
+                let one = &self.scheduler.running()[index];
+                assert_eq!(text, [one.tokens.as_slice(), &one.drafts].concat()[..end], "sequence {arrival}");
             }
         }
         self.scheduler.computed(&passes);
@@ -158,9 +167,17 @@ impl Harness {
                 if one.remaining() > 0 || self.scheduler.prompt_read(index) {
                     continue;
                 }
-                let one = &mut self.scheduler.running()[index];
-                let drawn = one.sampler.draw(&mut logits(&one.tokens, pass.adapter));
-                self.scheduler.drawn(index, drawn);
+                // As long as a draft is drawn, one more token is.
+                loop {
+                    let one = &mut self.scheduler.running()[index];
+                    let draft = one.drafts.first().copied();
+                    let drawn = one.sampler.draw(&mut logits(&one.tokens, pass.adapter));
+                    let accepted = matches!(&drawn, Ok(drawn) if draft == Some(drawn.token));
+                    if self.scheduler.drawn(index, drawn) || !accepted {
+                        break;
+                    }
+                }
+                self.scheduler.check();
             }
         }
         self.scheduler.check();
@@ -220,7 +237,7 @@ impl Harness {
 }
 
 fn bounds(page: usize) -> Bounds {
-    Bounds { page, max_running: 4, prefill_chunk: 6, mixed_chunk: 3 }
+    Bounds { page, max_running: 4, prefill_chunk: 6, mixed_chunk: 3, num_speculative_tokens: 0 }
 }
 
 #[derive(Debug, Clone)]
@@ -265,11 +282,12 @@ proptest! {
         max_running in 1usize..6,
         prefill_chunk in 1usize..12,
         prefix_cache in any::<bool>(),
+        num_speculative_tokens in 0usize..5,
     ) {
         // The longest of the sequences just fits.
         let longest = arrivals.iter().map(|one| one.shared + one.own.len() + one.max_tokens).max().expect("one");
         let pages = longest.div_ceil(page).div_ceil(ranks) as u32 + extra;
-        let mut harness = Harness::new(ranks, pages, Bounds { page, max_running, prefill_chunk, mixed_chunk: prefill_chunk.div_ceil(2) }, prefix_cache);
+        let mut harness = Harness::new(ranks, pages, Bounds { page, max_running, prefill_chunk, mixed_chunk: prefill_chunk.div_ceil(2), num_speculative_tokens }, prefix_cache);
         let beginning: Vec<u32> = (0..12).map(|i| i * i % VOCABULARY).collect();
         for at in 0..60 {
             for one in arrivals.iter().filter(|one| one.at == at) {
@@ -351,7 +369,12 @@ fn a_client_that_leaves_frees_its_pages_at_the_next_step() {
 
 #[test]
 fn requests_with_a_common_beginning_share_its_pages_while_they_run() {
-    let mut harness = Harness::new(1, 40, Bounds { page: 4, max_running: 8, prefill_chunk: 20, mixed_chunk: 20 }, true);
+    let mut harness = Harness::new(
+        1,
+        40,
+        Bounds { page: 4, max_running: 8, prefill_chunk: 20, mixed_chunk: 20, num_speculative_tokens: 0 },
+        true,
+    );
     for last in 0..4 {
         let mut prompt = vec![3; 16];
         prompt.push(last);
@@ -368,7 +391,12 @@ fn requests_with_a_common_beginning_share_its_pages_while_they_run() {
 /// Several texts for one prompt are asked for at once: it is read once, save for its last page.
 #[test]
 fn a_prompt_that_is_asked_for_several_times_at_once_is_read_once() {
-    let mut harness = Harness::new(2, 40, Bounds { page: 4, max_running: 8, prefill_chunk: 9, mixed_chunk: 9 }, true);
+    let mut harness = Harness::new(
+        2,
+        40,
+        Bounds { page: 4, max_running: 8, prefill_chunk: 9, mixed_chunk: 9, num_speculative_tokens: 0 },
+        true,
+    );
     let prompt: Vec<u32> = (0..30).map(|i| i * i % VOCABULARY).collect();
     for _ in 0..4 {
         harness.submit(request(&prompt, 5), None, None);
@@ -376,4 +404,28 @@ fn a_prompt_that_is_asked_for_several_times_at_once_is_read_once() {
     let harness = harness.finish();
     let counts = harness.scheduler.counts();
     assert_eq!(counts.prefix_hits, 3 * 28, "all full pages");
+}
+
+#[test]
+fn drafts_that_are_drawn_save_steps_and_never_put_a_request_back() {
+    let run = |num_speculative_tokens, pages| {
+        let bounds = Bounds { num_speculative_tokens, ..bounds(4) };
+        let mut harness = Harness::new(2, pages, bounds, true);
+        harness.submit(request(&[1, 2, 3], 100), None, None);
+        let mut steps = 0;
+        while harness.step() {
+            steps += 1;
+        }
+        let counts = harness.finish().scheduler.counts();
+        assert_eq!((counts.preemptions, counts.generation_tokens), (0, 100));
+        (steps, counts)
+    };
+    let (steps, counts) = run(0, 40);
+    assert_eq!((steps, counts.drafts, counts.draft_tokens, counts.accepted_tokens), (100, 0, 0, 0));
+    // The cache just holds the text.
+    for pages in [40, 13] {
+        let (steps, counts) = run(3, pages);
+        assert!(counts.accepted_tokens > 0 && counts.accepted_tokens < counts.draft_tokens, "{counts:?}");
+        assert_eq!(steps, 100 - counts.accepted_tokens);
+    }
 }

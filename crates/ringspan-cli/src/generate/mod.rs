@@ -1,16 +1,19 @@
 //! `ringspan generate`: continues a prompt.
 
+mod on_engine;
+mod on_gpus;
+mod printer;
+
 use crate::mesh::MeshArgs;
 use crate::model::ModelArgs;
+use crate::serve::speculative_tokens;
 use crate::{model, say};
 use anyhow::{Context, Result, ensure};
-use ringspan::comm::Buffer;
+use printer::Printer;
 use ringspan::comm::ranks::Ranks;
-use ringspan_serve::{Generation, Options, Sampling, Stop, TextStream};
-use std::io::IsTerminal;
-use std::ops::ControlFlow;
+use ringspan_serve::{Options, Sampling};
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::time::Duration;
 
 /// Continue a prompt with generated text, over a mesh of ranks.
 ///
@@ -46,8 +49,38 @@ pub(crate) struct GenerateArgs {
     /// End before this text; may be given more than once
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     stop: Vec<String>,
+    /// Guess up to N further tokens by looking up the last ones in the text before, and check them in the same step; the text
+    /// stays the same, and comes faster if it repeats itself
+    #[arg(long, default_value_t = 0, value_name = "N", value_parser = speculative_tokens)]
+    num_speculative_tokens: usize,
     #[command(flatten)]
     mesh: MeshArgs,
+}
+
+/// A text that was generated, as rank 0 reports it.
+struct Generated {
+    /// Number of new tokens.
+    tokens: usize,
+    ended: Ended,
+    /// For each rank, the number of tokens whose keys and values it has cached.
+    cached: Vec<usize>,
+    /// Time from the start to the first token.
+    prefill: Duration,
+    /// Time for all further tokens.
+    decode: Duration,
+}
+
+/// Why a text ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Ended {
+    /// One of the model's end tokens was drawn.
+    EndToken,
+    /// There are `--max-tokens` tokens.
+    MaxTokens,
+    /// The memory for keys and values is full.
+    Memory,
+    /// The printer ended it: at a stop text, or because there is no reader.
+    Printer,
 }
 
 pub(crate) fn run(args: &GenerateArgs, ranks: &Ranks) -> Result<()> {
@@ -71,46 +104,40 @@ pub(crate) fn run(args: &GenerateArgs, ranks: &Ranks) -> Result<()> {
 
     // The last generated token never passes through the model.
     model::warn_beyond(&model, tokens.len() + options.max_tokens - 1);
-    let mut stream = TextStream::new(&tokenizer, &tokens, &args.stop)?;
-    let mut written = Ok(true);
+    ensure!(
+        args.num_speculative_tokens == 0 || !mesh.devices.are_gpus(),
+        "--num-speculative-tokens {} has no effect on GPUs, where tokens are generated one by one",
+        args.num_speculative_tokens
+    );
+    let weights = model.held(&mesh.devices);
+    let mut printer = Printer::new(&tokenizer, &tokens, &args.stop)?;
     let mesh = model::connected(mesh)?;
-    let generations = ringspan_serve::generate(&model, &mesh, &tokens, &options, |token| {
-        let text = stream.push(token)?;
-        written = say::write(&text);
-        let go_on = matches!(written, Ok(true)) && !stream.stopped();
-        Ok(if go_on { ControlFlow::Continue(()) } else { ControlFlow::Break(()) })
-    })?;
-    let cached = generations.iter().map(|rank| Buffer::U64(vec![rank.cached as u64])).collect();
-    let Some(cached) = mesh.ranks.gather(cached)? else { return Ok(()) };
-    if written.context("cannot write to standard output")? {
-        let rest = stream.finish()?;
-        let end = if std::io::stdout().is_terminal() { "\n" } else { "" };
-        say::write(&(rest + end)).context("cannot write to standard output")?;
-    }
-    eprintln!("{}", summary(&generations, &cached, tokens.len(), stream.stopped()));
-    model.held(&mesh.devices).iter().for_each(say::note);
+    let generated = match mesh.devices.are_gpus() {
+        true => on_gpus::generate(&model, &mesh, &tokens, &options, &mut printer)?,
+        false => on_engine::generate(model, mesh, &tokens, &options, args.num_speculative_tokens, &mut printer)?,
+    };
+    let Some(generated) = generated else { return Ok(()) };
+    let stopped = printer.finish()?;
+    eprintln!("{}", summary(&generated, tokens.len(), stopped));
+    weights.iter().for_each(say::note);
     Ok(())
 }
 
-fn summary(generations: &[Generation], cached: &[Arc<Buffer>], prompt: usize, stopped: bool) -> String {
-    let Some(first) = generations.first() else { return String::new() };
-    let speed = |tokens: usize, time: std::time::Duration| tokens as f64 / time.as_secs_f64().max(1e-9);
-    let why = match first.stop {
-        Stop::Token => "end of text",
-        Stop::Length => "--max-tokens",
-        Stop::Caller if stopped => "--stop",
-        Stop::Caller => "the reader left",
+fn summary(generated: &Generated, prompt: usize, stopped: bool) -> String {
+    let speed = |tokens: usize, time: Duration| tokens as f64 / time.as_secs_f64().max(1e-9);
+    let why = match generated.ended {
+        Ended::EndToken => "end of text",
+        Ended::MaxTokens => "--max-tokens",
+        Ended::Memory => "the memory for keys and values, which is full",
+        Ended::Printer if stopped => "--stop",
+        Ended::Printer => "the reader left",
     };
-    let number = |buffer: &Arc<Buffer>| match &**buffer {
-        Buffer::U64(number) => number.iter().map(u64::to_string).collect(),
-        _ => String::new(),
-    };
-    let cached: Vec<String> = cached.iter().map(number).collect();
+    let cached: Vec<String> = generated.cached.iter().map(usize::to_string).collect();
     format!(
         "prompt {prompt} tokens, {:.0} tokens/s; {} new tokens, {:.1} tokens/s; ended by {why}; cached tokens per rank: {}",
-        speed(prompt, first.prefill),
-        first.tokens.len(),
-        speed(first.tokens.len().saturating_sub(1), first.decode),
+        speed(prompt, generated.prefill),
+        generated.tokens,
+        speed(generated.tokens.saturating_sub(1), generated.decode),
         cached.join(", ")
     )
 }

@@ -1,0 +1,45 @@
+//! The folder of `--session-dir`, in which the cache of `ringspan serve` outlives it.
+
+use crate::model::ModelArgs;
+use crate::say;
+use anyhow::{Context, Result};
+use ringspan_serve::engine::{Client, SessionSize};
+use std::fmt::Display;
+use std::path::{Path, PathBuf};
+
+/// The file of a session, and the model that it is of.
+pub(crate) struct Session {
+    file: PathBuf,
+    model: String,
+}
+
+impl Session {
+    /// The session in `folder`, which is made if there is none. Sequences may have up to `max_model_len` tokens.
+    pub(crate) fn new(folder: &Path, model: &ModelArgs, max_model_len: usize) -> Result<Self> {
+        let flag = || format!("--session-dir {}", folder.display());
+        std::fs::create_dir_all(folder).with_context(flag)?;
+        Ok(Self { file: folder.join("session.safetensors"), model: model.fingerprint(max_model_len)? })
+    }
+
+    /// Restores the session, if there is one; says what it did.
+    pub(crate) fn restore(&self, client: &Client) {
+        if self.file.exists() {
+            self.say("restored", "the server begins without it", client.restore_session(&self.file, &self.model));
+        }
+    }
+
+    /// Saves the session; says what it did.
+    pub(crate) fn save(&self, client: &Client) {
+        self.say("saved", "what was cached is lost", client.save_session(&self.file, &self.model));
+    }
+
+    fn say(&self, done: &str, otherwise: &str, result: Result<SessionSize, impl Display>) {
+        let file = self.file.display();
+        match result {
+            Ok(SessionSize { tokens, bytes }) => {
+                say::note(format!("{done} a session of {tokens} tokens ({:.1} MB): {file}", bytes as f64 / 1e6));
+            }
+            Err(problem) => say::note(format!("the session in {file} is not {done}, {otherwise}: {problem}")),
+        }
+    }
+}

@@ -1,0 +1,168 @@
+//! Sessions: what is in the prefix cache outlives the engine.
+
+use super::prefix_cache::PrefixCache;
+use super::rank::EngineRank;
+use super::session_file::{RowFormat, SessionIndex, SessionPage, SessionReader, SessionWriter};
+use crate::error::Result;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// What a session has.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct SessionSize {
+    /// Tokens whose keys and values were saved or restored; those of a common beginning count once.
+    pub tokens: usize,
+    /// Bytes of their keys and values.
+    pub bytes: u64,
+}
+
+/// The form of the rows on all ranks, if sessions are possible.
+fn row_format(model: String, ranks: &EngineRank) -> Result<RowFormat, String> {
+    let rows = ranks.executor.rows().ok_or("the engine's cache cannot be saved")?;
+    Ok(RowFormat { model, dtype: rows.dtype, width: rows.width })
+}
+
+fn size(format: &RowFormat, tokens: usize) -> SessionSize {
+    SessionSize { tokens, bytes: (tokens * format.width * format.dtype.size_in_bytes()) as u64 }
+}
+
+/// Saves the prefix cache. The inner error is a sentence; the outer one ends the engine.
+pub(super) fn save(
+    file: &Path,
+    model: String,
+    cache: &PrefixCache,
+    adapters: &BTreeMap<u64, String>,
+    ranks: &mut EngineRank,
+) -> Result<Result<SessionSize, String>> {
+    let format = match row_format(model, ranks) {
+        Ok(format) => format,
+        Err(problem) => return Ok(Err(problem)),
+    };
+    let failed = |error: std::io::Error| format!("{} cannot be written: {error}", file.display());
+    let names: Vec<u64> = adapters.keys().copied().collect();
+    // Texts of adapters whose files could not be read have no identity.
+    let known = |adapter: Option<u64>| adapter.is_none_or(|slot| adapters.contains_key(&slot));
+    let all = cache.cached_pages();
+    let (mut index, mut places) =
+        (SessionIndex { adapters: adapters.values().cloned().collect(), ..Default::default() }, Vec::new());
+    let mut number = vec![None; all.len()];
+    for (at, page) in all.iter().enumerate().filter(|(_, page)| known(page.adapter)) {
+        number[at] = Some(index.pages.len());
+        index.pages.push(SessionPage {
+            parent: page.parent.and_then(|parent| number[parent]),
+            adapter: page.adapter.and_then(|slot| names.binary_search(&slot).ok()),
+            last_used: page.last_used,
+            tokens: page.tokens.to_vec(),
+        });
+        places.push((page.rank, page.page, page.tokens.len()));
+    }
+    let mut writer = match SessionWriter::create(file, &format, &index) {
+        Ok(writer) => writer,
+        Err(error) => return Ok(Err(failed(error))),
+    };
+    for (rank, page, rows) in &places {
+        let rows = ranks.read_page(*rank, *page, *rows)?;
+        if let Err(error) = writer.page(&rows) {
+            return Ok(Err(failed(error)));
+        }
+    }
+    let tokens = places.iter().map(|(.., rows)| rows).sum();
+    Ok(writer.finish().map(|()| size(&format, tokens)).map_err(failed))
+}
+
+/// Restores a session, the text that was used last at the end, so that it stays longest. The inner error is a sentence; the outer
+/// one ends the engine.
+pub(super) fn restore(
+    file: &Path,
+    model: String,
+    vocabulary: usize,
+    cache: &mut PrefixCache,
+    adapters: &BTreeMap<u64, String>,
+    ranks: &mut EngineRank,
+) -> Result<Result<SessionSize, String>> {
+    let opened = row_format(model, ranks)
+        .and_then(|format| SessionReader::open(file, &format, vocabulary).map(|reader| (format, reader)));
+    let (format, mut reader) = match opened {
+        Ok(opened) => opened,
+        Err(problem) => return Ok(Err(problem)),
+    };
+    let mut tokens = 0;
+    for leaf in leaves(&reader.index) {
+        match restore_text(leaf, &mut reader, cache, adapters, ranks)? {
+            Ok(restored) => tokens += restored,
+            Err(problem) => return Ok(Err(problem)),
+        }
+    }
+    Ok(Ok(size(&format, tokens)))
+}
+
+/// The last pages of texts, the one that was used last at the end.
+fn leaves(index: &SessionIndex) -> Vec<usize> {
+    let mut is_leaf = vec![true; index.pages.len()];
+    index.pages.iter().filter_map(|page| page.parent).for_each(|parent| is_leaf[parent] = false);
+    let mut leaves: Vec<usize> = (0..is_leaf.len()).filter(|page| is_leaf[*page]).collect();
+    leaves.sort_by_key(|page| index.pages[*page].last_used);
+    leaves
+}
+
+/// Restores the text that ends with a page; returns the number of its tokens that were not there yet.
+fn restore_text(
+    leaf: usize,
+    reader: &mut SessionReader,
+    cache: &mut PrefixCache,
+    adapters: &BTreeMap<u64, String>,
+    ranks: &mut EngineRank,
+) -> Result<Result<usize, String>> {
+    let adapter = match reader.index.pages[leaf].adapter {
+        None => None,
+        Some(of) => match adapters.iter().find(|(_, identity)| **identity == reader.index.adapters[of]) {
+            Some((slot, _)) => Some(*slot),
+            None => return Ok(Ok(0)),
+        },
+    };
+    let mut path = vec![leaf];
+    while let Some(parent) = path.last().and_then(|page| reader.index.pages[*page].parent) {
+        path.push(parent);
+    }
+    let (mut text, mut sources) = (Vec::new(), Vec::new());
+    for page in path.into_iter().rev() {
+        let tokens = &reader.index.pages[page].tokens;
+        sources.extend((0..tokens.len()).map(|row| (page, row)));
+        text.extend_from_slice(tokens);
+    }
+    let hit = cache.hold_prefix(adapter, &text);
+    if let Some((page, _)) = hit.partial {
+        cache.release(hit.pages.len(), page);
+    }
+    let (mut held, mut node, mut restored, mut problem) = (hit.pages, hit.node, 0, None);
+    let size = cache.page();
+    while held.len() * size < text.len() {
+        let index = held.len();
+        let range = index * size..text.len().min((index + 1) * size);
+        let Some(page) = cache.allocate(index) else { break };
+        let mut rows = Vec::new();
+        let read = sources[range.clone()].iter().try_for_each(|(page, row)| reader.append_row(*page, *row, &mut rows));
+        if let Err(error) = read {
+            cache.release(index, page);
+            problem = Some(error);
+            break;
+        }
+        ranks.write_page(cache.rank_of(index), page, reader.message(&rows))?;
+        match cache.insert(adapter, node, &text[range.clone()], page) {
+            Some((inserted, kept)) => {
+                held.push(kept);
+                node = Some(inserted);
+                restored += range.len();
+            }
+            // A longer text with these tokens is there, or there is no prefix cache.
+            None => {
+                cache.release(index, page);
+                break;
+            }
+        }
+    }
+    for (index, page) in held.into_iter().enumerate() {
+        cache.release(index, page);
+    }
+    Ok(problem.map_or(Ok(restored), Err))
+}

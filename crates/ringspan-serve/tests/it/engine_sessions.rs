@@ -1,0 +1,116 @@
+//! What an engine has cached outlives it: another engine, on another mesh with other pages, continues from there.
+
+use super::engine::{ask, close, greedy, small, start};
+use crate::support::*;
+use ringspan_serve::engine::{EngineOptions, KvCache};
+use std::path::Path;
+use std::sync::Arc;
+
+/// Two texts with a common beginning, and another one.
+fn prompts() -> [Vec<u32>; 3] {
+    let beginning = tokens(21, 3);
+    [[beginning.clone(), tokens(9, 4)].concat(), [beginning, tokens(14, 5)].concat(), tokens(6, 6)]
+}
+
+#[test]
+fn a_session_is_restored_on_another_mesh_with_other_pages() {
+    for (name, model) in [("qwen3", qwen3()), ("gemma3", gemma3())] {
+        let model = Arc::new(model);
+        let folder = tempfile::tempdir().expect("a folder");
+        let file = folder.path().join("session.safetensors");
+        let first = start(&model, 3, &small());
+        let texts = prompts().map(|prompt| [prompt.clone(), ask(&first, greedy(&prompt, 12)).tokens].concat());
+        let saved = first.client().save_session(&file, name).expect("saved");
+        // The last generated token of each text never passed through the model; the common beginning is there once, up to pages.
+        let all: usize = texts.iter().map(|text| text.len() - 1).sum();
+        assert!(saved.tokens <= all - 20 && saved.tokens >= all - 21, "{saved:?}, {all} tokens");
+        // Keys and values of 2 layers with 2 heads of width 8, in f32.
+        assert_eq!(saved.bytes, saved.tokens as u64 * 2 * 2 * 2 * 8 * 4);
+        first.shutdown(true).expect("ends");
+        assert_eq!(std::fs::read_dir(folder.path()).expect("a folder").count(), 1, "nothing else is left");
+
+        let cold = start(&model, 1, &EngineOptions { prefix_cache: false, ..small() });
+        for (ring, page) in [(3, 4), (1, 16), (2, 3), (4, 7)] {
+            let engine = start(&model, ring, &EngineOptions { page, ..small() });
+            let restored = engine.client().restore_session(&file, name).expect("restored");
+            // Rows of a common beginning that ends inside a page are there twice; where depends on the pages.
+            assert!(restored.tokens >= all - 21 && restored.tokens <= all, "{restored:?} of {saved:?}");
+            for text in &texts {
+                let longer = [text.as_slice(), &tokens(5, 7)].concat();
+                let (heard, expected) = (ask(&engine, greedy(&longer, 9)), ask(&cold, greedy(&longer, 9)));
+                let what = format!("{name}, {ring} ranks, pages of {page}");
+                assert_eq!((heard.cached, &heard.tokens), (text.len() - 1, &expected.tokens), "{what}");
+                close(&heard.logprobs, &expected.logprobs);
+            }
+            // What was restored is saved again, with what came since.
+            let again = engine.client().save_session(&file.with_extension("again"), name).expect("saved");
+            assert!(again.tokens > saved.tokens);
+            engine.shutdown(true).expect("ends");
+        }
+    }
+}
+
+#[test]
+fn a_smaller_cache_keeps_the_texts_that_were_used_last() {
+    let model = Arc::new(qwen3());
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("session.safetensors");
+    let first = start(&model, 2, &small());
+    let prompts: Vec<Vec<u32>> = (0..6).map(|seed| tokens(30, 50 + seed)).collect();
+    prompts.iter().for_each(|prompt| drop(ask(&first, greedy(prompt, 2))));
+    first.client().save_session(&file, "model").expect("saved");
+    first.shutdown(true).expect("ends");
+    let options = EngineOptions { kv_cache: KvCache::Pages(16), max_model_len: Some(40), ..small() };
+    let engine = start(&model, 1, &options);
+    engine.client().restore_session(&file, "model").expect("restored");
+    let cached = |prompt: &Vec<u32>| ask(&engine, greedy(prompt, 1)).cached;
+    assert_eq!(cached(&prompts[5]), 29);
+    assert_eq!(cached(&prompts[0]), 0);
+    engine.shutdown(true).expect("ends");
+}
+
+/// Damaged and foreign files are refused with the reason, and the engine serves without them.
+#[test]
+fn files_that_are_no_session_of_this_model_are_refused() {
+    let model = Arc::new(qwen3());
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("session.safetensors");
+    let engine = start(&model, 2, &small());
+    let prompt = tokens(30, 3);
+    let expected = ask(&engine, greedy(&prompt, 12));
+    engine.client().save_session(&file, "model of 1 files").expect("saved");
+    let whole = std::fs::read(&file).expect("a file");
+    let refusal = |engine: &ringspan_serve::engine::Engine, file: &Path, model: &str| {
+        engine.client().restore_session(file, model).expect_err("must be refused").to_string()
+    };
+    let said = refusal(&engine, &file, "model of 2 files");
+    assert!(said.contains("another model") && said.contains("of 1 files") && said.contains("of 2 files"), "{said}");
+    assert!(refusal(&engine, &folder.path().join("nowhere"), "model").contains("cannot be read"));
+
+    let fresh = start(&model, 3, &small());
+    let damaged = folder.path().join("damaged");
+    // Bytes in the header's length, in the header, among the texts, the rows, and the checksums.
+    let header = 8 + u64::from_le_bytes(whole[..8].try_into().expect("8 bytes")) as usize;
+    for at in [0, 7, 9, 40, header - 20, header + 3, header + 70, whole.len() / 2, whole.len() - 1] {
+        let mut bytes = whole.clone();
+        bytes[at] ^= 0x15;
+        std::fs::write(&damaged, bytes).expect("a file");
+        let said = refusal(&fresh, &damaged, "model of 1 files");
+        assert!(said.contains("damaged") || said.contains("format"), "byte {at}: {said}");
+    }
+    for length in [0, 5, 8, 100, header, header + 9, whole.len() - 1] {
+        std::fs::write(&damaged, &whole[..length]).expect("a file");
+        assert!(refusal(&fresh, &damaged, "model of 1 files").contains("damaged"), "{length} bytes");
+    }
+    std::fs::write(&damaged, [&whole[..], &[0]].concat()).expect("a file");
+    assert!(refusal(&fresh, &damaged, "model of 1 files").contains("damaged"));
+
+    let heard = ask(&fresh, greedy(&prompt, 12));
+    assert_eq!(heard.tokens, expected.tokens);
+    close(&heard.logprobs, &expected.logprobs);
+
+    let unwritable =
+        engine.client().save_session(&folder.path().join("no/such/folder"), "model").expect_err("no folder");
+    assert!(unwritable.to_string().contains("cannot be written"), "{unwritable}");
+    assert_eq!(ask(&engine, greedy(&prompt, 12)).tokens, expected.tokens, "it goes on");
+}
