@@ -7,7 +7,7 @@ use super::{Case, Result};
 use candle_core::{DType, Device, Tensor, Var};
 use ringspan::attention::Group;
 use ringspan::comm::threads::{self, Options};
-use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Score, StrategyKind};
+use ringspan::{Documents, Layout, LayoutKind, Mask, Score, StrategyKind};
 use ringspan_candle::activation::Activation;
 use ringspan_candle::gated_mlp::{gated_mlp, gated_mlp_recomputed, gated_mlp_saving};
 use ringspan_candle::linear::{linear, linear_recomputed};
@@ -15,7 +15,7 @@ use ringspan_candle::norm::rms_norm;
 use ringspan_candle::rope::{RotaryTable, rope};
 use ringspan_candle::stored_activation::{Storage, StoredActivation};
 use ringspan_candle::tensor_parallel::NO_TENSOR_PARALLEL;
-use ringspan_candle::{Attend, AttentionInputs, Context, Recompute, cotangent, loss, pool};
+use ringspan_candle::{Attend, AttentionInputs, Context, RankDevice, Recompute, cotangent, loss, pool};
 use ringspan_models::Config;
 use ringspan_train::{Optimizer, OptimizerConfig, UpdateArguments};
 use std::sync::Arc;
@@ -153,13 +153,9 @@ fn of_rank(case: &Case, config: &Config) -> Result<Vec<Part>> {
     let products = if recompute == Recompute::Full { 9.0 } else { 7.0 };
     let flops = products * (tokens * tokens * heads * dim) as f64;
     let attention = std::sync::Mutex::new(&mut clock);
-    let kernel = || match case.isa {
-        Some(isa) => Kernel::with_isa(case.threads, isa),
-        None => Ok(Kernel::new(case.threads)),
-    };
     threads::run(1, Options::default(), |comm| {
         let run = || -> Result<()> {
-            let group = Arc::new(Group::new(comm, (1, 1), kernel()?)?);
+            let group = Arc::new(Group::new(comm, (1, 1), RankDevice::CPU.kernel(case.threads)?)?);
             let context = Context::new(group, layout.clone(), StrategyKind::Ring)?;
             let attend =
                 || context.layer_attention(0, &AttentionInputs::new(&q, &k, &k), &Mask::causal(), &Score::new(0.125));
@@ -172,7 +168,8 @@ fn of_rank(case: &Case, config: &Config) -> Result<Vec<Part>> {
                 Ok(cotangent::backward(&attend()?, &dy).map(drop)?)
             })
         };
-        run().map_err(|error| ringspan::Error::Layout(error.to_string()))
+        let done = pool::run_with_isa(case.threads, case.isa, || run().map_err(|error| error.to_string()));
+        done.map_err(|error| error.to_string()).flatten().map_err(ringspan::Error::Layout)
     })?;
 
     let (vocabulary, head) = (config.vocab_size, random(&[config.vocab_size, hidden])?);
