@@ -250,7 +250,7 @@ mod tests {
         let mut held: BTreeMap<String, usize> = BTreeMap::new();
         for rank in 0..mesh.size() {
             let part = model.shard(mesh.place(rank), rank % 2 == 0).expect("a part");
-            let own = part.weights(0).iter().map(|(name, weight)| (name, weight));
+            let own = part.weights(0).iter();
             for (name, weight) in own.chain(part.head.iter().map(|rows| (&head, rows))) {
                 *held.entry(name.clone()).or_default() += weight.bytes();
             }
