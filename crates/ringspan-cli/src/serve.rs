@@ -130,9 +130,9 @@ pub(crate) fn run(args: &ServeArgs, ranks: &Ranks) -> Result<()> {
     let client = Arc::new(engine.client());
     let limits = client.limits();
     say::note(format!(
-        "mesh {axes} = {} ranks with {} pages of {} tokens each ({:.1} MB of keys and values a rank); sequences of up to {} tokens, {} \
+        "mesh {axes} = {} with {} pages of {} tokens each ({:.1} MB of keys and values a rank); sequences of up to {} tokens, {} \
          at a time; {} requests may wait",
-        limits.ranks,
+        if limits.ranks == 1 { "1 rank".to_owned() } else { format!("{} ranks", limits.ranks) },
         limits.pages_per_rank,
         limits.page,
         limits.cache_bytes as f64 / 1e6,

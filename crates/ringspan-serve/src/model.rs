@@ -227,3 +227,39 @@ fn rows(matrix: &Weight, range: Range<usize>, copy: bool) -> Result<Weight> {
         Weight::Stack(_) => return Err(Error::Step("the output head is a stack of experts".to_owned())),
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mesh::Mesh;
+
+    /// Ranks hold each matrix once, in parts; only norms and routers are on all ranks of a stage.
+    #[test]
+    fn ranks_hold_the_weights_together_and_none_twice() {
+        let config = serde_json::json!({
+            "model_type": "qwen3_moe", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+            "max_position_embeddings": 4096, "tie_word_embeddings": false, "hidden_act": "silu", "num_experts": 6,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": true, "mlp_only_layers": [0]
+        });
+        let decoder = Decoder::new(serde_json::from_value(config).expect("a known model")).expect("sizes that fit");
+        let weights = decoder.init(5).expect("weights");
+        let model = Model::new(decoder, weights).expect("a whole model");
+        let head = model.decoder().head_name().to_owned();
+        let mesh = Mesh { pp: 2, tp: 2, ep: 2, ..Mesh::single() };
+        let mut held: BTreeMap<String, usize> = BTreeMap::new();
+        for rank in 0..mesh.size() {
+            let part = model.shard(mesh.place(rank), rank % 2 == 0).expect("a part");
+            let own = part.weights(0).iter();
+            for (name, weight) in own.chain(part.head.iter().map(|rows| (&head, rows))) {
+                *held.entry(name.clone()).or_default() += weight.bytes();
+            }
+        }
+        assert!(held.keys().eq(model.weights(0).keys()));
+        for (name, whole) in model.weights(0) {
+            let is_on_all = name.contains("norm") || name.ends_with("mlp.gate.weight");
+            let copies = if is_on_all { mesh.stage_size() } else { 1 };
+            assert_eq!(held[name], copies * whole.bytes(), "{name}");
+        }
+    }
+}

@@ -11,9 +11,9 @@ use crate::model::Model;
 use crate::step::Step;
 use candle_core::Tensor;
 
-/// Executes a step on this rank, with its shard of the model; all ranks must call this with the same step. Rank 0 gets the hidden
-/// states `[n, C]`, before the last norm, of the outputs that the step asks for, in the order of sequences and tokens; the others get `None`, and so
-/// does rank 0 if there are no outputs.
+/// Executes a step on this rank, with its part of the model; all ranks must call this with the same step. The first rank of the last
+/// pipeline stage, which is rank 0 if there is one stage, gets the hidden states `[n, C]`, before the last norm, of the outputs that the
+/// step asks for, in the order of sequences and tokens; the others get `None`, and so does that rank if there are no outputs.
 ///
 /// # Errors
 /// A step that does not fit the cache or the model, which all ranks refuse alike before they compute; failures of other ranks.
