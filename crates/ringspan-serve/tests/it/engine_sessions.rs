@@ -2,7 +2,6 @@
 
 use super::engine::{ask, close, greedy, small, start};
 use crate::support::*;
-use ringspan_serve::engine::request::EngineClient;
 use ringspan_serve::engine::{EngineOptions, KvCache};
 use std::path::Path;
 use std::sync::Arc;
