@@ -8,16 +8,15 @@ schemathesis over `/openapi.json`.
 import argparse
 import base64
 import json
-import random
 import struct
 import subprocess
 import sys
 import tempfile
-from contextlib import contextmanager
 from pathlib import Path
 
 import openai
 from openai import OpenAI
+from tiny_server import server, write_model
 
 TOOLS = [
     {
@@ -35,74 +34,6 @@ TOOLS = [
     }
 ]
 CALL = '<tool_call>{"name": "weather", "arguments": {"place": "Ulm"}}</tool_call>'
-
-
-# Qwen's form without its words.
-TEMPLATE = """{% for m in messages %}<|im_start|>{{ m.role }}
-{{ m.content }}<|im_end|>
-{% endfor %}{% if tools %}<tool_call>{% endif %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-
-
-def write_model(folder):
-    """Writes a tiny Llama with random weights, a tokenizer whose tokens are bytes, and a chat template."""
-    hidden, width, heads, groups, head, layers, vocabulary = 32, 48, 4, 2, 8, 2, 259
-    config = {
-        "model_type": "llama", "vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": width,
-        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": head,
-        "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 4096, "tie_word_embeddings": True,
-        "hidden_act": "silu", "eos_token_id": 256,
-    }  # fmt: skip
-    shapes = {"model.embed_tokens.weight": [vocabulary, hidden], "model.norm.weight": [hidden]}
-    for layer in range(layers):
-        at = f"model.layers.{layer}."
-        shapes |= {
-            at + "input_layernorm.weight": [hidden],
-            at + "post_attention_layernorm.weight": [hidden],
-            at + "self_attn.q_proj.weight": [heads * head, hidden],
-            at + "self_attn.k_proj.weight": [groups * head, hidden],
-            at + "self_attn.v_proj.weight": [groups * head, hidden],
-            at + "self_attn.o_proj.weight": [hidden, heads * head],
-            at + "mlp.gate_proj.weight": [width, hidden],
-            at + "mlp.up_proj.weight": [width, hidden],
-            at + "mlp.down_proj.weight": [hidden, width],
-        }
-    draw, header, data = random.Random(5), {}, bytearray()
-    for name, shape in shapes.items():
-        values = [1.0] * shape[0] if len(shape) == 1 else [draw.gauss(0, 0.3) for _ in range(shape[0] * shape[1])]
-        start = len(data)
-        data += struct.pack(f"<{len(values)}f", *values)
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, len(data)]}
-    head_bytes = json.dumps(header).encode()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(head_bytes)) + head_bytes + data)
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    rest = iter(range(0x100, 0x200))
-    alphabet = {chr(byte if byte in printable else next(rest)): byte for byte in range(256)}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    added = [
-        {"id": 256 + i, "content": text, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-        for i, text in enumerate(["<|im_end|>", "<|im_start|>", "<|endoftext|>"])
-    ]
-    model = {"type": "BPE", "vocab": alphabet, "merges": [], "fuse_unk": False, "byte_fallback": False}
-    tokenizer = {"version": "1.0", "added_tokens": added, "pre_tokenizer": byte_level, "decoder": byte_level, "model": model}
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-
-
-@contextmanager
-def server(command):
-    """Starts a server and yields its address, which is the first line that it prints."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        line = process.stdout.readline()
-        if not line.startswith("listening on http://"):
-            sys.exit(f"{command[0]} prints {line!r} instead of its address")
-        yield line.removeprefix("listening on ").strip()
-    finally:
-        process.terminate()
-        if process.wait(60) not in (0, -15):
-            sys.exit(f"{command[0]} ended with {process.returncode}")
 
 
 def expect(error, status, call, **fields):
@@ -244,7 +175,7 @@ def main():
     parser.add_argument("--schemathesis", action="store_true", help="run schemathesis against --scripted as well")
     args = parser.parse_args()
     if args.scripted:
-        with server([args.scripted]) as url:
+        with server([args.scripted]) as (url, _):
             client = OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
             check_any(client, "scripted")
             check_scripted(client, "scripted")
@@ -257,7 +188,7 @@ def main():
             (Path(folder) / "keys").write_text("secret\n")
             command = [args.ringspan, "serve", "--model", folder, "--model-name", "tiny", "--port", "0", "--ring", args.ring]
             command += ["--threads", "1", "--kv-cache", "64MiB", "--api-key-file", folder + "/keys"]
-            with server(command) as url:
+            with server(command) as (url, _):
                 client = OpenAI(base_url=url + "/v1", api_key="secret", max_retries=0)
                 check_any(client, "tiny")
                 stranger = OpenAI(base_url=url + "/v1", api_key="wrong", max_retries=0)

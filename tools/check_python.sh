@@ -21,4 +21,6 @@ if [ "$(cat "$clients/made-of" 2>/dev/null)" != "$(sha256sum <tools/requirements
   "$python" -m uv pip install --quiet --python "$clients/bin/python" -r tools/requirements-serve.txt
   sha256sum <tools/requirements-serve.txt >"$clients/made-of"
 fi
+python3 tools/check_load.py "$ringspan"
+python3 tools/check_load.py "$ringspan" -- --ring 2 --num-speculative-tokens 4
 "$clients/bin/python" tools/check_clients.py --scripted "$target/debug/examples/scripted_engine" --schemathesis --ringspan "$ringspan"
