@@ -71,8 +71,7 @@ impl Engine {
         let limits = options.limits(sizes)?;
         let pages = Pages::new(limits.ranks, limits.pages_per_rank as u32);
         let cache = PrefixCache::new(pages, limits.page, options.prefix_cache);
-        let EngineOptions { page, max_running, prefill_chunk, .. } = *options;
-        let mixed_chunk = options.mixed_chunk();
+        let EngineOptions { page, max_running, prefill_chunk, mixed_chunk, .. } = *options;
         let scheduler = Scheduler::new(cache, Bounds { page, max_running, prefill_chunk, mixed_chunk });
         let shared = Arc::new(Shared::new(limits, options.deadline));
         if !mesh.ranks.lead() {
