@@ -75,8 +75,7 @@ impl Engine {
         let limits = options.limits(sizes)?;
         let pages = Pages::new(limits.cp, limits.pages_per_rank as u32);
         let cache = PrefixCache::new(pages, limits.page, options.prefix_cache);
-        let EngineOptions { page, max_running, prefill_chunk, num_speculative_tokens, .. } = *options;
-        let mixed_chunk = options.mixed_chunk();
+        let EngineOptions { page, max_running, prefill_chunk, mixed_chunk, num_speculative_tokens, .. } = *options;
         let bounds = Bounds { page, max_running, prefill_chunk, mixed_chunk, num_speculative_tokens };
         let scheduler = Scheduler::new(cache, bounds);
         let shared = Arc::new(Shared::new(limits, options.deadline));

@@ -148,7 +148,9 @@ impl<'a> Lead<'a> {
                 continue;
             }
             idle = false;
+            let began = Instant::now();
             self.step(&passes, ranks)?;
+            self.scheduler.took(began.elapsed());
             if self.counted.elapsed() >= COUNT_EVERY {
                 self.count(ranks)?;
             }

@@ -21,7 +21,8 @@ pub struct EngineOptions {
     /// Largest number of prompts' tokens in one step.
     pub prefill_chunk: usize,
     /// The same for steps in which other requests generate: more of them make prompts faster, fewer make the time between the tokens
-    /// of the others shorter. `None` for [`MIXED_CHUNK`], or `prefill_chunk` if that is less.
+    /// of the others shorter. With `None`, the engine measures what steps take, and chooses the number so that a step that reads
+    /// prompts takes about three times as long as one that does not.
     pub mixed_chunk: Option<usize>,
     /// Keeps the keys and values of texts as long as there is room, so that texts with the same beginning need not compute it
     /// again.
@@ -32,10 +33,6 @@ pub struct EngineOptions {
     /// Longest wait of a client for the answer to a health check or the loading of an adapter.
     pub deadline: Duration,
 }
-
-/// Prompts' tokens in a step in which other requests generate, unless the options say another number: so many that products are
-/// not slower by the token than in longer chunks.
-pub const MIXED_CHUNK: usize = 64;
 
 /// Memory for keys and values on each rank.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -140,11 +137,6 @@ impl EngineOptions {
             pages_per_rank,
             cache_bytes: sizes.page_bytes.saturating_mul(pages_per_rank as u64),
         })
-    }
-
-    /// Largest number of prompts' tokens in a step in which other requests generate.
-    pub(super) fn mixed_chunk(&self) -> usize {
-        self.mixed_chunk.unwrap_or(MIXED_CHUNK).min(self.prefill_chunk)
     }
 
     fn pages(&self, sizes: &EngineSizes) -> Result<usize> {

@@ -1,12 +1,13 @@
 //! Decides which sequences compute which tokens in the next step, and in which pages.
 //!
 //! Requests are admitted in the order in which they came. A step has one token of every sequence that is generating, and
-//! prompts' next tokens up to a limit, so that a long prompt delays the others by a bounded time only. A request waits while another
+//! prompts' next tokens up to a limit, so that a long prompt delays the others by a bounded time only ([`PrefillPace`]). A request waits while another
 //! reads the same beginning, and then finds it in the cache. A sequence holds pages
 //! for all of its tokens from its admission on; if a further page is missing, the youngest sequence is put back into the queue
 //! and computed again later, from its tokens. A sequence that generates may also compute drafts, guesses of its next tokens; they take
 //! pages only as long as there are some.
 
+use super::pace::PrefillPace;
 use super::prefix_cache::{AdapterSlot, PrefixCache};
 use super::prompt_lookup::propose;
 use super::request::{Event, FinishReason};
@@ -14,6 +15,7 @@ use super::sequence::{CopiedFrom, Placed, Sequence};
 use super::step::{Outputs, PageCopy, Step, StepSequence};
 use super::token_sampler::Drawn;
 use std::collections::{BTreeMap, VecDeque};
+use std::time::Duration;
 
 /// Sizes that bound a step.
 #[derive(Debug, Clone, Copy)]
@@ -24,8 +26,8 @@ pub(super) struct Bounds {
     pub(super) max_running: usize,
     /// Largest number of prompts' tokens in a step.
     pub(super) prefill_chunk: usize,
-    /// The same for a step in which other requests generate.
-    pub(super) mixed_chunk: usize,
+    /// The same for a step in which other requests generate; `None` if it follows from what steps take.
+    pub(super) mixed_chunk: Option<usize>,
     /// Largest number of drafts of a sequence in a step.
     pub(super) num_speculative_tokens: usize,
 }
@@ -34,6 +36,9 @@ pub(super) struct Bounds {
 #[derive(Debug)]
 pub(super) struct Scheduler {
     bounds: Bounds,
+    pace: PrefillPace,
+    /// Number of sequences that generate in the last step, and of the prompts' tokens that it reads.
+    last_step: (usize, usize),
     cache: PrefixCache,
     waiting: VecDeque<Sequence>,
     /// In the order of their arrival.
@@ -66,7 +71,16 @@ pub(super) struct Pass {
 
 impl Scheduler {
     pub(super) fn new(cache: PrefixCache, bounds: Bounds) -> Self {
-        Self { bounds, cache, waiting: VecDeque::new(), running: Vec::new(), counts: Counts::default() }
+        let pace = PrefillPace::new(bounds.prefill_chunk, bounds.mixed_chunk);
+        Self {
+            bounds,
+            pace,
+            last_step: (0, 0),
+            cache,
+            waiting: VecDeque::new(),
+            running: Vec::new(),
+            counts: Counts::default(),
+        }
     }
 
     pub(super) fn cache(&self) -> &PrefixCache {
@@ -123,8 +137,8 @@ impl Scheduler {
         self.running.iter_mut().for_each(|sequence| sequence.drafts.clear());
         self.grow();
         let mut chunks: Vec<usize> = Vec::with_capacity(self.running.len());
-        let generates = self.running.iter().any(|sequence| sequence.remaining() == 1);
-        let mut budget = if generates { self.bounds.mixed_chunk } else { self.bounds.prefill_chunk };
+        let generating = self.running.iter().filter(|sequence| sequence.remaining() == 1).count();
+        let mut budget = self.pace.tokens(generating);
         let chunk_of = |sequence: &Sequence, budget: &mut usize| match sequence.remaining() {
             1 => 1,
             remaining => {
@@ -151,6 +165,8 @@ impl Scheduler {
             }
         }
         self.draft();
+        let generating = chunks.iter().filter(|tokens| **tokens == 1).count();
+        self.last_step = (generating, chunks.iter().filter(|tokens| **tokens > 1).sum());
         self.passes(&chunks)
     }
 
@@ -334,6 +350,12 @@ impl Scheduler {
     /// The running sequences.
     pub(super) fn running(&mut self) -> &mut [Sequence] {
         &mut self.running
+    }
+
+    /// Learns what the last step took, for the size of later ones.
+    pub(super) fn took(&mut self, time: Duration) {
+        let (generating, tokens) = self.last_step;
+        self.pace.measured(generating, tokens, time);
     }
 
     /// Records that a step has been computed: its keys and values are in the cache, and others may use them. Drafts count once they

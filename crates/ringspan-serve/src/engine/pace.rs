@@ -1,0 +1,236 @@
+//! Chooses how many tokens of prompts a step reads while other requests generate, by what earlier steps took.
+//!
+//! The time of a step is the time between two tokens for everybody who generates. A step that reads prompts may take
+//! [`SLOWER`] times what a step takes that only generates, so while prompts wait, two thirds of the time are theirs, however fast the
+//! machine, the model and the mesh are, and however long the texts. Only where that were very few tokens, they take longer.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+/// How many times longer than a step that only generates a step may take that reads prompts as well.
+const SLOWER: f64 = 3.0;
+
+/// Fewest tokens of prompts in a step that reads any, and their number as long as no prompt has been measured. Products of fewer rows
+/// hardly take less time, since they read the same weights: a prompt would take longer, and the others would wait as long.
+const FEWEST: usize = 64;
+
+/// Number of measurements whose median counts: one slow step changes nothing.
+const MEASUREMENTS: usize = 5;
+
+/// Steps that read prompts between two that only generate, in which their time is measured again: it grows with the texts.
+const REMEASURED: usize = 64;
+
+/// What steps took.
+#[derive(Debug)]
+pub(super) struct PrefillPace {
+    /// Largest number of prompts' tokens in a step.
+    most: usize,
+    /// The number of tokens of prompts in a step in which others generate, if it does not follow from times.
+    fixed: Option<usize>,
+    /// Seconds of steps that only generate, by the number of their sequences: class i has 2^(i-1) + 1 to 2^i of them.
+    decodes: Vec<DecodeTimes>,
+    /// Seconds that a step takes longer for each token of a prompt.
+    per_token: Recent,
+}
+
+#[derive(Debug, Default)]
+struct DecodeTimes {
+    seconds: Recent,
+    /// Steps with as many sequences that read prompts, since the last one that did not.
+    since: usize,
+}
+
+/// The last measurements.
+#[derive(Debug, Default)]
+struct Recent(VecDeque<f64>);
+
+impl Recent {
+    fn add(&mut self, value: f64) {
+        if self.0.len() == MEASUREMENTS {
+            self.0.pop_front();
+        }
+        self.0.push_back(value);
+    }
+
+    fn median(&self) -> Option<f64> {
+        let mut sorted: Vec<f64> = self.0.iter().copied().collect();
+        sorted.sort_by(f64::total_cmp);
+        sorted.get(sorted.len().saturating_sub(1) / 2).copied()
+    }
+}
+
+impl PrefillPace {
+    /// A step reads up to `most` tokens of prompts; `fixed` tokens, if given, while others generate.
+    pub(super) fn new(most: usize, fixed: Option<usize>) -> Self {
+        Self { most, fixed: fixed.map(|fixed| fixed.min(most)), decodes: Vec::new(), per_token: Recent::default() }
+    }
+
+    /// How many tokens of prompts the next step reads if `generating` sequences generate in it.
+    ///
+    /// None are read if the time of a step that only generates is to be measured. Somebody must generate then.
+    pub(super) fn tokens(&self, generating: usize) -> usize {
+        if generating == 0 {
+            return self.most;
+        }
+        if let Some(fixed) = self.fixed {
+            return fixed;
+        }
+        let measured = self.decodes.get(class(generating)).filter(|times| times.since < REMEASURED);
+        let Some(decode) = measured.and_then(|times| times.seconds.median()) else { return 0 };
+        let Some(per_token) = self.per_token.median() else { return FEWEST.min(self.most) };
+        let tokens = (SLOWER - 1.0) * decode / per_token.max(f64::MIN_POSITIVE);
+        // Casting saturates.
+        (tokens as usize).max(FEWEST).min(self.most)
+    }
+
+    /// Learns that a step took `time` in which `generating` sequences generated and `tokens` tokens of prompts were read.
+    pub(super) fn measured(&mut self, generating: usize, tokens: usize, time: Duration) {
+        let seconds = time.as_secs_f64();
+        if generating == 0 {
+            if tokens > 0 {
+                self.per_token.add(seconds / tokens as f64);
+            }
+            return;
+        }
+        let class = class(generating);
+        if self.decodes.len() <= class {
+            self.decodes.resize_with(class + 1, DecodeTimes::default);
+        }
+        let times = &mut self.decodes[class];
+        if tokens == 0 {
+            times.seconds.add(seconds);
+            times.since = 0;
+            return;
+        }
+        times.since += 1;
+        if let Some(decode) = times.seconds.median() {
+            // A step may be faster than the median of others.
+            self.per_token.add((seconds - decode).max(0.0) / tokens as f64);
+        }
+    }
+}
+
+fn class(generating: usize) -> usize {
+    generating.next_power_of_two().trailing_zeros() as usize
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Seconds of a step on a machine: for itself, for each sequence that generates, and for each token of a prompt behind
+    /// `depth` others.
+    struct Machine {
+        step: f64,
+        sequence: f64,
+        token: f64,
+        per_depth: f64,
+    }
+
+    impl Machine {
+        fn takes(&self, generating: usize, tokens: usize, depth: usize) -> f64 {
+            let token = self.token + self.per_depth * depth as f64;
+            self.step + self.sequence * generating as f64 + token * tokens as f64
+        }
+
+        /// Reads a prompt while `generating` sequences generate; the tokens and the seconds of each step.
+        fn read(&self, pace: &mut PrefillPace, generating: usize, prompt: usize) -> Vec<(usize, f64)> {
+            let (mut read, mut steps) = (0, Vec::new());
+            while read < prompt {
+                let tokens = pace.tokens(generating).min(prompt - read);
+                let seconds = self.takes(generating, tokens, read);
+                pace.measured(generating, tokens, Duration::from_secs_f64(seconds));
+                steps.push((tokens, seconds));
+                read += tokens;
+                assert!(steps.len() <= prompt, "the prompt is not read");
+            }
+            steps
+        }
+    }
+
+    /// Machines of very different speeds, one of them a hundred times slower with many sequences than with one.
+    const MACHINES: [Machine; 4] = [
+        Machine { step: 0.010, sequence: 0.0010, token: 0.0007, per_depth: 0.0 },
+        Machine { step: 0.010, sequence: 0.0065, token: 0.0007, per_depth: 2e-8 },
+        Machine { step: 0.0002, sequence: 0.0001, token: 1e-5, per_depth: 3e-10 },
+        Machine { step: 1.5, sequence: 0.01, token: 0.02, per_depth: 2e-6 },
+    ];
+
+    #[test]
+    fn a_step_with_a_prompt_takes_three_times_as_long_as_one_without() {
+        for machine in MACHINES {
+            for generating in [1, 5, 16, 60] {
+                let mut pace = PrefillPace::new(100_000, None);
+                let first = machine.read(&mut pace, 0, 2000);
+                assert_eq!(first.len(), 1, "alone, a prompt is read in the largest chunks");
+                let alone = machine.takes(generating, 0, 0);
+                let steps = machine.read(&mut pace, generating, 32_000);
+                let longest = steps.iter().map(|(_, seconds)| *seconds).fold(0.0, f64::max);
+                let allowed = (3.4 * alone).max(1.001 * machine.takes(generating, FEWEST, 32_000));
+                assert!(longest < allowed, "{longest} s, {alone} s alone, {generating} generate");
+                let (tokens, seconds) =
+                    steps.iter().fold((0, 0.0), |(tokens, all), step| (tokens + step.0, all + step.1));
+                assert_eq!(tokens, 32_000);
+                let decodes = steps.len() as f64 * alone;
+                let share = 1.0 - decodes / seconds;
+                assert!(share > 0.6, "prompts get {share} of the time, {generating} generate");
+                let measuring = steps.iter().filter(|(tokens, _)| *tokens == 0).count();
+                assert!(measuring <= 1 + steps.len() / REMEASURED, "{measuring} of {} steps", steps.len());
+            }
+        }
+    }
+
+    #[test]
+    fn more_sequences_that_generate_leave_more_time_for_prompts() {
+        let machine = &MACHINES[1];
+        let mut pace = PrefillPace::new(512, None);
+        machine.read(&mut pace, 0, 512);
+        let chunk = |pace: &mut PrefillPace, generating| {
+            let steps = machine.read(pace, generating, 4000);
+            steps[steps.len() / 2..].iter().map(|(tokens, _)| *tokens).max()
+        };
+        let chunks: Vec<_> = [1, 2, 4, 8, 16, 32].map(|generating| chunk(&mut pace, generating)).to_vec();
+        assert!(chunks.is_sorted(), "{chunks:?}");
+        assert_eq!((chunks[0], chunks[5]), (Some(FEWEST), Some(512)));
+        assert!(chunks[4] > Some(200), "{chunks:?}");
+    }
+
+    #[test]
+    fn one_slow_step_changes_nothing_and_slow_prompts_get_their_fewest_tokens() {
+        let machine = &MACHINES[0];
+        let mut pace = PrefillPace::new(512, None);
+        machine.read(&mut pace, 0, 512);
+        machine.read(&mut pace, 60, 1000);
+        let usual = pace.tokens(60);
+        assert!(usual > FEWEST);
+        pace.measured(60, usual, Duration::from_secs(9));
+        assert!(pace.tokens(60).abs_diff(usual) <= usual / 8, "{} and {usual}", pace.tokens(60));
+        let slow = Machine { token: 1.0, ..MACHINES[0] };
+        let steps = slow.read(&mut pace, 60, 4000);
+        assert!(steps[20..].iter().all(|(tokens, _)| *tokens <= FEWEST), "{steps:?}");
+    }
+
+    #[test]
+    fn a_number_that_was_asked_for_does_not_depend_on_times() {
+        let mut pace = PrefillPace::new(100, Some(40));
+        for _ in 0..200 {
+            assert_eq!((pace.tokens(0), pace.tokens(1), pace.tokens(9)), (100, 40, 40));
+            pace.measured(1, 40, Duration::from_millis(3));
+        }
+        assert_eq!(PrefillPace::new(30, Some(40)).tokens(1), 30);
+    }
+
+    #[test]
+    fn what_is_unknown_is_measured_first() {
+        let mut pace = PrefillPace::new(500, None);
+        assert_eq!(pace.tokens(3), 0);
+        pace.measured(3, 0, Duration::from_millis(10));
+        assert_eq!((pace.tokens(3), pace.tokens(4), pace.tokens(5)), (FEWEST, FEWEST, 0));
+        pace.measured(3, FEWEST, Duration::from_millis(18));
+        assert_eq!(pace.tokens(3), 160);
+        for _ in 1..REMEASURED {
+            pace.measured(3, 160, Duration::from_millis(30));
+        }
+        assert_eq!(pace.tokens(3), 0, "the texts have become longer");
+    }
+}
