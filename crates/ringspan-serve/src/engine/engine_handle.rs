@@ -50,12 +50,13 @@ impl Engine {
             hidden_size: config.hidden_size,
             ranks: mesh.size(),
             local_ranks: mesh.ranks.local().unwrap_or(mesh.size()),
-            page_bytes: PagedCache::bytes_per_page(&model, options.page) as u64,
+            page_bytes: PagedCache::bytes_per_page(&model, options.page, options.kv_dtype)? as u64,
             trained_length: config.max_position_embeddings,
         };
-        let (adapted, devices) = (Arc::new(AdaptedModels::default()), mesh.devices.clone());
+        let (adapted, devices, kv_dtype) = (Arc::new(AdaptedModels::default()), mesh.devices.clone(), options.kv_dtype);
         Self::start_with(mesh, options, &sizes, move |group, limits| {
-            let executor = ModelExecutor::new(group, model.clone(), adapted.clone(), devices.clone(), limits)?;
+            let executor =
+                ModelExecutor::new(group, model.clone(), adapted.clone(), devices.clone(), limits, kv_dtype)?;
             Ok(Box::new(executor))
         })
     }

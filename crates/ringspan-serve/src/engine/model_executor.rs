@@ -5,7 +5,7 @@ use super::request::Limits;
 use super::step::Step;
 use crate::error::{Error, Result};
 use crate::model::Model;
-use crate::paged::{PagedCache, execute};
+use crate::paged::{KvDtype, PagedCache, execute};
 use candle_core::{DType, Tensor};
 use ringspan::attention::Group;
 use ringspan::comm::Buffer;
@@ -67,8 +67,10 @@ impl<'a> ModelExecutor<'a> {
         adapted: Arc<AdaptedModels>,
         devices: Devices,
         limits: &Limits,
+        kv_dtype: Option<KvDtype>,
     ) -> Result<Self> {
-        let cache = PagedCache::new(&model, limits.pages_per_rank, limits.page)?.with_max_length(limits.max_model_len);
+        let cache = PagedCache::with_dtype(&model, limits.pages_per_rank, limits.page, kv_dtype)?;
+        let cache = cache.with_max_length(limits.max_model_len);
         let name = model.decoder().head_name().to_owned();
         let own = share(limits.vocabulary, group.rank(), group.size());
         let head = match model.decoder().parameter(model.weights(group.rank()), &name)? {

@@ -6,7 +6,7 @@ use super::chunks::received;
 use super::elements::{Elements, of_tensor};
 use super::page_map::PageMap;
 use super::step_plan::StepPlan;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::step::Step;
 use candle_core::Tensor;
@@ -75,6 +75,7 @@ fn gather(group: &Group, outputs: &[(usize, usize)], hidden: &Tensor) -> Result<
         Ok(Some(match rows {
             Elements::F32(rows) => Tensor::from_vec(rows, shape, hidden.device())?,
             Elements::Bf16(rows) => Tensor::from_vec(rows, shape, hidden.device())?,
+            Elements::Q8_0(_) => return Err(Error::Step("hidden states are not in blocks".to_owned())),
         }))
     })
 }

@@ -11,8 +11,10 @@ mod chunks;
 mod decodes;
 mod elements;
 mod execute;
+mod kv_dtype;
 mod page_map;
 mod step_plan;
 
 pub use cache::PagedCache;
 pub use execute::execute;
+pub use kv_dtype::KvDtype;

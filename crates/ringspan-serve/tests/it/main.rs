@@ -9,4 +9,5 @@ mod engine_failures;
 mod engine_models;
 mod generate;
 mod known_failures;
+mod kv_dtype;
 mod paged;
