@@ -10,6 +10,7 @@ use ringspan_http::{ServedModel, Server, Settings};
 use ringspan_models::{ModelSource, chat_template::ChatTemplate};
 use ringspan_serve::engine::request::EngineClient;
 use ringspan_serve::engine::{Engine, EngineOptions, KvCache};
+use ringspan_serve::paged::KvDtype;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -52,6 +53,10 @@ pub(crate) struct ServeArgs {
     /// Memory for keys and values: bytes on each rank, such as 4GiB, or a share of the free memory for all ranks, such as 50%
     #[arg(long, default_value = "50%", value_name = "BYTES|SHARE%", value_parser = kv_cache, help_heading = "Engine")]
     kv_cache: KvCache,
+    /// Type of the cached keys and values: f32, bf16, or q8_0, 8-bit integers in blocks of 32 (heads must be as wide as whole
+    /// blocks); each token's are rounded once [default: the type in which the model computes]
+    #[arg(long, value_name = "TYPE", help_heading = "Engine")]
+    kv_dtype: Option<KvDtype>,
     /// Tokens of a page of the cache
     #[arg(long, default_value_t = 16, value_name = "TOKENS", help_heading = "Engine")]
     page: usize,
@@ -145,7 +150,7 @@ pub(crate) fn run(args: &ServeArgs, ranks: &Ranks) -> Result<()> {
         ensure!(*adapter != name, "--lora {adapter}: the model itself has this name");
         client.load_adapter(adapter, folder).with_context(|| format!("--lora {adapter}={}", folder.display()))?;
     }
-    let new_session = |folder: &PathBuf| Session::new(folder, &args.model, limits.max_model_len);
+    let new_session = |folder: &PathBuf| Session::new(folder, &args.model, limits.max_model_len, args.kv_dtype);
     let session = args.session_dir.as_ref().map(new_session).transpose()?;
     session.iter().for_each(|session| session.restore(&client));
     if template.is_none() {
@@ -169,6 +174,7 @@ impl ServeArgs {
         EngineOptions {
             page: self.page,
             kv_cache: self.kv_cache,
+            kv_dtype: self.kv_dtype,
             max_model_len: self.max_model_len,
             max_running: self.max_running,
             max_waiting: self.max_waiting,

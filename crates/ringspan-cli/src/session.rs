@@ -4,6 +4,7 @@ use crate::model::ModelArgs;
 use crate::say;
 use anyhow::{Context, Result};
 use ringspan_serve::engine::{Client, SessionSize};
+use ringspan_serve::paged::KvDtype;
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
@@ -14,11 +15,21 @@ pub(crate) struct Session {
 }
 
 impl Session {
-    /// The session in `folder`, which is made if there is none. Sequences may have up to `max_model_len` tokens.
-    pub(crate) fn new(folder: &Path, model: &ModelArgs, max_model_len: usize) -> Result<Self> {
+    /// The session in `folder`, which is made if there is none. Sequences may have up to `max_model_len` tokens, whose keys and values
+    /// are in `kv_dtype`, or in the model's type.
+    pub(crate) fn new(
+        folder: &Path,
+        model: &ModelArgs,
+        max_model_len: usize,
+        kv_dtype: Option<KvDtype>,
+    ) -> Result<Self> {
         let flag = || format!("--session-dir {}", folder.display());
         std::fs::create_dir_all(folder).with_context(flag)?;
-        Ok(Self { file: folder.join("session.safetensors"), model: model.fingerprint(max_model_len)? })
+        let mut model = model.fingerprint(max_model_len)?;
+        if let Some(dtype) = kv_dtype {
+            model += &format!(", cached in {dtype:?}");
+        }
+        Ok(Self { file: folder.join("session.safetensors"), model })
     }
 
     /// Restores the session, if there is one; says what it did.

@@ -20,6 +20,9 @@ impl Cuda {
             Data::F32(data) => bytemuck::cast_slice(data),
             Data::Bf16(data) => bytemuck::cast_slice(data),
             Data::F16(data) => bytemuck::cast_slice(data),
+            Data::Q8_0(data) => {
+                return Err(self.wrong(format!("{} numbers in blocks, which only kernels on the CPU read", data.len())));
+            }
             Data::Device(data) => return Err(self.wrong(format!("{data:?} are no elements of the CPU"))),
         };
         Ok(self.own(self.upload_all(bytes)?, data.dtype(), data.len()))

@@ -3,7 +3,7 @@
 //!
 //! Run `cargo bench -p ringspan-serve --bench paged`. Arguments change the settings: `dtype=bf16`, `ranks=2`, `threads=1` (a
 //! rank), `prompt=4096`, `chunk=1024`, `page=16`, `depths=0,4096,16384`, `streams=1,16`, `tokens=16`, `vocabulary=262144`,
-//! `generate=yes`.
+//! `kv=f32|bf16|q8_0`, `generate=yes`.
 //!
 //! At a depth, the cache holds zeros, which take as long to read as any other keys. With `generate=yes`, the same prompt is read,
 //! and tokens are generated, by `generate` with its contiguous cache.
@@ -13,7 +13,7 @@ use ringspan::Group;
 use ringspan_candle::{Devices, Weight};
 use ringspan_models::{Config, Decoder};
 use ringspan_serve::engine::step::{Outputs, Step, StepSequence};
-use ringspan_serve::paged::{PagedCache, execute};
+use ringspan_serve::paged::{KvDtype, PagedCache, execute};
 use ringspan_serve::{Mesh, Model, Options, Result, Sampling, generate};
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
@@ -22,6 +22,7 @@ use std::time::{Duration, Instant};
 
 struct Settings {
     dtype: DType,
+    kv_dtype: Option<KvDtype>,
     ranks: usize,
     threads: usize,
     prompt: usize,
@@ -47,6 +48,7 @@ impl Settings {
         let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
         Self {
             dtype: if word("dtype").as_deref() == Some("bf16") { DType::BF16 } else { DType::F32 },
+            kv_dtype: word("kv").map(|name| name.parse().expect("a type of keys and values")),
             ranks,
             threads: number("threads", (cores / ranks).max(1)),
             prompt: number("prompt", 4096),
@@ -99,7 +101,8 @@ fn rank(settings: &Settings, model: &Model, group: &Arc<Group>) -> Result<Vec<St
     let most = |list: &[usize]| list.iter().copied().max().unwrap_or(0);
     let deepest = most(&settings.depths).max(settings.prompt) + settings.tokens;
     let on_rank = (deepest.div_ceil(settings.page)).div_ceil(settings.ranks);
-    let mut cache = PagedCache::new(model, on_rank * most(&settings.streams).max(1), settings.page)?;
+    let room = on_rank * most(&settings.streams).max(1);
+    let mut cache = PagedCache::with_dtype(model, room, settings.page, settings.kv_dtype)?;
     let (mut lines, mut time) = (Vec::new(), Duration::ZERO);
     for start in (0..settings.prompt).step_by(settings.chunk) {
         let end = settings.prompt.min(start + settings.chunk);

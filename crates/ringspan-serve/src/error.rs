@@ -61,6 +61,17 @@ pub enum Error {
         /// Tokens that the pages of all ranks hold.
         holds: usize,
     },
+    /// A cache cannot hold the keys or values of a model in blocks.
+    #[error(
+        "kv-dtype q8_0: a block has {block} numbers, and the model's heads have a width of {width}, which is no multiple of \
+         {block}; possible are f32 and bf16"
+    )]
+    KvDtype {
+        /// Width of a head's keys or values.
+        width: usize,
+        /// Numbers of a block.
+        block: usize,
+    },
     /// The system does not say how much memory is free.
     #[error("this system does not say how much memory is free; give the size of the cache in bytes")]
     UnknownMemory,

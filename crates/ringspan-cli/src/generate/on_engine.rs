@@ -44,7 +44,7 @@ fn engine_options(model: &Model, mesh: &Mesh, prompt: usize, options: &Options) 
     let mut pages = longest.div_ceil(PAGE).div_ceil(ranks).min(u32::MAX as usize / PAGE);
     if let Some(free) = ringspan::memory::available() {
         let local = mesh.ranks.local().unwrap_or(ranks).max(1);
-        let page_bytes = PagedCache::bytes_per_page(model, PAGE).max(1);
+        let page_bytes = PagedCache::bytes_per_page(model, PAGE, None)?.max(1);
         pages = pages.min((free as f64 * MEMORY / local as f64) as usize / page_bytes);
     }
     let holds = pages.saturating_mul(ranks).saturating_mul(PAGE);

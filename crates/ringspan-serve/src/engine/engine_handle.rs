@@ -53,14 +53,14 @@ impl Engine {
             cp: mesh.cp(),
             pp: mesh.pp,
             local_ranks: mesh.ranks.local().unwrap_or(mesh.size()),
-            page_bytes: page_bytes(&model, &mesh, options.page)?,
+            page_bytes: page_bytes(&model, &mesh, options)?,
             trained_length: config.max_position_embeddings,
         };
-        let (adapted, devices) = (Arc::new(AdaptedModels::default()), mesh.devices.clone());
+        let (adapted, devices, kv_dtype) = (Arc::new(AdaptedModels::default()), mesh.devices.clone(), options.kv_dtype);
         let shards = Arc::new(ModelShards::new(model, &mesh)?);
         Self::start_with(mesh, options, &sizes, move |groups, limits| {
             let model = shards.get(groups.place())?;
-            Ok(Box::new(ModelExecutor::new(groups, model, adapted.clone(), devices.clone(), limits)?))
+            Ok(Box::new(ModelExecutor::new(groups, model, adapted.clone(), devices.clone(), limits, kv_dtype)?))
         })
     }
 
@@ -189,7 +189,7 @@ where
 }
 
 /// Bytes of a page on the rank with the most key-value heads and layers.
-fn page_bytes(model: &Model, mesh: &Mesh, page: usize) -> Result<u64> {
+fn page_bytes(model: &Model, mesh: &Mesh, options: &EngineOptions) -> Result<u64> {
     let heads = model.decoder().head_counts();
     let mut most = 0;
     for rank in 0..mesh.tp {
@@ -197,7 +197,8 @@ fn page_bytes(model: &Model, mesh: &Mesh, page: usize) -> Result<u64> {
         most = most.max(own.key_values.len());
     }
     let layers = model.layers();
-    Ok((PagedCache::bytes_per_page(model, page) / (heads.key_values * layers) * most * layers.div_ceil(mesh.pp)) as u64)
+    let whole = PagedCache::bytes_per_page(model, options.page, options.kv_dtype)?;
+    Ok((whole / (heads.key_values * layers) * most * layers.div_ceil(mesh.pp)) as u64)
 }
 
 /// The error with the number of the rank, if it does not name one.

@@ -7,7 +7,7 @@ use super::step::Step;
 use crate::error::{Error, Result};
 use crate::groups::Groups;
 use crate::model::Model;
-use crate::paged::{PagedCache, execute, to_first_stage};
+use crate::paged::{KvDtype, PagedCache, execute, to_first_stage};
 use crate::place::within;
 use candle_core::{DType, Tensor};
 use ringspan::comm::Buffer;
@@ -41,8 +41,10 @@ impl<'a> ModelExecutor<'a> {
         adapted: Arc<AdaptedModels>,
         devices: Devices,
         limits: &Limits,
+        kv_dtype: Option<KvDtype>,
     ) -> Result<Self> {
-        let cache = PagedCache::new(&model, limits.pages_per_rank, limits.page)?.with_max_length(limits.max_model_len);
+        let cache = PagedCache::with_dtype(&model, limits.pages_per_rank, limits.page, kv_dtype)?;
+        let cache = cache.with_max_length(limits.max_model_len);
         let own = share(limits.vocabulary, groups, groups.rank());
         let head = model.head_rows(groups.rank(), own)?;
         let head = StoredWeights::from([(model.decoder().head_name().to_owned(), head)]);

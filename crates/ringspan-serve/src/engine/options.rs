@@ -2,6 +2,7 @@
 
 use super::request::Limits;
 use crate::error::{Error, Result};
+use crate::paged::KvDtype;
 use std::time::Duration;
 
 /// Settings of an engine.
@@ -12,6 +13,8 @@ pub struct EngineOptions {
     pub page: usize,
     /// Memory of the cache.
     pub kv_cache: KvCache,
+    /// Type of the cache's keys and values; `None` for that in which the model computes.
+    pub kv_dtype: Option<KvDtype>,
     /// Largest number of tokens of a sequence, prompt and text; `None` for as many as the model is made for and the cache holds.
     pub max_model_len: Option<usize>,
     /// Largest number of requests in one step.
@@ -50,6 +53,7 @@ impl Default for EngineOptions {
         Self {
             page: 64,
             kv_cache: KvCache::Share(0.5),
+            kv_dtype: None,
             max_model_len: None,
             max_running: 64,
             max_waiting: 1024,

@@ -1,6 +1,7 @@
 //! One rank's pages of the KV cache.
 
 use super::elements::{Elements, of_message};
+use super::kv_dtype::KvDtype;
 use super::page_map::PageMap;
 use crate::error::{Error, Result};
 use crate::model::Model;
@@ -10,13 +11,15 @@ use ringspan::comm::Buffer;
 use ringspan::kernel::{Data, View};
 use std::collections::HashSet;
 
-/// The pages that one rank holds: for each layer, keys `[pages, page, G, D]` and values `[pages, page, G, Dv]`, in the type in
-/// which the model computes. A page takes memory when it is first written.
+/// The pages that one rank holds: for each layer, keys `[pages, page, G, D]` and values `[pages, page, G, Dv]`. A page takes memory
+/// when it is first written.
 #[derive(Debug)]
 pub struct PagedCache {
     layers: Vec<Layer>,
     shape: Shape,
-    dtype: DType,
+    dtype: KvDtype,
+    /// The type in which the model computes, and in which ranks send new keys and values.
+    computed: DType,
     pages: usize,
     page: usize,
     max_length: Option<usize>,
@@ -51,11 +54,20 @@ impl Shape {
 }
 
 impl PagedCache {
-    /// A cache of `pages` pages of `page` tokens, for sequences of up to the model's `max_position_embeddings` tokens.
+    /// A cache of `pages` pages of `page` tokens in the type in which the model computes, for sequences of up to the model's
+    /// `max_position_embeddings` tokens.
     ///
     /// # Errors
     /// No pages, pages without tokens, more rows than can be numbered, and a model on a GPU.
     pub fn new(model: &Model, pages: usize, page: usize) -> Result<Self> {
+        Self::with_dtype(model, pages, page, None)
+    }
+
+    /// Like [`new`](Self::new), in another type; `None` for that in which the model computes.
+    ///
+    /// # Errors
+    /// As for [`new`](Self::new), and heads that the type does not allow.
+    pub fn with_dtype(model: &Model, pages: usize, page: usize, dtype: Option<KvDtype>) -> Result<Self> {
         if let Some(weight) = model.weights(0).values().find(|weight| !weight.device().is_cpu()) {
             return Err(Error::Step(format!(
                 "the paged cache is in the memory of the CPU, and the model's weights are on {:?}",
@@ -63,10 +75,11 @@ impl PagedCache {
             )));
         }
         let rows = pages.checked_mul(page).filter(|rows| u32::try_from(*rows).is_ok() && *rows > 0);
-        let (shape, dtype) = (Shape::of(model), model.computed_in());
+        let (shape, dtype) = (Shape::of(model), dtype.map_or_else(|| KvDtype::of(model), Ok)?);
+        dtype.check(model)?;
         let [k_width, v_width] = shape.widths();
-        let bytes =
-            |rows: usize| rows.checked_mul(bytes_per_token(model)).filter(|bytes| isize::try_from(*bytes).is_ok());
+        let of_token = bytes_per_token(model, dtype);
+        let bytes = |rows: usize| rows.checked_mul(of_token).filter(|bytes| isize::try_from(*bytes).is_ok());
         let Some(rows) = rows.filter(|rows| bytes(*rows).is_some()) else {
             return Err(Error::Step(format!(
                 "a cache of {pages} pages of {page} tokens: possible is 1 to {} tokens in all, as far as there is memory",
@@ -74,11 +87,11 @@ impl PagedCache {
             )));
         };
         let zeros = |width: usize| Elements::zeros(dtype, rows * width);
-        let layer = |_| Ok(Layer { keys: zeros(k_width)?, values: zeros(v_width)? });
-        let layers = (0..model.layers()).map(layer).collect::<Result<_>>()?;
+        let layer = |_| Layer { keys: zeros(k_width), values: zeros(v_width) };
+        let layers = (0..model.layers()).map(layer).collect();
         let max_length = model.decoder().config().max_position_embeddings;
         let first_layer = model.layer_range().start;
-        Ok(Self { layers, shape, dtype, pages, page, max_length, first_layer })
+        Ok(Self { layers, shape, dtype, computed: model.computed_in(), pages, page, max_length, first_layer })
     }
 
     /// Sets the most tokens that a sequence may have. Rotary embeddings that depend on a length are made for this one, so that a
@@ -110,18 +123,30 @@ impl PagedCache {
     #[must_use]
     pub fn bytes(&self) -> usize {
         let numbers: usize = self.shape.widths().iter().sum();
-        self.layers.len() * self.pages * self.page * numbers * self.dtype.size_in_bytes()
+        self.layers.len() * self.pages * self.page * self.dtype.bytes(numbers)
     }
 
-    /// Bytes of a page of `page` tokens, over all layers.
-    #[must_use]
-    pub fn bytes_per_page(model: &Model, page: usize) -> usize {
-        page.saturating_mul(bytes_per_token(model))
+    /// Bytes of a page of `page` tokens, over all layers, in this type; `None` for that in which the model computes.
+    ///
+    /// # Errors
+    /// Heads that the type does not allow, and a model that computes in a type in which no cache is.
+    pub fn bytes_per_page(model: &Model, page: usize, dtype: Option<KvDtype>) -> Result<usize> {
+        let dtype = dtype.map_or_else(|| KvDtype::of(model), Ok)?;
+        dtype.check(model)?;
+        Ok(page.saturating_mul(bytes_per_token(model, dtype)))
     }
 
-    /// The type of the numbers.
-    pub(super) fn dtype(&self) -> DType {
-        self.dtype
+    /// The type in which the model computes.
+    pub(super) fn computed(&self) -> DType {
+        self.computed
+    }
+
+    /// Bytes of a number of keys or values that a rank sends to others which attend to it.
+    pub(super) fn bytes_on_the_wire(&self) -> usize {
+        match (self.dtype, self.computed) {
+            (KvDtype::Bf16, DType::BF16) => 2,
+            _ => 4,
+        }
     }
 
     /// Number of key-value heads G, widths D and Dv.
@@ -181,19 +206,24 @@ impl PagedCache {
         }
     }
 
-    /// Type of the numbers, and how many a token has in all layers, W.
+    /// Type of the numbers in rows that are read, and how many a token has in all layers, W. Numbers in blocks are read as f32.
     pub(crate) fn row_format(&self) -> (DType, usize) {
-        (self.dtype, self.layers.len() * self.shape.widths().iter().sum::<usize>())
+        let dtype = if self.dtype == KvDtype::Bf16 { DType::BF16 } else { DType::F32 };
+        (dtype, self.layers.len() * self.shape.widths().iter().sum::<usize>())
     }
 
     /// The first rows of a page, `[rows, W]`: for each token and layer its keys, then its values.
     pub(crate) fn read_page(&self, page: u32, rows: usize) -> Result<Buffer> {
         let first = self.check_page(page, rows)?;
-        let mut all = Elements::with_capacity(self.dtype, rows * self.row_format().1);
+        let (dtype, width) = self.row_format();
+        let mut all = Elements::with_capacity(dtype, rows * width);
         for row in first..first + rows {
             for Layer { keys, values } in &self.layers {
                 for (elements, width) in [keys, values].into_iter().zip(self.shape.widths()) {
-                    all.extend(elements.data().slice(row * width..(row + 1) * width))?;
+                    match elements.data().slice(row * width..(row + 1) * width) {
+                        blocks @ Data::Q8_0(_) => all.extend(Data::F32(&blocks.to_f32()))?,
+                        numbers => all.extend(numbers)?,
+                    }
                 }
             }
         }
@@ -202,7 +232,8 @@ impl PagedCache {
 
     /// Overwrites the first rows of a page with what [`read_page`](Self::read_page) returns.
     pub(crate) fn write_page(&mut self, page: u32, rows: &Buffer) -> Result<()> {
-        let (all, (_, width)) = (of_message(rows, self.dtype)?, self.row_format());
+        let (dtype, width) = self.row_format();
+        let all = of_message(rows, dtype)?;
         let count = all.len() / width.max(1);
         let first = self.check_page(page, count)?;
         let widths = self.shape.widths();
@@ -210,7 +241,7 @@ impl PagedCache {
         for row in first..first + count {
             for Layer { keys, values } in &mut self.layers {
                 for (elements, width) in [keys, values].into_iter().zip(widths) {
-                    elements.write(row * width, all.slice(at..at + width))?;
+                    elements.write(row * width, all.slice(at..at + width));
                     at += width;
                 }
             }
@@ -243,7 +274,7 @@ impl PagedCache {
         };
         for (to, from, width) in [(&mut layer.keys, keys, k_width), (&mut layer.values, values, v_width)] {
             for (row, cached) in pairs.clone() {
-                to.write(cached as usize * width, from.slice(row * width..(row + 1) * width))?;
+                to.write(cached as usize * width, from.slice(row * width..(row + 1) * width));
             }
         }
         Ok(())
@@ -265,7 +296,7 @@ impl PagedCache {
 }
 
 /// Bytes of a token's keys and values in all layers.
-fn bytes_per_token(model: &Model) -> usize {
+fn bytes_per_token(model: &Model, dtype: KvDtype) -> usize {
     let numbers: usize = Shape::of(model).widths().iter().sum();
-    model.layers() * numbers * model.computed_in().size_in_bytes()
+    model.layers() * dtype.bytes(numbers)
 }

@@ -82,7 +82,7 @@ impl Chunks {
         values: Data,
     ) -> Result<()> {
         let (heads, dim, v_dim) = cache.sizes();
-        let (dtype, widths) = (cache.dtype(), [heads * dim, heads * v_dim]);
+        let (dtype, widths) = (cache.computed(), [heads * dim, heads * v_dim]);
         cache.write(layer, keys, values, self.own.iter().copied())?;
         if group.size() == 1 {
             return Ok(());
@@ -123,7 +123,7 @@ impl Chunks {
             kv_heads: k.heads,
             dim: q.dim,
             v_dim: v.dim,
-            wire: cache.dtype().size_in_bytes(),
+            wire: cache.bytes_on_the_wire(),
             bias_heads: 0,
         };
         let schedule = self.schedule(group, mask, &sizes)?;

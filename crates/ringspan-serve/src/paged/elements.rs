@@ -1,33 +1,35 @@
-//! Numbers of the cache and of tensors, f32 or bf16, in the memory of the CPU.
+//! Numbers of the cache and of tensors in the memory of the CPU.
 
+use super::kv_dtype::KvDtype;
 use crate::error::{Error, Result};
 use candle_core::{CpuStorage, DType, Storage, Tensor};
 use half::bf16;
-use half::slice::HalfBitsSliceExt;
+use half::slice::{HalfBitsSliceExt, HalfFloatSliceExt};
 use half::vec::HalfBitsVecExt;
 use half::vec::HalfFloatVecExt;
 use ringspan::comm::Buffer;
-use ringspan::kernel::Data;
+use ringspan::kernel::{BlockQ8_0, Data, QuantizedSlice};
 use std::ops::Range;
 
-/// A list of numbers in the type in which the model computes.
+/// A list of numbers.
 #[derive(Debug)]
 pub(super) enum Elements {
     F32(Vec<f32>),
     Bf16(Vec<bf16>),
+    Q8_0(Vec<BlockQ8_0>),
 }
 
 impl Elements {
     /// `len` zeros, which take memory when they are first written.
-    pub(super) fn zeros(dtype: DType, len: usize) -> Result<Self> {
+    pub(super) fn zeros(dtype: KvDtype, len: usize) -> Self {
         match dtype {
-            DType::F32 => Ok(Self::F32(vec![0.0; len])),
-            DType::BF16 => Ok(Self::Bf16(vec![0u16; len].reinterpret_into())),
-            other => Err(Error::Step(format!("the paged cache holds F32 or BF16, not {other:?}"))),
+            KvDtype::F32 => Self::F32(vec![0.0; len]),
+            KvDtype::Bf16 => Self::Bf16(vec![0u16; len].reinterpret_into()),
+            KvDtype::Q8_0 => Self::Q8_0(BlockQ8_0::zeros(len / BlockQ8_0::LEN)),
         }
     }
 
-    /// No numbers, with room for `len`.
+    /// No numbers of a type in which models compute, with room for `len`.
     pub(super) fn with_capacity(dtype: DType, len: usize) -> Self {
         match dtype {
             DType::BF16 => Self::Bf16(Vec::with_capacity(len)),
@@ -39,6 +41,7 @@ impl Elements {
         match self {
             Self::F32(values) => Data::F32(values),
             Self::Bf16(values) => Data::Bf16(values),
+            Self::Q8_0(blocks) => Data::Q8_0(QuantizedSlice::new(blocks)),
         }
     }
 
@@ -52,33 +55,47 @@ impl Elements {
         Ok(())
     }
 
-    /// Overwrites the numbers from `at` on with numbers of the same type.
-    pub(super) fn write(&mut self, at: usize, from: Data) -> Result<()> {
-        match (self, from) {
-            (Self::F32(to), Data::F32(from)) => to[at..at + from.len()].copy_from_slice(from),
-            (Self::Bf16(to), Data::Bf16(from)) => to[at..at + from.len()].copy_from_slice(from),
-            (to, from) => return Err(other_type(to, from)),
+    /// Overwrites the numbers from `at` on with others, rounded to the type of these. Those in blocks must begin and end with a block.
+    pub(super) fn write(&mut self, at: usize, from: Data) {
+        match self {
+            Self::F32(to) => from.copy_to(&mut to[at..at + from.len()]),
+            Self::Bf16(to) => match from {
+                Data::Bf16(from) => to[at..at + from.len()].copy_from_slice(from),
+                _ => to[at..at + from.len()].convert_from_f32_slice(&from.to_f32()),
+            },
+            Self::Q8_0(blocks) => {
+                let numbers = from.to_f32();
+                let (new, _) = numbers.as_chunks();
+                let first = at / BlockQ8_0::LEN;
+                let old = &mut blocks[first..first + new.len()];
+                old.iter_mut().zip(new).for_each(|(block, numbers)| *block = BlockQ8_0::quantize(numbers));
+            }
         }
-        Ok(())
     }
 
+    /// Copies numbers; those in blocks must begin and end with a block.
     pub(super) fn copy_within(&mut self, from: Range<usize>, to: usize) {
         match self {
             Self::F32(values) => values.copy_within(from, to),
             Self::Bf16(values) => values.copy_within(from, to),
+            Self::Q8_0(blocks) => {
+                blocks.copy_within(from.start / BlockQ8_0::LEN..from.end / BlockQ8_0::LEN, to / BlockQ8_0::LEN);
+            }
         }
     }
 
+    /// The numbers as a message, in a type in which models compute.
     pub(super) fn into_message(self) -> Buffer {
         match self {
             Self::F32(values) => Buffer::F32(values),
             Self::Bf16(values) => Buffer::U16(values.reinterpret_into()),
+            Self::Q8_0(_) => Buffer::F32(self.data().to_f32().into_owned()),
         }
     }
 }
 
 fn other_type(to: &Elements, from: Data) -> Error {
-    Error::Step(format!("numbers of type {:?} for a cache of {:?}", from.dtype(), to.data().dtype()))
+    Error::Step(format!("numbers of type {:?} among those of {:?}", from.dtype(), to.data().dtype()))
 }
 
 /// The numbers of a message that [`Elements::into_message`] made.

@@ -3,7 +3,7 @@
 use super::cache::PagedCache;
 use super::chunks::received;
 use super::elements::{Elements, of_tensor};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::step::{Outputs, Step};
 use candle_core::{DType, Device, Tensor};
@@ -20,7 +20,7 @@ pub(super) fn from_stage_before(
     cache: &PagedCache,
 ) -> Result<Option<Tensor>> {
     let Some(before) = stages.rank().checked_sub(1) else { return Ok(None) };
-    receive(stages, before, (rows, model.decoder().config().hidden_size), cache.dtype()).map(Some)
+    receive(stages, before, (rows, model.decoder().config().hidden_size), cache.computed()).map(Some)
 }
 
 /// Sends hidden states to the rank at this position of the next pipeline stage; returns whether there is one.
@@ -52,7 +52,7 @@ pub(crate) fn to_first_stage(
         send(stages, 0, hidden)?;
     }
     match stages.rank() == 0 && rows > 0 {
-        true => receive(stages, last, (rows, model.decoder().config().hidden_size), cache.dtype()).map(Some),
+        true => receive(stages, last, (rows, model.decoder().config().hidden_size), cache.computed()).map(Some),
         false => Ok(None),
     }
 }
@@ -67,12 +67,12 @@ fn send(stages: &dyn Communicator, to: usize, hidden: &Tensor) -> Result<()> {
 fn receive(stages: &dyn Communicator, from: usize, shape: (usize, usize), dtype: DType) -> Result<Tensor> {
     let message = stages.receive(from, HIDDEN)?.wait()?;
     let Some(message) = message else {
-        return Err(crate::Error::Step(format!("stage {from} sent no hidden states")));
+        return Err(Error::Step(format!("stage {from} sent no hidden states")));
     };
     Ok(match received(&message, dtype, shape.0 * shape.1, from)? {
         Data::Bf16(numbers) => Tensor::from_slice(numbers, shape, &Device::Cpu)?,
         Data::F32(numbers) => Tensor::from_slice(numbers, shape, &Device::Cpu)?,
-        other => return Err(crate::Error::Step(format!("hidden states of type {:?}", other.dtype()))),
+        other => return Err(Error::Step(format!("hidden states of type {:?}", other.dtype()))),
     })
 }
 
@@ -118,6 +118,7 @@ pub(super) fn gather(group: &Group, outputs: &[(usize, usize)], hidden: &Tensor)
         Ok(Some(match rows {
             Elements::F32(rows) => Tensor::from_vec(rows, shape, hidden.device())?,
             Elements::Bf16(rows) => Tensor::from_vec(rows, shape, hidden.device())?,
+            Elements::Q8_0(_) => return Err(Error::Step("hidden states are not in blocks".to_owned())),
         }))
     })
 }

@@ -12,9 +12,11 @@ mod decodes;
 mod elements;
 mod execute;
 mod hidden_states;
+mod kv_dtype;
 mod page_map;
 mod step_plan;
 
 pub use cache::PagedCache;
 pub use execute::execute;
 pub(crate) use hidden_states::to_first_stage;
+pub use kv_dtype::KvDtype;

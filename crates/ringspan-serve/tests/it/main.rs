@@ -12,4 +12,5 @@ mod engine_sessions;
 mod engine_speculation;
 mod generate;
 mod known_failures;
+mod kv_dtype;
 mod paged;

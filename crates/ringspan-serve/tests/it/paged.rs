@@ -185,7 +185,7 @@ fn a_cache_in_bf16_gives_what_its_model_gives_up_to_rounding() {
     let bytes = |model: &Model| PagedCache::new(model, 3, 16).expect("a cache").bytes();
     // Keys and values of 2 layers with 2 heads of width 8.
     assert_eq!((bytes(&narrow), bytes(&wide)), (3 * 16 * 2 * 2 * 2 * 8 * 2, 3 * 16 * 2 * 2 * 2 * 8 * 4));
-    assert_eq!(PagedCache::bytes_per_page(&wide, 16) * 3, bytes(&wide));
+    assert_eq!(PagedCache::bytes_per_page(&wide, 16, None).expect("bytes") * 3, bytes(&wide));
 }
 
 /// A sequence's outputs alone in its steps, and with others that come and go.

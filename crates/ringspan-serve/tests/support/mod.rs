@@ -44,6 +44,14 @@ pub fn gemma3() -> Model {
     }))
 }
 
+/// A Gemma with a local and a global layer, whose heads are as wide as two blocks of `q8_0`.
+pub fn wide_heads() -> Model {
+    model(serde_json::json!({
+        "model_type": "gemma3_text", "sliding_window": 30, "sliding_window_pattern": 2, "hidden_act": null,
+        "query_pre_attn_scalar": 64, "head_dim": 64
+    }))
+}
+
 /// A Llama whose rotary embedding has another base for texts of more than `trained` tokens.
 pub fn dynamic(trained: usize) -> Model {
     let rope = serde_json::json!({ "rope_type": "dynamic", "factor": 4.0 });

@@ -2,6 +2,7 @@
 
 use super::backend::Backend;
 use super::device_array::DeviceSlice;
+use super::quantized::QuantizedSlice;
 use super::vector::prefetch;
 use crate::error::{Error, Result};
 use half::slice::HalfFloatSliceExt;
@@ -18,6 +19,8 @@ pub enum Data<'a> {
     Bf16(&'a [bf16]),
     /// IEEE half precision.
     F16(&'a [f16]),
+    /// Numbers in blocks of 32 with a common factor. Only CPU kernels read them.
+    Q8_0(QuantizedSlice<'a>),
     /// Elements of any of these types in the memory of a device, which the CPU cannot read.
     Device(DeviceSlice<'a>),
 }
@@ -56,14 +59,15 @@ impl<'a> Data<'a> {
             Data::F32(data) => data.len(),
             Data::Bf16(data) => data.len(),
             Data::F16(data) => data.len(),
+            Data::Q8_0(data) => data.len(),
             Data::Device(data) => data.len(),
         }
     }
 
-    /// The storage type.
+    /// The storage type; for numbers in blocks f32, as which they are read and sent.
     pub fn dtype(self) -> DType {
         match self {
-            Data::F32(_) => DType::F32,
+            Data::F32(_) | Data::Q8_0(_) => DType::F32,
             Data::Bf16(_) => DType::Bf16,
             Data::F16(_) => DType::F16,
             Data::Device(data) => data.dtype(),
@@ -85,6 +89,7 @@ impl<'a> Data<'a> {
             Data::F32(data) => Data::F32(&data[range]),
             Data::Bf16(data) => Data::Bf16(&data[range]),
             Data::F16(data) => Data::F16(&data[range]),
+            Data::Q8_0(data) => Data::Q8_0(data.slice(range)),
             Data::Device(data) => Data::Device(data.slice(range)),
         }
     }
@@ -99,6 +104,7 @@ impl<'a> Data<'a> {
             Data::F32(data) => data[at],
             Data::Bf16(data) => data[at].to_f32(),
             Data::F16(data) => data[at].to_f32(),
+            Data::Q8_0(data) => data.get(at),
             Data::Device(_) => elsewhere(),
         }
     }
@@ -116,6 +122,7 @@ impl<'a> Data<'a> {
                 to.iter_mut().zip(data).for_each(|(to, x)| *to = f32::from_bits(u32::from(x.to_bits()) << 16));
             }
             Data::F16(data) => data.convert_to_f32_slice(to),
+            Data::Q8_0(data) => data.copy_to(to),
             Data::Device(_) => elsewhere(),
         }
     }
@@ -140,6 +147,7 @@ impl<'a> Data<'a> {
             Data::F32(data) => prefetch(data),
             Data::Bf16(data) => prefetch(data),
             Data::F16(data) => prefetch(data),
+            Data::Q8_0(data) => data.prefetch(),
             Data::Device(_) => (),
         }
     }
@@ -156,6 +164,7 @@ impl<'a> Data<'a> {
             }
             Data::Bf16(data) => data.iter().fold(0, |m, x| most(x.to_bits(), m)) < bf16::INFINITY.to_bits(),
             Data::F16(data) => data.iter().fold(0, |m, x| most(x.to_bits(), m)) < f16::INFINITY.to_bits(),
+            Data::Q8_0(data) => data.is_finite(),
             Data::Device(_) => elsewhere(),
         }
     }

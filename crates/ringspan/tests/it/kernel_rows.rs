@@ -1,7 +1,9 @@
 //! Keys and values that are read through a table of rows, as from the pages of a cache.
 
 use ringspan::Band;
-use ringspan::kernel::{Data, HeadMap, Inputs, Isa, Kernel, Partial, Saved, Sums, Tile, TilePosition, View};
+use ringspan::kernel::{
+    BlockQ8_0, Data, HeadMap, Inputs, Isa, Kernel, Partial, QuantizedSlice, Saved, Sums, Tile, TilePosition, View,
+};
 use ringspan_testing::kernel::{FULL, Problem, Storage, random, tile};
 
 /// Numbers below `limit` in random order, `count` of them.
@@ -72,6 +74,46 @@ fn scattered_keys_give_the_bits_of_keys_in_order() {
                 assert!(computed(&by_rows) == computed(&in_order), "{what}");
             });
         }
+    }
+}
+
+/// Keys and values in blocks are read as the f32 numbers that the blocks stand for, by every kernel that reads rows.
+#[test]
+fn keys_in_blocks_give_the_bits_of_their_numbers() {
+    for (queries, keys, kv_heads, (dim, v_dim)) in
+        [(1, 2500, 1, (64, 32)), (70, 300, 2, (32, 96)), (3, 37, 4, (256, 32))]
+    {
+        let problem = Problem::new(queries, keys, (4, kv_heads), (dim, v_dim), Band { lo: -260, hi: i64::MAX });
+        let (values, tiles) = (problem.values(), &problem.blocks[0].1);
+        let map = HeadMap::new(problem.kv_of.clone(), kv_heads).expect("heads in order");
+        let rows = some_of(keys, keys, 9);
+        let blocks = [&values.k, &values.v].map(|numbers| {
+            let (blocks, rest) = numbers.as_chunks();
+            assert!(rest.is_empty());
+            blocks.iter().map(BlockQ8_0::quantize).collect::<Vec<_>>()
+        });
+        let [k_blocks, v_blocks] = [&blocks[0], &blocks[1]].map(|blocks| Data::Q8_0(QuantizedSlice::new(blocks)));
+        let (k_numbers, v_numbers) = (k_blocks.to_f32(), v_blocks.to_f32());
+        assert_ne!(*k_numbers, *values.k, "blocks are rounded");
+        let q = view(Data::F32(&values.q), queries, 4, dim);
+        let of = |k, v| Inputs {
+            q,
+            k: view(k, keys, kv_heads, dim).with_rows(&rows),
+            v: view(v, keys, kv_heads, v_dim).with_rows(&rows),
+            heads: &map,
+            score: &problem.score,
+            bias: None,
+        };
+        on_every_kernel(|kernel| {
+            let computed = |inputs: &Inputs| {
+                let (mut forward, mut decoded) = (Partial::new(queries, 4, v_dim), Partial::new(queries, 4, v_dim));
+                kernel.forward(inputs, tiles, &mut forward).expect("no failure");
+                kernel.decode(inputs, tiles, &mut decoded).expect("no failure");
+                (forward, decoded)
+            };
+            let (in_blocks, in_f32) = (of(k_blocks, v_blocks), of(Data::F32(&k_numbers), Data::F32(&v_numbers)));
+            assert!(computed(&in_blocks) == computed(&in_f32), "{kernel:?}, {queries} queries, {keys} keys");
+        });
     }
 }
 

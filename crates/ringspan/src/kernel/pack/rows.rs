@@ -22,6 +22,7 @@ fn load<S: Simd>(simd: S, row: Data, at: usize) -> S::V {
                 *to = f32::from_bits(u32::from(x.to_bits()) << 16);
             }
         }
+        Data::Q8_0(row) if end == at + S::LANES && row.copy_within_block(at, &mut numbers[..S::LANES]) => (),
         _ if at < end => row.slice(at..end).copy_to(&mut numbers[..end - at]),
         _ => (),
     }
