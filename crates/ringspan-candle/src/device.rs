@@ -106,7 +106,7 @@ impl RankDevice {
         slices::values(&tensor.contiguous()?, |values| Tensor::from_vec(rounded(values), tensor.shape(), &self.tensors))
     }
 
-    /// The attention kernel of this device; on the CPU it uses `threads` threads of the rank's [pool](crate::pool), and the pool's
+    /// The attention kernel of this device; on the CPU it uses `threads` threads of the rank's [pool], and the pool's
     /// instruction set.
     ///
     /// # Errors
