@@ -92,6 +92,7 @@ pub(crate) fn run(args: &ServeArgs, ranks: &Ranks) -> Result<()> {
         api_keys: args.api_key_file.as_deref().map(read_keys).transpose()?.unwrap_or_default(),
         allow_origin: args.allow_origin.clone(),
         drain: Duration::from_secs(args.drain),
+        ..Settings::default()
     };
     let path = &args.model.path;
     let mesh = model::mesh(&args.mesh, &args.model, ranks)?;
