@@ -108,6 +108,7 @@ pub(crate) fn run(args: &ServeArgs, ranks: &Ranks) -> Result<()> {
         api_keys: args.api_key_file.as_deref().map(read_keys).transpose()?.unwrap_or_default(),
         allow_origin: args.allow_origin.clone(),
         drain: Duration::from_secs(args.drain),
+        ..Settings::default()
     };
     ensure!(
         args.session_dir.is_none() || (args.tp, args.pp) == (1, 1),

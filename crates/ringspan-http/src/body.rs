@@ -5,6 +5,8 @@ use axum::body::Bytes;
 use axum::extract::{FromRequest, Request, rejection::BytesRejection};
 use axum::http::{StatusCode, header::CONTENT_TYPE, header::ORIGIN};
 use serde_json::{Map, Value};
+use std::error::Error;
+use tower_http::timeout::TimeoutError;
 
 /// The JSON object in a request's body.
 #[derive(Debug)]
@@ -40,6 +42,13 @@ fn is_json(kind: &str) -> bool {
 }
 
 fn refused(rejection: &BytesRejection) -> ApiError {
+    let mut cause = rejection.source();
+    while let Some(error) = cause {
+        if error.is::<TimeoutError>() {
+            return ApiError::new(StatusCode::REQUEST_TIMEOUT, "the rest of the body has not come in time");
+        }
+        cause = error.source();
+    }
     match rejection.status() {
         StatusCode::PAYLOAD_TOO_LARGE => {
             ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "the body is larger than this server takes (--max-body)")

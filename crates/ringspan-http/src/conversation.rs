@@ -230,8 +230,8 @@ pub(crate) struct Usage {
     pub(crate) prompt_tokens: usize,
     /// Generated tokens.
     pub(crate) completion_tokens: usize,
-    /// Tokens of the prompts that were cached, as far as known.
-    pub(crate) cached_tokens: Option<usize>,
+    /// Tokens of the prompts that were cached.
+    pub(crate) cached_tokens: usize,
 }
 
 impl Usage {
@@ -243,7 +243,7 @@ impl Usage {
 
     /// In OpenAI's shape.
     pub(crate) fn to_json(self) -> Value {
-        let details = self.cached_tokens.map(|cached| json!({"cached_tokens": cached}));
+        let details = json!({"cached_tokens": self.cached_tokens});
         json!({"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens, "prompt_tokens_details": details})
     }

@@ -43,8 +43,8 @@ pub(crate) struct End {
     pub(crate) stop_token: Option<u32>,
     /// Number of generated tokens, with the one that ended the text.
     pub(crate) tokens: usize,
-    /// Number of the prompt's tokens whose keys and values were cached; unknown where a stop string ended the text.
-    pub(crate) cached_tokens: Option<usize>,
+    /// Number of the prompt's tokens whose keys and values were cached.
+    pub(crate) cached_tokens: usize,
 }
 
 /// The texts of a request, as they arrive.
@@ -143,7 +143,7 @@ pub(crate) async fn embed(app: &Arc<App>, target: &Target, prompt: Vec<u32>, poo
             Event::Embedding(values) => vector = Some(values),
             Event::Finished { .. } => break,
             Event::Failed(message) => return Err(ApiError::failed(message)),
-            Event::Prompt(_) | Event::Token(..) => {}
+            Event::Started { .. } | Event::Prompt(_) | Event::Token(..) => {}
         }
     }
     vector.ok_or_else(|| ApiError::failed("the engine ended without a vector"))
@@ -210,6 +210,7 @@ impl Text {
         let decoder = vocabulary.decoder(self.sampling.skip_special_tokens);
         let mut stream = CertainText::new(self, vocabulary, &decoder)?;
         let mut clock = TokenClock { app: &self.app, arrived: self.target.arrived, last: None };
+        let mut cached_tokens = 0;
         loop {
             let event = tokio::select! {
                 // Dropping the events ends the request.
@@ -221,6 +222,10 @@ impl Text {
             };
             let part = match event {
                 Event::Prompt(logprobs) => TextPart::Prompt(logprobs),
+                Event::Started { cached_tokens: cached } => {
+                    cached_tokens = cached;
+                    continue;
+                }
                 Event::Embedding(_) => continue,
                 Event::Failed(message) => return Err(message),
                 Event::Token(token, logprob) => {
@@ -231,14 +236,14 @@ impl Text {
                         None => TextPart::Text { text: String::new(), tokens: Vec::new() },
                     }
                 }
-                Event::Finished { reason, cached_tokens } => {
+                Event::Finished { reason } => {
                     let rest = stream.finish()?;
-                    let end = self.end(&stream, Some((reason, cached_tokens)));
+                    let end = self.end(&stream, Some(reason), cached_tokens);
                     return self.send_end(sender, rest, end).await;
                 }
             };
             if stream.stopped() {
-                let end = self.end(&stream, None);
+                let end = self.end(&stream, None, cached_tokens);
                 return self.send_end(sender, part, end).await;
             }
             if sender.send((self.index, part)).await.is_err() {
@@ -248,11 +253,11 @@ impl Text {
         }
     }
 
-    fn end(&self, stream: &CertainText<'_>, engine: Option<(FinishReason, usize)>) -> End {
+    fn end(&self, stream: &CertainText<'_>, engine: Option<FinishReason>, cached_tokens: usize) -> End {
         let stop_string = stream.stop_string();
         let (token, length) = match engine {
-            Some((FinishReason::Stop { token }, _)) => (token, false),
-            Some((FinishReason::Length, _)) => (None, stop_string.is_none()),
+            Some(FinishReason::Stop { token }) => (token, false),
+            Some(FinishReason::Length) => (None, stop_string.is_none()),
             None => (None, false),
         };
         End {
@@ -260,7 +265,7 @@ impl Text {
             stop_string,
             stop_token: token.filter(|token| !self.app.end_tokens.contains(token)),
             tokens: stream.tokens + usize::from(token.is_some()),
-            cached_tokens: engine.map(|(_, cached)| cached),
+            cached_tokens,
         }
     }
 

@@ -14,6 +14,7 @@ use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
 use std::time::Duration;
 use tokio::runtime::Runtime;
 use tower_http::cors::{AllowHeaders, CorsLayer};
+use tower_http::timeout::RequestBodyTimeoutLayer;
 
 /// Time between two looks whether the server should stop.
 const STOP_INTERVAL: Duration = Duration::from_millis(50);
@@ -31,6 +32,8 @@ pub struct Settings {
     pub api_keys: Vec<String>,
     /// Origins whose pages may call the server from a browser; `*` for all.
     pub allow_origin: Vec<String>,
+    /// Longest silence of a client that is sending a body.
+    pub body_timeout: Duration,
     /// How long a server that stops waits for the requests that run.
     pub drain: Duration,
 }
@@ -43,6 +46,7 @@ impl Default for Settings {
             max_body: 64 << 20,
             api_keys: Vec::new(),
             allow_origin: Vec::new(),
+            body_timeout: Duration::from_secs(60),
             drain: Duration::from_secs(60),
         }
     }
@@ -142,6 +146,7 @@ fn router(model: ServedModel, settings: &Settings) -> Result<Router, ServeError>
         .fallback(unknown_route)
         .method_not_allowed_fallback(unknown_method)
         .layer(DefaultBodyLimit::max(settings.max_body))
+        .layer(RequestBodyTimeoutLayer::new(settings.body_timeout))
         .layer(middleware::from_fn(in_shape_of_route))
         .with_state(App::new(model)?);
     Ok(match cors(&settings.allow_origin)? {

@@ -95,7 +95,7 @@ fn follow(engine: &Engine, prompt: &[u32], options: &Options, printer: &mut Prin
             Some(Event::Finished { .. }) if tokens < options.max_tokens => break Ended::Memory,
             Some(Event::Finished { .. }) => break Ended::MaxTokens,
             Some(Event::Failed(problem)) => return Err(anyhow!(problem)),
-            Some(Event::Prompt(_) | Event::Embedding(_)) => {}
+            Some(Event::Started { .. } | Event::Prompt(_) | Event::Embedding(_)) => {}
             None => return Err(anyhow!("the engine ended without a word about the request")),
         }
     };

@@ -303,7 +303,7 @@ impl Blocks<'_> {
 
 /// Tokens in Anthropic's shape, in which cached tokens are no input tokens.
 fn usage_json(usage: Usage) -> Value {
-    let cached = usage.cached_tokens.unwrap_or(0);
+    let cached = usage.cached_tokens;
     json!({"input_tokens": usage.prompt_tokens - cached, "output_tokens": usage.completion_tokens,
         "cache_creation_input_tokens": 0, "cache_read_input_tokens": cached})
 }

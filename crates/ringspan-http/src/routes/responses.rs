@@ -210,7 +210,7 @@ impl Answer {
         let usage = usage.map(|usage| {
             json!({"input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens,
                 "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-                "input_tokens_details": {"cached_tokens": usage.cached_tokens.unwrap_or(0)},
+                "input_tokens_details": {"cached_tokens": usage.cached_tokens},
                 "output_tokens_details": {"reasoning_tokens": 0}})
         });
         let incomplete = (status == "incomplete").then(|| json!({"reason": "max_output_tokens"}));

@@ -68,6 +68,9 @@ fn stop_strings_end_texts_across_tokens_and_are_left_out() {
         };
         assert_eq!((content.as_str(), reason, tokens), ("one", json!(" END"), 3), "stream: {stream}");
     }
+    let usage = server.chat("say:one END two", json!({"stop": " END"})).json()["usage"].clone();
+    let prompt = usage["prompt_tokens"].as_u64().unwrap();
+    assert_eq!(usage["prompt_tokens_details"]["cached_tokens"], prompt - 1, "what was cached is known before the end");
 }
 
 #[test]

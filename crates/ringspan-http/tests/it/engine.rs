@@ -93,6 +93,7 @@ impl EngineClient for TestEngine {
             let text = String::from_utf8_lossy(&prompt.iter().map(|t| *t as u8).collect::<Vec<_>>()).into_owned();
             let wanted = script(&prompt);
             let send = |event| sender.send(event).is_ok();
+            send(Event::Started { cached_tokens });
             if let Some(alternatives) = request.prompt_logprobs {
                 let each = |pair: &[u32]| Some(logprobs(&logits(pair[0]), pair[1], alternatives));
                 send(Event::Prompt(std::iter::once(None).chain(prompt.windows(2).map(each)).collect()));
@@ -147,7 +148,7 @@ impl EngineClient for TestEngine {
                 }
             }
             live.fetch_sub(1, Ordering::SeqCst);
-            send(Event::Finished { reason, cached_tokens });
+            send(Event::Finished { reason });
         });
         Ok(receiver)
     }

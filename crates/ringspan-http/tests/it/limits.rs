@@ -3,7 +3,7 @@
 use crate::client::{read, start, start_with};
 use ringspan_http::Settings;
 use serde_json::json;
-use std::io::Read;
+use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -31,6 +31,28 @@ fn bodies_are_json_objects_of_limited_size() {
     assert_eq!(post("content-type: application/json; charset=utf-8\r\n", fine).status, 200);
     assert_eq!(post("", fine).status, 200);
     post("origin: http://elsewhere.example\r\n", fine).error(415);
+}
+
+/// A client that falls silent in the middle of its body is told so; one that is slow is not.
+#[test]
+fn bodies_come_in_time() {
+    let server = start_with(Settings { body_timeout: Duration::from_millis(400), ..Settings::default() }, None);
+    let body = b"{\"prompt\": \"x\", \"max_tokens\": 1}";
+    let begin = |sent: usize| {
+        let mut socket = TcpStream::connect(server.address).expect("a connection");
+        let length = body.len();
+        write!(socket, "POST /v1/completions HTTP/1.0\r\ncontent-length: {length}\r\n\r\n").expect("sent");
+        socket.write_all(&body[..sent]).expect("sent");
+        socket
+    };
+    let silent = begin(5);
+    let mut slow = begin(0);
+    for byte in body.chunks(5) {
+        std::thread::sleep(Duration::from_millis(100));
+        slow.write_all(byte).expect("sent");
+    }
+    assert_eq!(read(slow).status, 200);
+    assert!(read(silent).error(408)["message"].as_str().unwrap().contains("in time"));
 }
 
 #[test]

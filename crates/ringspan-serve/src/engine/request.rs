@@ -105,6 +105,11 @@ pub struct TokenLogprobs {
 /// What the engine reports of a request, in this order.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Event {
+    /// The first event of a request: its prompt is read from now on.
+    Started {
+        /// Number of the prompt's tokens whose keys and values were in the cache already.
+        cached_tokens: usize,
+    },
     /// Log-probabilities of the prompt's tokens; the first has none.
     Prompt(Vec<Option<TokenLogprobs>>),
     /// The vector of the prompt, not normalized.
@@ -115,8 +120,6 @@ pub enum Event {
     Finished {
         /// Why the text ended.
         reason: FinishReason,
-        /// Number of the prompt's tokens whose keys and values were in the cache already.
-        cached_tokens: usize,
     },
     /// The last event of a request that failed: a sentence that says why.
     Failed(String),

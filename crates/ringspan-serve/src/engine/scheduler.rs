@@ -281,6 +281,7 @@ impl Scheduler {
     fn count_found(&mut self, sequence: &mut Sequence, found: usize) {
         if sequence.cached.is_none() {
             sequence.cached = Some(found);
+            sequence.tell(Event::Started { cached_tokens: found });
             self.counts.prefix_hits += found as u64;
             self.counts.prefix_queries += if sequence.needs_whole_prompt() { 0 } else { sequence.prompt as u64 };
         }

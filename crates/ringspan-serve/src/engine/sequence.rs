@@ -110,7 +110,7 @@ impl Sequence {
 
     /// Tells the client that the request succeeded.
     pub(super) fn finish(&self, reason: FinishReason) {
-        self.tell(Event::Finished { reason, cached_tokens: self.cached.unwrap_or(0) });
+        self.tell(Event::Finished { reason });
     }
 
     /// Number of tokens that are not computed yet.

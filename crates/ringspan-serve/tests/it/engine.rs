@@ -72,9 +72,8 @@ pub(super) fn hear(mut events: Events) -> Heard {
                 heard.tokens.push(token);
                 heard.logprobs.extend(logprobs);
             }
-            Event::Finished { reason, cached_tokens } => {
-                (heard.end, heard.cached) = (Some(reason), cached_tokens);
-            }
+            Event::Started { cached_tokens } => heard.cached = cached_tokens,
+            Event::Finished { reason } => heard.end = Some(reason),
             Event::Failed(problem) => heard.failure = Some(problem),
         }
     }
@@ -337,6 +336,7 @@ fn two_hundred_clients_that_leave_when_they_like_lose_nothing_and_leave_nothing(
                 let mut heard = Vec::new();
                 while heard.len() < leaves {
                     match events.blocking_recv() {
+                        Some(Event::Started { .. }) => {}
                         Some(Event::Token(token, _)) => heard.push(token),
                         Some(Event::Finished { .. }) => break,
                         other => panic!("client {number}: {other:?}"),

@@ -46,6 +46,7 @@ fn text(mut events: Events) -> Vec<u32> {
     while let Some(event) = events.blocking_recv() {
         match event {
             Event::Token(token, _) => text.push(token),
+            Event::Started { .. } => {}
             Event::Finished { .. } => return text,
             other => panic!("{other:?}"),
         }

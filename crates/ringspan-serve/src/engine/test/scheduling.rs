@@ -85,6 +85,7 @@ struct Client {
     /// Leaves after this many tokens.
     leaves: Option<usize>,
     events: Option<Events>,
+    started: bool,
     heard: Vec<u32>,
     prompt_logprobs: Option<Vec<Option<TokenLogprobs>>>,
     end: Option<FinishReason>,
@@ -113,6 +114,7 @@ impl Harness {
             adapter,
             leaves,
             events: Some(events),
+            started: false,
             heard: Vec::new(),
             prompt_logprobs: None,
             end: None,
@@ -196,7 +198,14 @@ impl Harness {
                     Some(Ok(Event::Prompt(logprobs))) => {
                         assert!(client.prompt_logprobs.replace(logprobs).is_none(), "reported twice");
                     }
-                    Some(Ok(Event::Finished { reason, .. })) => client.end = Some(reason),
+                    Some(Ok(Event::Started { .. })) => {
+                        assert!(client.heard.is_empty() && !client.started, "started twice");
+                        client.started = true;
+                    }
+                    Some(Ok(Event::Finished { reason })) => {
+                        assert!(client.started);
+                        client.end = Some(reason);
+                    }
                     Some(Ok(other)) => panic!("{other:?}"),
                     Some(Err(TryRecvError::Empty | TryRecvError::Disconnected)) | None => break,
                 }
