@@ -52,18 +52,19 @@ impl Asked<'_> {
             constraint: None,
             embedding: None,
         })?;
-        let (mut tokens, mut first) = (Vec::new(), None);
+        let (mut tokens, mut cached, mut first) = (Vec::new(), 0, None);
         loop {
             match events.blocking_recv().context("the engine ended without an answer")? {
+                Event::Started { cached_tokens } => cached = cached_tokens,
                 Event::Token(token, _) => {
                     first.get_or_insert_with(|| began.elapsed());
                     tokens.push(token);
                 }
-                Event::Finished { cached_tokens, .. } => {
+                Event::Finished { .. } => {
                     let first = first.unwrap_or_else(|| began.elapsed());
                     let pages = client.metrics().ranks.iter().map(|rank| rank.pages_used + rank.pages_cached).collect();
                     let rest = began.elapsed().saturating_sub(first);
-                    return Ok(Answer { tokens, prompt: (prompt.len(), cached_tokens), first, rest, pages });
+                    return Ok(Answer { tokens, prompt: (prompt.len(), cached), first, rest, pages });
                 }
                 Event::Failed(problem) => bail!(problem),
                 Event::Prompt(_) | Event::Embedding(_) => {}

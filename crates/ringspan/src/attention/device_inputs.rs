@@ -14,8 +14,8 @@ pub(super) struct DeviceInputs<'a> {
 }
 
 impl<'a> Inputs<'a> {
-    pub(super) fn to_device(&self, kernel: &Kernel) -> Result<DeviceInputs<'a>> {
-        let Self { q, k, v, score, bias } = *self;
+    pub(super) fn to_device(self, kernel: &Kernel) -> Result<DeviceInputs<'a>> {
+        let Self { q, k, v, score, bias } = self;
         let bias = bias.map(|bias| kernel.to_device(bias)).transpose()?;
         Ok(DeviceInputs { q: kernel.to_device(q)?, k: kernel.to_device(k)?, v: kernel.to_device(v)?, bias, score })
     }
