@@ -81,7 +81,9 @@ fn doubled(meshes: &[Doubled]) {
                 }
             }
             println!("{layers} layers: {before:.0} bytes a rank of ring x ulysses {few:?}, {after:.0} of {more:?}");
-            assert!((after / before - 1.0).abs() < 0.05, "{before:.0} bytes a rank of {few:?}, {after:.0} of {more:?}");
+            // Peaks of more ranks coincide less often, so that less may be measured; it must not be more.
+            let range = 0.85..1.05;
+            assert!(range.contains(&(after / before)), "{before:.0} bytes a rank of {few:?}, {after:.0} of {more:?}");
         }
         // This is measured on one rank, since the peaks of several need not coincide.
         each.push(peak(root, (1, 1), 4 * TOKENS) - peak(root, (1, 1), 2 * TOKENS));
