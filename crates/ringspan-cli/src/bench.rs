@@ -1,6 +1,6 @@
 //! `ringspan bench`: measures what a user of a server waits for.
 
-use crate::say;
+use crate::output;
 use anyhow::{Result, ensure};
 use ringspan_http::bench::{Load, Measured};
 use std::path::PathBuf;
@@ -56,10 +56,13 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
     };
     ensure!(!args.clients.is_empty(), "--clients: give at least one number");
     let clients: Vec<usize> = args.clients.iter().map(|clients| *clients as usize).collect();
-    say::line(format!("{} prompt tokens and {} generated tokens a request", args.prompt_tokens, args.output_tokens))?;
-    say::line("clients  requests  first token (p99)      between tokens (p99)   generated   prompt")?;
+    output::line(format!(
+        "{} prompt tokens and {} generated tokens a request",
+        args.prompt_tokens, args.output_tokens
+    ))?;
+    output::line("clients  requests  first token (p99)      between tokens (p99)   generated   prompt")?;
     let mut written = Ok(());
-    load.run(&clients, |measured| written = say::line(row(measured)))?;
+    load.run(&clients, |measured| written = output::line(row(measured)))?;
     Ok(written?)
 }
 

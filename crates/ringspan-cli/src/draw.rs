@@ -1,7 +1,7 @@
 //! `ringspan draw`: a schedule as a picture or a table.
 
 use crate::attend::args::{MaskName, Window, WireName, window};
-use crate::{files, mesh, say};
+use crate::{files, mesh, output};
 use anyhow::{Context, Result, ensure};
 use ringspan::comm::ranks::Ranks;
 use ringspan::mesh::Grid;
@@ -90,9 +90,9 @@ pub(crate) fn run(args: &DrawArgs, ranks: &Ranks) -> Result<()> {
     match &args.svg {
         Some(path) => {
             files::write(path, schedule.draw(&sizes)?.as_bytes())?;
-            say::line(format!("{}: {}", path.display(), sent(&schedule, &sizes)?))?;
+            output::line(format!("{}: {}", path.display(), sent(&schedule, &sizes)?))?;
         }
-        None => say::line(format!("{schedule}\n{}", sent(&schedule, &sizes)?))?,
+        None => output::line(format!("{schedule}\n{}", sent(&schedule, &sizes)?))?,
     }
     Ok(())
 }

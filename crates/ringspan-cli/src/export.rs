@@ -1,6 +1,6 @@
 //! `ringspan export`: a model folder from a checkpoint.
 
-use crate::say;
+use crate::output;
 use anyhow::Result;
 use ringspan::comm::ranks::Ranks;
 use ringspan_models::folder::SavedType;
@@ -28,6 +28,6 @@ pub(crate) struct ExportArgs {
 pub(crate) fn run(args: &ExportArgs, ranks: &Ranks) -> Result<()> {
     ranks.check(1)?;
     let done = ringspan_train::export(&args.run, args.step, args.out.as_deref(), args.dtype)?;
-    say::line(format_args!("model of step {}  {}", done.step, done.out.display()))?;
+    output::line(format_args!("model of step {}  {}", done.step, done.out.display()))?;
     Ok(())
 }

@@ -1,6 +1,6 @@
 //! Finds out before a command runs whether its ranks are threads of this process, or this process is one of several ranks.
 
-use crate::say;
+use crate::output;
 use anyhow::{Result, anyhow};
 use ringspan::comm::launch::Launch;
 use ringspan::comm::ranks::Ranks;
@@ -31,7 +31,7 @@ pub(crate) fn run(args: LaunchArgs, command: impl FnOnce(&Ranks) -> Result<ExitC
 }
 
 fn failed(error: &anyhow::Error) -> ExitCode {
-    say::error(&format!("error: {}", say::with_causes(error)));
+    output::error(&format!("error: {}", output::with_causes(error)));
     ExitCode::FAILURE
 }
 
@@ -56,7 +56,7 @@ fn several(launch: Launch, command: impl FnOnce(&Ranks) -> Result<ExitCode> + Se
     };
     crate::interrupt::leave_time();
     if world.rank() != 0 {
-        say::be_silent();
+        output::be_silent();
     }
     let result = world.run(|comm| -> Result<ExitCode> {
         let ranks = Ranks::process(&world, comm);
@@ -71,7 +71,7 @@ fn several(launch: Launch, command: impl FnOnce(&Ranks) -> Result<ExitCode> + Se
             eprintln!("{launch}");
         }
         // The error becomes text with all its causes, since the other ranks receive only the text.
-        command(&ranks).map_err(|error| anyhow!(say::with_causes(&error)))
+        command(&ranks).map_err(|error| anyhow!(output::with_causes(&error)))
     });
     let good = result.is_ok();
     // The error is printed before MPI is ended, which may end all processes at once.

@@ -14,7 +14,7 @@ mod interrupt;
 mod launch;
 mod mesh;
 mod model;
-mod say;
+mod output;
 mod score;
 mod serve;
 mod session;

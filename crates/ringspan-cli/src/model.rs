@@ -1,7 +1,7 @@
 //! Model folders: the decoder, its tokenizer, and the tokens that end a text.
 
 use crate::mesh::{DEADLINE, MeshArgs};
-use crate::say;
+use crate::output;
 use anyhow::{Context, Result, anyhow};
 use ringspan::comm::ranks::Ranks;
 use ringspan_candle::{DeviceName, Devices, Precision};
@@ -45,7 +45,7 @@ pub(crate) fn mesh_sharing_model(
 /// travel. All ranks must call this.
 pub(crate) fn connected(mesh: Mesh) -> Result<Mesh> {
     let (ranks, blocks) = mesh.devices.connect(&mesh.ranks, mesh.deadline)?;
-    blocks.iter().for_each(say::note);
+    blocks.iter().for_each(output::note);
     Ok(Mesh { ranks, ..mesh })
 }
 

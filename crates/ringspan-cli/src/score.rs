@@ -4,7 +4,7 @@ use crate::files::{self, OutputTensor};
 use crate::mesh::MeshArgs;
 use crate::model::ModelArgs;
 use crate::tokens::TokenBatch;
-use crate::{model, say};
+use crate::{model, output};
 use anyhow::{Context, Result};
 use ringspan::comm::ranks::Ranks;
 use ringspan::{Document, LayoutKind, StrategyKind};
@@ -63,7 +63,7 @@ pub(crate) fn run(args: &ScoreArgs, ranks: &Ranks) -> Result<()> {
     let input = Batch { tokens: &batch.tokens, documents: &batch.documents };
     let scores = ringspan_serve::score(&model, &mesh, input, args.layout, args.strategy, args.logits)?;
     let Some(scores) = scores else { return Ok(()) };
-    model.held(&mesh.devices).iter().for_each(say::note);
+    model.held(&mesh.devices).iter().for_each(output::note);
     let seconds = began.elapsed().as_secs_f64();
 
     let TokenBatch { rows, len, .. } = batch;
@@ -78,10 +78,10 @@ pub(crate) fn run(args: &ScoreArgs, ranks: &Ranks) -> Result<()> {
     files::write_tensors(&args.out, &out)?;
     let tokens = batch.documents.tokens();
     if scores.predicted == 0 {
-        return Ok(say::line(format_args!("no token follows another among {tokens}: no perplexity"))?);
+        return Ok(output::line(format_args!("no token follows another among {tokens}: no perplexity"))?);
     }
     let mean = -sum / scores.predicted as f64;
-    say::line(format_args!(
+    output::line(format_args!(
         "perplexity {:.4} ({mean:.6} nats a token) over {} predicted of {tokens} tokens, {:.0} tokens/s",
         mean.exp(),
         scores.predicted,

@@ -3,7 +3,7 @@
 use crate::mesh::MeshArgs;
 use crate::model::{ModelArgs, ModelAxes};
 use crate::session::Session;
-use crate::{interrupt, model, say};
+use crate::{interrupt, model, output};
 use anyhow::{Context, Result, anyhow, ensure};
 use ringspan::comm::ranks::Ranks;
 use ringspan_http::{ServedModel, Server, Settings};
@@ -123,7 +123,7 @@ pub(crate) fn run(args: &ServeArgs, ranks: &Ranks) -> Result<()> {
     let template = ModelSource::at(path).and_then(|source| ChatTemplate::of(&source)).context("--model")?;
     let (end_tokens, generation_config) = (model::end_tokens(path)?, model::generation_config(path)?);
     let loaded = args.model.load(&mesh)?;
-    loaded.held(&mesh.devices).iter().for_each(say::note);
+    loaded.held(&mesh.devices).iter().for_each(output::note);
     args.max_model_len.iter().for_each(|length| model::warn_beyond(&loaded, *length));
     let mesh = model::connected(mesh)?;
     let axes = mesh.to_string();
@@ -135,7 +135,7 @@ pub(crate) fn run(args: &ServeArgs, ranks: &Ranks) -> Result<()> {
     }
     let client = Arc::new(engine.client());
     let limits = client.limits();
-    say::note(format!(
+    output::note(format!(
         "mesh {axes} = {} with {} pages of {} tokens each ({:.1} MB of keys and values a rank); sequences of up to {} tokens, {} \
          at a time; {} requests may wait",
         if limits.ranks == 1 { "1 rank".to_owned() } else { format!("{} ranks", limits.ranks) },
@@ -155,14 +155,14 @@ pub(crate) fn run(args: &ServeArgs, ranks: &Ranks) -> Result<()> {
     let session = args.session_dir.as_ref().map(new_session).transpose()?;
     session.iter().for_each(|session| session.restore(&client));
     if template.is_none() {
-        say::note("the model has no chat template: texts can be continued, but there is no chat");
+        output::note("the model has no chat template: texts can be continued, but there is no chat");
     }
     let model = ServedModel { engine: client.clone(), name, tokenizer, template, end_tokens, generation_config };
     let server = Server::bind(model, &settings)?;
-    say::line(format!("listening on http://{}", server.address()?))?;
+    output::line(format!("listening on http://{}", server.address()?))?;
     let drained = server.run(|| stop.load(Ordering::SeqCst) || engine.is_finished())?;
     if !drained {
-        say::note(format!("ended before all requests did, since --drain {} is over", args.drain));
+        output::note(format!("ended before all requests did, since --drain {} is over", args.drain));
     }
     if !engine.is_finished() {
         session.iter().for_each(|session| session.save(&client));

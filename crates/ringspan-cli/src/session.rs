@@ -1,7 +1,7 @@
 //! The folder of `--session-dir`, in which the cache of `ringspan serve` outlives it.
 
 use crate::model::ModelArgs;
-use crate::say;
+use crate::output;
 use anyhow::{Context, Result};
 use ringspan_serve::engine::{Client, SessionSize};
 use ringspan_serve::paged::KvDtype;
@@ -35,22 +35,22 @@ impl Session {
     /// Restores the session, if there is one; says what it did.
     pub(crate) fn restore(&self, client: &Client) {
         if self.file.exists() {
-            self.say("restored", "the server begins without it", client.restore_session(&self.file, &self.model));
+            self.report("restored", "the server begins without it", client.restore_session(&self.file, &self.model));
         }
     }
 
     /// Saves the session; says what it did.
     pub(crate) fn save(&self, client: &Client) {
-        self.say("saved", "what was cached is lost", client.save_session(&self.file, &self.model));
+        self.report("saved", "what was cached is lost", client.save_session(&self.file, &self.model));
     }
 
-    fn say(&self, done: &str, otherwise: &str, result: Result<SessionSize, impl Display>) {
+    fn report(&self, done: &str, otherwise: &str, result: Result<SessionSize, impl Display>) {
         let file = self.file.display();
         match result {
             Ok(SessionSize { tokens, bytes }) => {
-                say::note(format!("{done} a session of {tokens} tokens ({:.1} MB): {file}", bytes as f64 / 1e6));
+                output::note(format!("{done} a session of {tokens} tokens ({:.1} MB): {file}", bytes as f64 / 1e6));
             }
-            Err(problem) => say::note(format!("the session in {file} is not {done}, {otherwise}: {problem}")),
+            Err(problem) => output::note(format!("the session in {file} is not {done}, {otherwise}: {problem}")),
         }
     }
 }

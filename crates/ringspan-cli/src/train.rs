@@ -1,6 +1,6 @@
 //! `ringspan train`: from text to a model folder.
 
-use crate::{allocator, interrupt, mesh, say};
+use crate::{allocator, interrupt, mesh, output};
 use anyhow::{Result, bail};
 use ringspan::comm::ranks::Ranks;
 use ringspan_train::{Error, Observer, Outcome, SilentObserver, TerminalObserver, TrainConfig, plan_on, train_on};
@@ -48,7 +48,7 @@ fn train(config: &TrainConfig, ranks: &Ranks, observer: &mut dyn Observer) -> Re
 fn dry_run(config: &TrainConfig, ranks: &Ranks, observer: &mut dyn Observer) -> Result<ExitCode> {
     let plan = plan_on(ranks, config, interrupt::watch(), observer)?;
     if ranks.lead() {
-        say::line(&plan)?;
+        output::line(&plan)?;
     }
     match plan.refusal {
         Some(refusal) => bail!("{refusal}"),

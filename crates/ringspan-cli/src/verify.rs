@@ -1,6 +1,6 @@
 //! `ringspan verify`: computes the same training step on one rank and on a mesh, and compares all results.
 
-use crate::{mesh, say};
+use crate::{mesh, output};
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::Tensor;
 use rand_chacha::ChaCha8Rng;
@@ -205,7 +205,7 @@ pub(crate) fn run(args: &VerifyArgs, ranks: &Ranks) -> Result<()> {
     } else if config.dtype != Precision::F32 {
         mesh += &format!(" in {} (the one rank computes in f32)", config.dtype);
     }
-    say::line(format_args!(
+    output::line(format_args!(
         "{rows} rows of {} tokens in {} documents, {} of them tokens to predict: 1 rank against {mesh}, {}, {}",
         args.sequence_length,
         batch.segments.len(),
@@ -215,7 +215,7 @@ pub(crate) fn run(args: &VerifyArgs, ranks: &Ranks) -> Result<()> {
     ))?;
     // The mesh runs first: where ranks are processes, only one of them has anything to do afterwards.
     let Some(actual) = single_step(ranks, &config, (&decoder, &weights), &batch)? else { return Ok(()) };
-    actual.block_transport.iter().for_each(say::note);
+    actual.block_transport.iter().for_each(output::note);
     let alone = |dtype: Precision| {
         let config = args.alone(dtype)?;
         single_step(&Ranks::threads(), &config, (&decoder, &weights), &batch)?.context("a rank of its own")
@@ -266,17 +266,17 @@ fn report(all: &[Compared], tolerance: Tolerance, is_rounded: bool) -> Result<()
         // NaN fails, since it is not below the limit.
         let good = difference <= passes;
         failed += usize::from(!good);
-        say::line(format_args!("{name:width$}  {difference:9.2e}{}", if good { "" } else { "  FAIL" }))?;
+        output::line(format_args!("{name:width$}  {difference:9.2e}{}", if good { "" } else { "  FAIL" }))?;
     }
     let worst = all
         .iter()
         .map(|(_, difference, _)| *difference)
         .fold(0.0, |worst: f64, x| if x > worst || x.is_nan() { x } else { worst });
     if failed > 0 {
-        say::line("FAIL")?;
+        output::line("FAIL")?;
         bail!("{failed} of {} differ by more than {tolerance} (relative L2), at worst by {worst:.2e}", all.len());
     }
-    say::line(format_args!(
+    output::line(format_args!(
         "PASS: {} quantities, at worst {worst:.2e} apart (relative L2; {tolerance} passes)",
         all.len()
     ))?;

@@ -61,6 +61,10 @@ pub struct Server {
     drain: Duration,
 }
 
+/// Threads at most that tokenize texts or wait for the engine beside those that serve connections. Each has a heap of its own, which
+/// stays as large as the longest text that it has tokenized.
+const MOST_WORKERS: usize = 32;
+
 impl Server {
     /// Listens at the address of the settings.
     ///
@@ -73,7 +77,8 @@ impl Server {
             (settings.host.as_str(), settings.port).to_socket_addrs().map_err(refused)?.collect();
         let listener = TcpListener::bind(&addresses[..]).map_err(refused)?;
         listener.set_nonblocking(true)?;
-        let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().thread_name("http").build()?;
+        let mut runtime = tokio::runtime::Builder::new_multi_thread();
+        let runtime = runtime.enable_all().max_blocking_threads(MOST_WORKERS).thread_name("http").build()?;
         Ok(Self { runtime, listener, router, drain: settings.drain })
     }
 

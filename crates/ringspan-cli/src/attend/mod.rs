@@ -13,7 +13,7 @@ pub use args::AttendArgs;
 
 use crate::device::Devices;
 use crate::files::{self, TensorBytes};
-use crate::{allocator, say};
+use crate::{allocator, output};
 use anyhow::{Context, Result, ensure};
 use compute::Work;
 use input::Input;
@@ -22,7 +22,7 @@ use ringspan::comm::ranks::Ranks;
 
 pub(crate) fn run(args: &AttendArgs, ranks: &Ranks) -> Result<()> {
     if args.support {
-        say::line(ringspan::support::table().trim_end())?;
+        output::line(ringspan::support::table().trim_end())?;
         return Ok(());
     }
     // The argument parser requires both unless --support is given.
@@ -38,7 +38,7 @@ pub(crate) fn run(args: &AttendArgs, ranks: &Ranks) -> Result<()> {
     let data = Input::new(&tensors, args.backward)?;
     let unknown = input::unknown(&tensors);
     if !unknown.is_empty() {
-        say::note(format_args!(
+        output::note(format_args!(
             "note: {} also holds {}, which attend does not use",
             input.display(),
             unknown.join(", ")
@@ -53,7 +53,7 @@ pub(crate) fn run(args: &AttendArgs, ranks: &Ranks) -> Result<()> {
         allocator::avoid_large_pages(plan.schedule.query().ranks());
     }
     let (ranks, blocks) = devices.connect(ranks)?;
-    blocks.iter().for_each(say::note);
+    blocks.iter().for_each(output::note);
     let work = Work {
         input: &data,
         schedule: &plan.schedule,
@@ -69,6 +69,6 @@ pub(crate) fn run(args: &AttendArgs, ranks: &Ranks) -> Result<()> {
     if let Some(path) = &args.report {
         files::write(path, serde_json::to_string_pretty(&report)?.as_bytes()).context("the report")?;
     }
-    say::line(&report)?;
+    output::line(&report)?;
     Ok(())
 }

@@ -7,7 +7,7 @@ mod printer;
 use crate::mesh::MeshArgs;
 use crate::model::ModelArgs;
 use crate::serve::speculative_tokens;
-use crate::{model, say};
+use crate::{model, output};
 use anyhow::{Context, Result, ensure};
 use printer::Printer;
 use ringspan::comm::ranks::Ranks;
@@ -119,7 +119,7 @@ pub(crate) fn run(args: &GenerateArgs, ranks: &Ranks) -> Result<()> {
     let Some(generated) = generated else { return Ok(()) };
     let stopped = printer.finish()?;
     eprintln!("{}", summary(&generated, tokens.len(), stopped));
-    weights.iter().for_each(say::note);
+    weights.iter().for_each(output::note);
     Ok(())
 }
 

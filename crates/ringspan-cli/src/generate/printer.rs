@@ -1,6 +1,6 @@
 //! Writes a text to standard output while it is generated.
 
-use crate::say;
+use crate::output;
 use anyhow::{Context, Result};
 use ringspan_serve::TextStream;
 use std::io::IsTerminal;
@@ -22,7 +22,7 @@ impl<'a> Printer<'a> {
     /// Writes the text of a new token; returns whether further ones are wanted.
     pub(super) fn push(&mut self, token: u32) -> ringspan_serve::Result<bool> {
         let text = self.stream.push(token)?;
-        self.written = say::write(&text);
+        self.written = output::write(&text);
         Ok(matches!(self.written, Ok(true)) && !self.stream.stopped())
     }
 
@@ -31,7 +31,7 @@ impl<'a> Printer<'a> {
         if self.written.context("cannot write to standard output")? {
             let rest = self.stream.finish()?;
             let end = if std::io::stdout().is_terminal() { "\n" } else { "" };
-            say::write(&(rest + end)).context("cannot write to standard output")?;
+            output::write(&(rest + end)).context("cannot write to standard output")?;
         }
         Ok(self.stream.stopped())
     }

@@ -2,7 +2,7 @@
 
 mod drawing;
 
-use crate::say;
+use crate::output;
 use anyhow::{Context, Result, bail, ensure};
 use ringspan::comm::ranks::Ranks;
 use ringspan::mesh::{Experts, Grid, Serving, Topology, Training};
@@ -66,9 +66,9 @@ pub(crate) fn run(args: &TopologyArgs, ranks: &Ranks) -> Result<()> {
     let ranks = topology.world();
     ensure!(ranks <= MOST_RANKS, "{topology}: at most {MOST_RANKS} ranks can be listed");
     if args.json {
-        say::line(serde_json::to_string(&Listing::new(&topology)?).context("the listing as JSON")?)?;
+        output::line(serde_json::to_string(&Listing::new(&topology)?).context("the listing as JSON")?)?;
     } else {
-        say::write(&drawing::draw(&topology)?)?;
+        output::write(&drawing::draw(&topology)?)?;
     }
     Ok(())
 }
