@@ -17,6 +17,16 @@ use std::sync::{Mutex, PoisonError};
 ///
 /// The rows of x may lie apart in memory (columns of a wider tensor); nothing is transposed in memory.
 ///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use ringspan_candle::linear::linear;
+///
+/// let x = Tensor::new(&[[1f32, 2.0]], &Device::Cpu)?;
+/// let weight = Tensor::new(&[[3f32, 4.0], [5.0, 6.0], [0.0, 1.0]], &Device::Cpu)?;
+/// assert_eq!(linear(&x, &weight, None)?.to_vec2::<f32>()?, [[11.0, 17.0, 2.0]]);
+/// # Ok::<_, candle_core::Error>(())
+/// ```
+///
 /// # Errors
 /// Other types and shapes.
 pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {

@@ -5,38 +5,16 @@ use ringspan_candle::activation::Activation;
 use ringspan_candle::gated_mlp::{TILE, gated_mlp};
 use ringspan_candle::tensor_parallel::NO_TENSOR_PARALLEL;
 use ringspan_candle::{cotangent, loss};
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-
-struct Counting;
-
-static NOW: AtomicUsize = AtomicUsize::new(0);
-static PEAK: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: every call is passed on unchanged to the system's allocator.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        PEAK.fetch_max(NOW.fetch_add(layout.size(), Relaxed) + layout.size(), Relaxed);
-        // SAFETY: the caller keeps the contract of `alloc`.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
-        NOW.fetch_sub(layout.size(), Relaxed);
-        // SAFETY: the caller keeps the contract of `dealloc`.
-        unsafe { System.dealloc(memory, layout) }
-    }
-}
+use ringspan_testing::CountingAllocator;
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: CountingAllocator = CountingAllocator::new();
 
 /// The peak of allocated bytes while `work` runs, above those allocated before.
 fn peak_of(work: impl FnOnce() -> candle_core::Result<()>) -> usize {
-    let before = NOW.load(Relaxed);
-    PEAK.store(before, Relaxed);
-    work().expect("computes");
-    PEAK.load(Relaxed) - before
+    let (computed, peak) = ALLOCATOR.peak_of(work);
+    computed.expect("computes");
+    peak
 }
 
 /// This is a single test, since a process has one allocator and tests run concurrently.

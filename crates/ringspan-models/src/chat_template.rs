@@ -16,6 +16,22 @@ pub const GENERATION_MARKERS: [char; 2] = ['\u{10fffe}', '\u{10ffff}'];
 const CHAT_TEMPLATE: &str = "chat_template.jinja";
 
 /// A model's chat template, as Hugging Face keeps it beside the tokenizer.
+///
+/// ```
+/// use ringspan_models::chat_template::{ChatTemplate, Conversation};
+/// use serde_json::{Map, Value, json};
+///
+/// let source = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}";
+/// let template = ChatTemplate::parse(source.to_owned(), Map::new(), "chat_template.jinja".as_ref())?;
+/// let conversation = Conversation {
+///     messages: &[json!({"role": "user", "content": "Hello"})],
+///     tools: &Value::Null,
+///     add_generation_prompt: false,
+///     variables: &Map::new(),
+/// };
+/// assert_eq!(template.render(&conversation)?, "<user>Hello");
+/// # Ok::<_, Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct ChatTemplate {
     environment: Environment<'static>,

@@ -18,6 +18,21 @@ pub(crate) const HEAD: &str = "lm_head.weight";
 pub(crate) const NORM: &str = "model.norm.weight";
 
 /// A model's structure, without its weights.
+///
+/// ```
+/// use ringspan_models::{Config, Decoder};
+///
+/// let config: Config = serde_json::from_str(
+///     r#"{
+///         "model_type": "llama", "vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1,
+///         "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64, "rms_norm_eps": 1e-5
+///     }"#,
+/// )?;
+/// let decoder = Decoder::new(config)?;
+/// let weights = decoder.init(0)?;
+/// assert_eq!(weights[decoder.embedding_name()].dims(), [32, 8]);
+/// # Ok::<_, Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Decoder {
     config: Config,

@@ -56,6 +56,14 @@ impl Sampling {
 }
 
 /// Draws tokens from a random stream with given settings.
+///
+/// ```
+/// use ringspan_serve::{Sampler, Sampling};
+///
+/// let mut sampler = Sampler::new(Sampling::greedy())?;
+/// assert_eq!(sampler.sample(&[0.1, 2.5, -1.0])?, 1);
+/// # Ok::<_, ringspan_serve::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Sampler {
     sampling: Sampling,

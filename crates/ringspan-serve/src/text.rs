@@ -25,6 +25,25 @@ const CONTEXT: usize = 6;
 const UNFINISHED: usize = 3;
 
 /// The state of a text that is streamed while its tokens are generated.
+///
+/// ```
+/// use ringspan_serve::{Detokenize, Result, TextStream};
+///
+/// /// A token is a letter.
+/// struct Letters;
+///
+/// impl Detokenize for Letters {
+///     fn text(&self, tokens: &[u32]) -> Result<String> {
+///         Ok(tokens.iter().filter_map(|token| char::from_u32(*token)).collect())
+///     }
+/// }
+///
+/// let mut stream = TextStream::new(&Letters, &[], &["END".to_owned()])?;
+/// let released: Vec<String> = "one END two".chars().map(|c| stream.push(c as u32)).collect::<Result<_>>()?;
+/// assert_eq!(released.concat(), "one ");
+/// assert_eq!(stream.stop_string(), Some("END"));
+/// # Ok::<_, ringspan_serve::Error>(())
+/// ```
 pub struct TextStream<'a> {
     detokenizer: &'a dyn Detokenize,
     stops: Vec<String>,

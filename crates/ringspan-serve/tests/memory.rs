@@ -3,35 +3,14 @@
 use candle_core::{DType, Tensor};
 use ringspan_models::{Config, Decoder, folder};
 use ringspan_serve::{Mesh, Model, Options, Sampling, generate};
+use ringspan_testing::CountingAllocator;
 use serde_json::{Value, json};
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::collections::HashMap;
 use std::ops::ControlFlow;
 use std::path::Path;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-
-struct Counting;
-
-static NOW: AtomicUsize = AtomicUsize::new(0);
-static PEAK: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: every call is passed on to the system's allocator unchanged.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        PEAK.fetch_max(NOW.fetch_add(layout.size(), Relaxed) + layout.size(), Relaxed);
-        // SAFETY: the caller's promise.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
-        NOW.fetch_sub(layout.size(), Relaxed);
-        // SAFETY: the caller's promise.
-        unsafe { System.dealloc(memory, layout) }
-    }
-}
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: CountingAllocator = CountingAllocator::new();
 
 /// Saves a model in bf16 with random weights.
 fn saved(json: &Value, to: &Path) {
@@ -66,18 +45,18 @@ fn a_mixture_in_bf16_is_read_and_generates_without_its_experts_in_f32() {
         let prompt: Vec<u32> = (0..40).map(|i| i * i * 31 % 97).collect();
         let options = Options { sampling: Sampling::greedy(), max_tokens: 3, stop_tokens: Vec::new() };
 
-        let before = NOW.load(Relaxed);
-        PEAK.store(before, Relaxed);
+        let before = ALLOCATOR.allocated();
+        ALLOCATOR.reset_peak();
         let (config, weights) = folder::load_stored(out.path()).unwrap();
         let (stored, wide) = weights.values().fold((0, 0), |(stored, wide), weight| {
             (stored + weight.bytes(), wide + 4 * weight.dims().iter().product::<usize>())
         });
         let model = Model::new(Decoder::new(config).unwrap(), weights).unwrap();
-        let held = NOW.load(Relaxed) - before;
+        let held = ALLOCATOR.allocated() - before;
         let go_on = |_| Ok(ControlFlow::Continue(()));
         let generated = generate(&model, &Mesh::single(), &prompt, &options, go_on).unwrap();
         assert_eq!(generated[0].tokens.len(), 3);
-        let most = PEAK.load(Relaxed) - before;
+        let most = ALLOCATOR.peak() - before;
 
         let what =
             format!("{}: {stored} bytes are stored, {wide} in f32, {held} held, {most} at most", json["model_type"]);

@@ -5,39 +5,11 @@ use ringspan_models::{Config, Decoder};
 use ringspan_serve::engine::step::{Outputs, Step, StepSequence};
 use ringspan_serve::paged::{PagedCache, execute};
 use ringspan_serve::{Groups, Mesh, Model};
-use std::alloc::{GlobalAlloc, Layout, System};
+use ringspan_testing::CountingAllocator;
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-
-struct Counting;
-
-static NOW: AtomicUsize = AtomicUsize::new(0);
-static PEAK: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: every call is passed on to the system's allocator unchanged.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        PEAK.fetch_max(NOW.fetch_add(layout.size(), Relaxed) + layout.size(), Relaxed);
-        // SAFETY: the caller's promise.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
-        NOW.fetch_sub(layout.size(), Relaxed);
-        // SAFETY: the caller's promise.
-        unsafe { System.dealloc(memory, layout) }
-    }
-
-    /// Zeros take memory when they are written: those of the cache would else be written here.
-    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        PEAK.fetch_max(NOW.fetch_add(layout.size(), Relaxed) + layout.size(), Relaxed);
-        // SAFETY: the caller's promise.
-        unsafe { System.alloc_zeroed(layout) }
-    }
-}
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: CountingAllocator = CountingAllocator::new();
 
 const PAGE: usize = 16;
 const CHUNK: usize = 128;
@@ -59,7 +31,7 @@ fn model() -> Model {
 
 /// Bytes that all ranks hold at most, beside the cache and the model, while they compute a chunk behind `context` tokens.
 fn peak_beside_cache(model: &Model, ranks: usize, context: usize) -> usize {
-    let before = NOW.load(Relaxed);
+    let before = ALLOCATOR.allocated();
     let mesh = Mesh { ring: ranks, ..Mesh::single() };
     let end = context + CHUNK;
     let pages: Vec<u32> = (0..end.div_ceil(PAGE)).map(|index| (index / ranks) as u32).collect();
@@ -71,7 +43,7 @@ fn peak_beside_cache(model: &Model, ranks: usize, context: usize) -> usize {
             let groups = Groups::from(group.clone());
             let mut cache = PagedCache::new(model, end.div_ceil(PAGE).div_ceil(ranks), PAGE)?;
             group.cp().barrier()?;
-            PEAK.store(NOW.load(Relaxed), Relaxed);
+            ALLOCATOR.reset_peak();
             group.cp().barrier()?;
             // The second chunk finds buffers that the first has left behind.
             for _ in 0..2 {
@@ -80,7 +52,7 @@ fn peak_beside_cache(model: &Model, ranks: usize, context: usize) -> usize {
             Ok(cache.bytes())
         })
         .expect("two steps");
-    PEAK.load(Relaxed) - before - cached.iter().sum::<usize>()
+    ALLOCATOR.peak() - before - cached.iter().sum::<usize>()
 }
 
 /// This is the only test of its program: a process has one allocator, and tests would run at the same time.

@@ -1,8 +1,11 @@
 #![doc = include_str!("../README.md")]
 
 pub mod comm;
+mod counting_allocator;
 pub mod kernel;
 pub mod mesh;
+
+pub use counting_allocator::CountingAllocator;
 
 use ringspan::Kernel;
 

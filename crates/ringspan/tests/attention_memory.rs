@@ -11,42 +11,13 @@ use ringspan::kernel::{self, HeadMap, Kernel, View};
 use ringspan::mesh::Grid;
 use ringspan::schedule::{Pass, Sizes};
 use ringspan::{Documents, Error, Group, Layout, LayoutKind, Mask, Schedule, Score, StrategyKind};
-use ringspan_testing::hands_on;
-use std::alloc::{GlobalAlloc, System};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use ringspan_testing::{CountingAllocator, hands_on};
 use std::sync::{Arc, Mutex};
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
-static NOW: AtomicUsize = AtomicUsize::new(0);
-static PEAK: AtomicUsize = AtomicUsize::new(0);
+static ALLOCATOR: CountingAllocator = CountingAllocator::new();
 /// Allocations are counted for the process, so only one test may run at a time.
 static ALONE: Mutex<()> = Mutex::new(());
-
-struct Counting;
-
-// SAFETY: the system allocates all memory; counting does not access it.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: std::alloc::Layout) -> *mut u8 {
-        let now = NOW.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
-        PEAK.fetch_max(now, Ordering::Relaxed);
-        // SAFETY: the contract of the caller.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn alloc_zeroed(&self, layout: std::alloc::Layout) -> *mut u8 {
-        let now = NOW.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
-        PEAK.fetch_max(now, Ordering::Relaxed);
-        // SAFETY: the contract of the caller.
-        unsafe { System.alloc_zeroed(layout) }
-    }
-
-    unsafe fn dealloc(&self, block: *mut u8, layout: std::alloc::Layout) {
-        NOW.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: the contract of the caller.
-        unsafe { System.dealloc(block, layout) }
-    }
-}
 
 /// A communicator that copies messages, so that each receiver has its own.
 struct Copying(Arc<dyn Communicator>);
@@ -136,7 +107,7 @@ fn measure_schedule(shape: Shape, schedule: &Schedule, biased: bool) -> [Held; 2
             comm.barrier()
         };
         let (mut base, mut allocated) = (0, [0; 2]);
-        alone(&mut || base = NOW.load(Ordering::Relaxed))?;
+        alone(&mut || base = ALLOCATOR.allocated())?;
         let own = layout.tokens(rank);
         let tensor = |heads: usize, seed: usize| -> Vec<f32> {
             (0..own * heads * dim).map(|i| (((i + seed) * 7919 % 1009) as f32 / 1009.0) - 0.5).collect()
@@ -149,15 +120,15 @@ fn measure_schedule(shape: Shape, schedule: &Schedule, biased: bool) -> [Held; 2
             inputs = inputs.with_bias(View::new(&bias, own, 1, all).expect("made of this size"));
         }
 
-        alone(&mut || PEAK.store(NOW.load(Ordering::Relaxed), Ordering::Relaxed))?;
+        alone(&mut || ALLOCATOR.reset_peak())?;
         let forward = attention::forward(&group, schedule, &inputs)?;
         alone(&mut || {
-            allocated[0] = PEAK.load(Ordering::Relaxed) - base;
-            PEAK.store(NOW.load(Ordering::Relaxed), Ordering::Relaxed);
+            allocated[0] = ALLOCATOR.peak() - base;
+            ALLOCATOR.reset_peak();
         })?;
         let d_out = tensor(heads, 4);
         let gradients = attention::backward(&group, schedule, &inputs, &forward, view(&d_out, heads))?;
-        alone(&mut || allocated[1] = PEAK.load(Ordering::Relaxed) - base)?;
+        alone(&mut || allocated[1] = ALLOCATOR.peak() - base)?;
 
         let map = HeadMap::grouped(heads, kv_heads)?;
         let workspace = |pass, of: &dyn Fn(&kernel::Inputs, &[kernel::Tile]) -> u64| {

@@ -15,6 +15,18 @@ use std::ops::Range;
 ///
 /// Clones and ranges of rows share its bytes, also between the ranks of a process. The bytes may be a part of a mapped file
 /// (`Bytes::from_owner(mmap).slice(range)`), at any address.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use ringspan_candle::quantized::{Format, QuantizedMatrix, linear_quantized};
+///
+/// // A block of Q8_0 is an f16 factor (here 0.5) and 32 integers.
+/// let row: Vec<u8> = [0x00, 0x38].into_iter().chain(0..32).collect();
+/// let weight = QuantizedMatrix::new(Format::Q8_0, 1, 32, row.into())?;
+/// let ones = Tensor::ones((1, 32), candle_core::DType::F32, &Device::Cpu)?;
+/// assert_eq!(linear_quantized(&ones, &weight, None)?.to_vec2::<f32>()?, [[248.0]]);
+/// # Ok::<_, candle_core::Error>(())
+/// ```
 #[derive(Clone)]
 pub struct QuantizedMatrix {
     format: Format,

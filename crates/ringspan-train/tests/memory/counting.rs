@@ -1,35 +1,13 @@
 //! Counts what a training allocates. The count is of the whole process, so one test runs at a time.
 
 use candle_core::{DType, Device, Tensor};
+use ringspan_testing::CountingAllocator;
 use ringspan_train::{Observer, Plan, Settings, StepMetrics, TrainConfig, train};
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// The system's allocator with a count of its bytes.
-struct Counting;
-
-static NOW: AtomicUsize = AtomicUsize::new(0);
-static MOST: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: every call is passed to the system's allocator unchanged.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        let now = NOW.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
-        MOST.fetch_max(now, Ordering::Relaxed);
-        // SAFETY: the caller keeps the contract of `GlobalAlloc`.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        NOW.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller keeps the contract of `GlobalAlloc`.
-        unsafe { System.dealloc(at, layout) }
-    }
-}
-
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: CountingAllocator = CountingAllocator::new();
 
 /// A lock that a test holds while it runs.
 pub(crate) fn alone() -> MutexGuard<'static, ()> {
@@ -53,35 +31,32 @@ impl Observer for Peak {
     }
     fn stepped(&mut self, metrics: &StepMetrics) {
         if metrics.step == 1 {
-            MOST.store(NOW.load(Ordering::Relaxed), Ordering::Relaxed);
+            ALLOCATOR.reset_peak();
         }
-        self.most = MOST.load(Ordering::Relaxed);
+        self.most = ALLOCATOR.peak();
     }
 }
 
 /// The result of `work`, and the most bytes that it had in use at once.
 pub(crate) fn most_of<R>(work: impl FnOnce() -> R) -> (R, usize) {
-    let before = NOW.load(Ordering::Relaxed);
-    MOST.store(before, Ordering::Relaxed);
-    let made = work();
-    (made, MOST.load(Ordering::Relaxed) - before)
+    ALLOCATOR.peak_of(work)
 }
 
 /// Bytes that a thread keeps once it has multiplied matrices: a buffer as large as the processor's second-level cache.
 pub(crate) fn kept_by_products() -> usize {
     let work = || {
-        let before = NOW.load(Ordering::Relaxed);
+        let before = ALLOCATOR.allocated();
         let [x, y] = [(64, 64), (64, 64)].map(|shape| Tensor::ones(shape, DType::F32, &Device::Cpu).unwrap());
         drop(x.matmul(&y).unwrap());
         drop((x, y));
-        NOW.load(Ordering::Relaxed) - before
+        ALLOCATOR.allocated() - before
     };
     std::thread::spawn(work).join().unwrap()
 }
 
 /// Runs a training, measures it, and removes its output folder.
 pub(crate) fn peak(settings: Settings) -> Peak {
-    let mut peak = Peak { before: NOW.load(Ordering::Relaxed), ..Peak::default() };
+    let mut peak = Peak { before: ALLOCATOR.allocated(), ..Peak::default() };
     let outcome = train(&TrainConfig::resolve(settings).unwrap(), &AtomicBool::new(false), &mut peak).unwrap();
     std::fs::remove_dir_all(outcome.out).unwrap();
     peak

@@ -1,21 +1,21 @@
 //! Decides which sequences compute which tokens in the next step, and in which pages.
 //!
 //! Requests are admitted in the order in which they came. A step has one token of every sequence that is generating, and
-//! prompts' next tokens up to a limit, so that a long prompt delays the others by a bounded time only ([`PrefillPace`]). A request waits while another
-//! reads the same beginning, and then finds it in the cache. A sequence holds pages
-//! for all of its tokens from its admission on; if a further page is missing, the youngest sequence is put back into the queue
-//! and computed again later, from its tokens. A sequence that generates may also compute drafts, guesses of its next tokens; they take
-//! pages only as long as there are some.
+//! prompts' next tokens up to a limit, so that a long prompt delays the others by a bounded time only ([`PrefillPace`]). A request
+//! waits while another reads the same beginning, and then finds it in the cache. A sequence holds pages for all of its tokens from its
+//! admission on; if a further page is missing, the youngest sequence is put back into the queue and computed again later, from its
+//! tokens. A sequence that generates may also compute drafts, guesses of its next tokens; they take pages only as long as there are
+//! some.
+
+mod results;
 
 use super::pace::PrefillPace;
 use super::prefix_cache::{AdapterSlot, PrefixCache};
 use super::prompt_lookup::propose;
-use super::request::{Event, FinishReason};
+use super::request::Event;
 use super::sequence::{CopiedFrom, Placed, Sequence};
 use super::step::{Outputs, PageCopy, Step, StepSequence};
-use super::token_sampler::Drawn;
 use std::collections::{BTreeMap, VecDeque};
-use std::time::Duration;
 
 /// Sizes that bound a step.
 #[derive(Debug, Clone, Copy)]
@@ -351,126 +351,6 @@ impl Scheduler {
     /// The running sequences.
     pub(super) fn running(&mut self) -> &mut [Sequence] {
         &mut self.running
-    }
-
-    /// Learns what the last step took, for the size of later ones.
-    pub(super) fn took(&mut self, time: Duration) {
-        let (generating, tokens) = self.last_step;
-        self.pace.measured(generating, tokens, time);
-    }
-
-    /// Records that a step has been computed: its keys and values are in the cache, and others may use them. Drafts count once they
-    /// are drawn.
-    pub(super) fn computed(&mut self, passes: &[Pass]) {
-        for (arrival, sequence) in passes.iter().flat_map(|pass| pass.arrivals.iter().zip(&pass.step.sequences)) {
-            let Some(index) = self.find(*arrival) else { continue };
-            let Sequence { placed, drafts, .. } = &mut self.running[index];
-            if let Some(from) = placed.copied_from.take() {
-                self.cache.release(from.index, from.page);
-            }
-            placed.computed += sequence.tokens.len() - drafts.len();
-            self.insert_full_pages(index);
-        }
-    }
-
-    /// Adds the pages of a running sequence that have become full to the prefix cache.
-    fn insert_full_pages(&mut self, index: usize) {
-        let page = self.bounds.page;
-        let Sequence { placed, tokens, adapter, .. } = &mut self.running[index];
-        while (placed.inserted + 1) * page <= placed.computed {
-            let at = placed.inserted;
-            let of_page = &tokens[at * page..(at + 1) * page];
-            let Some((node, kept)) = self.cache.insert(*adapter, placed.node, of_page, placed.pages[at]) else { break };
-            (placed.pages[at], placed.node, placed.inserted) = (kept, Some(node), at + 1);
-        }
-    }
-
-    /// Handles that the prompt of running sequence `index` has been read: reports what its client wants to know of it. Returns
-    /// whether the request has ended by that.
-    pub(super) fn prompt_read(&mut self, index: usize) -> bool {
-        let sequence = &mut self.running[index];
-        if sequence.generated() == 0 {
-            self.counts.prompt_tokens += sequence.prompt as u64;
-            for event in sequence.reading.report(sequence.prompt) {
-                sequence.tell(event);
-            }
-            if sequence.longest <= sequence.prompt {
-                sequence.finish(FinishReason::Length);
-                self.end(index);
-                return true;
-            }
-        }
-        false
-    }
-
-    /// Handles the next token that was drawn for running sequence `index`; the client hears of it, and perhaps of the end. Returns
-    /// whether the request has ended by that.
-    pub(super) fn drawn(&mut self, index: usize, drawn: Result<Drawn, String>) -> bool {
-        let sequence = &mut self.running[index];
-        let end = match drawn {
-            Err(problem) => {
-                sequence.tell(Event::Failed(problem));
-                true
-            }
-            Ok(drawn) if sequence.stop_token_ids.contains(&drawn.token) => {
-                sequence.finish(FinishReason::Stop { token: Some(drawn.token) });
-                true
-            }
-            Ok(drawn) => {
-                sequence.tokens.push(drawn.token);
-                self.counts.generation_tokens += 1;
-                match sequence.drafts.first() == Some(&drawn.token) {
-                    true => {
-                        sequence.drafts.remove(0);
-                        sequence.placed.computed += 1;
-                        self.counts.accepted_tokens += 1;
-                    }
-                    false => sequence.drafts.clear(),
-                }
-                sequence.tell(Event::Token(drawn.token, drawn.logprobs));
-                if drawn.ends {
-                    sequence.finish(FinishReason::Stop { token: None });
-                } else if sequence.tokens.len() >= sequence.longest {
-                    sequence.finish(FinishReason::Length);
-                }
-                drawn.ends || sequence.tokens.len() >= sequence.longest
-            }
-        };
-        self.insert_full_pages(index);
-        if end {
-            self.end(index);
-        }
-        end
-    }
-
-    /// Ends running sequence `index`: its pages go to the prefix cache, or are free.
-    fn end(&mut self, index: usize) {
-        let mut sequence = self.running.remove(index);
-        self.release(&mut sequence);
-    }
-
-    /// Releases the pages of a sequence; a page that is not full goes to the prefix cache with the rows that are computed.
-    fn release(&mut self, sequence: &mut Sequence) {
-        let page = self.bounds.page;
-        let placed = &mut sequence.placed;
-        let full = placed.computed / page;
-        // Not all full pages may be in the tree: then what follows them cannot be, either.
-        if placed.inserted == full && placed.computed > full * page {
-            let rows = &sequence.tokens[full * page..placed.computed];
-            if let Some((_, kept)) = self.cache.insert(sequence.adapter, placed.node, rows, placed.pages[full]) {
-                placed.pages[full] = kept;
-            }
-        }
-        self.release_pages(placed);
-    }
-
-    fn release_pages(&mut self, placed: &mut Placed) {
-        if let Some(from) = placed.copied_from.take() {
-            self.cache.release(from.index, from.page);
-        }
-        for (index, page) in std::mem::take(placed).pages.into_iter().enumerate() {
-            self.cache.release(index, page);
-        }
     }
 
     /// Panics if a page is held by a sequence that does not know of it, or the other way round.

@@ -1,0 +1,129 @@
+//! Takes in the results of a step: the cache has new rows, texts have new tokens, and requests end.
+
+use super::super::request::{Event, FinishReason};
+use super::super::sequence::{Placed, Sequence};
+use super::super::token_sampler::Drawn;
+use super::{Pass, Scheduler};
+use std::time::Duration;
+
+impl Scheduler {
+    /// Learns what the last step took, for the size of later ones.
+    pub(in crate::engine) fn took(&mut self, time: Duration) {
+        let (generating, tokens) = self.last_step;
+        self.pace.measured(generating, tokens, time);
+    }
+
+    /// Records that a step has been computed: its keys and values are in the cache, and others may use them. Drafts count once they
+    /// are drawn.
+    pub(in crate::engine) fn computed(&mut self, passes: &[Pass]) {
+        for (arrival, sequence) in passes.iter().flat_map(|pass| pass.arrivals.iter().zip(&pass.step.sequences)) {
+            let Some(index) = self.find(*arrival) else { continue };
+            let Sequence { placed, drafts, .. } = &mut self.running[index];
+            if let Some(from) = placed.copied_from.take() {
+                self.cache.release(from.index, from.page);
+            }
+            placed.computed += sequence.tokens.len() - drafts.len();
+            self.insert_full_pages(index);
+        }
+    }
+
+    /// Adds the pages of a running sequence that have become full to the prefix cache.
+    fn insert_full_pages(&mut self, index: usize) {
+        let page = self.bounds.page;
+        let Sequence { placed, tokens, adapter, .. } = &mut self.running[index];
+        while (placed.inserted + 1) * page <= placed.computed {
+            let at = placed.inserted;
+            let of_page = &tokens[at * page..(at + 1) * page];
+            let Some((node, kept)) = self.cache.insert(*adapter, placed.node, of_page, placed.pages[at]) else { break };
+            (placed.pages[at], placed.node, placed.inserted) = (kept, Some(node), at + 1);
+        }
+    }
+
+    /// Handles that the prompt of running sequence `index` has been read: reports what its client wants to know of it. Returns
+    /// whether the request has ended by that.
+    pub(in crate::engine) fn prompt_read(&mut self, index: usize) -> bool {
+        let sequence = &mut self.running[index];
+        if sequence.generated() == 0 {
+            self.counts.prompt_tokens += sequence.prompt as u64;
+            for event in sequence.reading.report(sequence.prompt) {
+                sequence.tell(event);
+            }
+            if sequence.longest <= sequence.prompt {
+                sequence.finish(FinishReason::Length);
+                self.end(index);
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Handles the next token that was drawn for running sequence `index`; the client hears of it, and perhaps of the end. Returns
+    /// whether the request has ended by that.
+    pub(in crate::engine) fn drawn(&mut self, index: usize, drawn: Result<Drawn, String>) -> bool {
+        let sequence = &mut self.running[index];
+        let end = match drawn {
+            Err(problem) => {
+                sequence.tell(Event::Failed(problem));
+                true
+            }
+            Ok(drawn) if sequence.stop_token_ids.contains(&drawn.token) => {
+                sequence.finish(FinishReason::Stop { token: Some(drawn.token) });
+                true
+            }
+            Ok(drawn) => {
+                sequence.tokens.push(drawn.token);
+                self.counts.generation_tokens += 1;
+                match sequence.drafts.first() == Some(&drawn.token) {
+                    true => {
+                        sequence.drafts.remove(0);
+                        sequence.placed.computed += 1;
+                        self.counts.accepted_tokens += 1;
+                    }
+                    false => sequence.drafts.clear(),
+                }
+                sequence.tell(Event::Token(drawn.token, drawn.logprobs));
+                if drawn.ends {
+                    sequence.finish(FinishReason::Stop { token: None });
+                } else if sequence.tokens.len() >= sequence.longest {
+                    sequence.finish(FinishReason::Length);
+                }
+                drawn.ends || sequence.tokens.len() >= sequence.longest
+            }
+        };
+        self.insert_full_pages(index);
+        if end {
+            self.end(index);
+        }
+        end
+    }
+
+    /// Ends running sequence `index`: its pages go to the prefix cache, or are free.
+    pub(super) fn end(&mut self, index: usize) {
+        let mut sequence = self.running.remove(index);
+        self.release(&mut sequence);
+    }
+
+    /// Releases the pages of a sequence; a page that is not full goes to the prefix cache with the rows that are computed.
+    pub(super) fn release(&mut self, sequence: &mut Sequence) {
+        let page = self.bounds.page;
+        let placed = &mut sequence.placed;
+        let full = placed.computed / page;
+        // Not all full pages may be in the tree: then what follows them cannot be, either.
+        if placed.inserted == full && placed.computed > full * page {
+            let rows = &sequence.tokens[full * page..placed.computed];
+            if let Some((_, kept)) = self.cache.insert(sequence.adapter, placed.node, rows, placed.pages[full]) {
+                placed.pages[full] = kept;
+            }
+        }
+        self.release_pages(placed);
+    }
+
+    pub(super) fn release_pages(&mut self, placed: &mut Placed) {
+        if let Some(from) = placed.copied_from.take() {
+            self.cache.release(from.index, from.page);
+        }
+        for (index, page) in std::mem::take(placed).pages.into_iter().enumerate() {
+            self.cache.release(index, page);
+        }
+    }
+}
