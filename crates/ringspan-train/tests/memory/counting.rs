@@ -1,13 +1,35 @@
 //! Counts what a training allocates. The count is of the whole process, so one test runs at a time.
 
 use candle_core::{DType, Device, Tensor};
-use ringspan_testing::CountingAllocator;
 use ringspan_train::{Observer, Plan, Settings, StepMetrics, TrainConfig, train};
-use std::sync::atomic::AtomicBool;
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+/// The system's allocator with a count of its bytes.
+struct Counting;
+
+static NOW: AtomicUsize = AtomicUsize::new(0);
+static MOST: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: every call is passed to the system's allocator unchanged.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        let now = NOW.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
+        MOST.fetch_max(now, Ordering::Relaxed);
+        // SAFETY: the caller keeps the contract of `GlobalAlloc`.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        NOW.fetch_sub(layout.size(), Ordering::Relaxed);
+        // SAFETY: the caller keeps the contract of `GlobalAlloc`.
+        unsafe { System.dealloc(at, layout) }
+    }
+}
+
 #[global_allocator]
-static ALLOCATOR: CountingAllocator = CountingAllocator::new();
+static ALLOCATOR: Counting = Counting;
 
 /// A lock that a test holds while it runs.
 pub(crate) fn alone() -> MutexGuard<'static, ()> {
@@ -31,32 +53,35 @@ impl Observer for Peak {
     }
     fn stepped(&mut self, metrics: &StepMetrics) {
         if metrics.step == 1 {
-            ALLOCATOR.reset_peak();
+            MOST.store(NOW.load(Ordering::Relaxed), Ordering::Relaxed);
         }
-        self.most = ALLOCATOR.peak();
+        self.most = MOST.load(Ordering::Relaxed);
     }
 }
 
 /// The result of `work`, and the most bytes that it had in use at once.
 pub(crate) fn most_of<R>(work: impl FnOnce() -> R) -> (R, usize) {
-    ALLOCATOR.peak_of(work)
+    let before = NOW.load(Ordering::Relaxed);
+    MOST.store(before, Ordering::Relaxed);
+    let made = work();
+    (made, MOST.load(Ordering::Relaxed) - before)
 }
 
 /// Bytes that a thread keeps once it has multiplied matrices: a buffer as large as the processor's second-level cache.
 pub(crate) fn kept_by_products() -> usize {
     let work = || {
-        let before = ALLOCATOR.allocated();
+        let before = NOW.load(Ordering::Relaxed);
         let [x, y] = [(64, 64), (64, 64)].map(|shape| Tensor::ones(shape, DType::F32, &Device::Cpu).unwrap());
         drop(x.matmul(&y).unwrap());
         drop((x, y));
-        ALLOCATOR.allocated() - before
+        NOW.load(Ordering::Relaxed) - before
     };
     std::thread::spawn(work).join().unwrap()
 }
 
 /// Runs a training, measures it, and removes its output folder.
 pub(crate) fn peak(settings: Settings) -> Peak {
-    let mut peak = Peak { before: ALLOCATOR.allocated(), ..Peak::default() };
+    let mut peak = Peak { before: NOW.load(Ordering::Relaxed), ..Peak::default() };
     let outcome = train(&TrainConfig::resolve(settings).unwrap(), &AtomicBool::new(false), &mut peak).unwrap();
     std::fs::remove_dir_all(outcome.out).unwrap();
     peak
