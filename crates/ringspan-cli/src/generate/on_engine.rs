@@ -47,6 +47,8 @@ fn engine_options(model: &Model, mesh: &Mesh, prompt: usize, options: &Options) 
         let page_bytes = PagedCache::bytes_per_page(model, PAGE, None)?.max(1);
         pages = pages.min((free as f64 * MEMORY / local as f64) as usize / page_bytes);
     }
+    // Each process may see another amount of free memory.
+    pages = usize::try_from(mesh.ranks.smallest(pages as u64)?).unwrap_or(usize::MAX);
     let holds = pages.saturating_mul(ranks).saturating_mul(PAGE);
     ensure!(
         holds > prompt,
@@ -70,16 +72,9 @@ fn follow(engine: &Engine, prompt: &[u32], options: &Options, printer: &mut Prin
     let began = Instant::now();
     let client = engine.client();
     let mut events = client.submit(Request {
-        prompt: prompt.to_vec(),
         sampling: SamplingParams { temperature, top_k, top_p, seed: Some(seed), ..SamplingParams::default() },
-        max_tokens: options.max_tokens,
-        min_tokens: 0,
         stop_token_ids: options.stop_tokens.clone(),
-        logprobs: None,
-        prompt_logprobs: None,
-        adapter: None,
-        constraint: None,
-        embedding: None,
+        ..Request::new(prompt.to_vec(), options.max_tokens)
     })?;
     let (mut tokens, mut prefill) = (0, None);
     let ended = loop {

@@ -72,7 +72,8 @@ impl Engine {
     where
         M: for<'a> Fn(&'a Groups, &Limits) -> Result<Box<dyn Executor + 'a>> + Send + Sync + 'static,
     {
-        let limits = options.limits(sizes)?;
+        // Each process may see another amount of free memory.
+        let limits = options.limits_with(sizes, |pages| Ok(mesh.ranks.smallest(pages)?))?;
         let pages = Pages::new(limits.cp, limits.pages_per_rank as u32);
         let cache = PrefixCache::new(pages, limits.page, options.prefix_cache);
         let EngineOptions { page, max_running, prefill_chunk, mixed_chunk, num_speculative_tokens, .. } = *options;

@@ -94,6 +94,14 @@ impl EngineOptions {
     /// # Errors
     /// An option out of its range, and a cache that is too small for one sequence of `max_model_len` tokens.
     pub fn limits(&self, sizes: &EngineSizes) -> Result<Limits> {
+        self.limits_with(sizes, Ok)
+    }
+
+    /// Like [`limits`](Self::limits); `agree` makes one number of the numbers of pages for which each process has room.
+    ///
+    /// # Errors
+    /// Those of [`limits`](Self::limits) and of `agree`.
+    pub(super) fn limits_with(&self, sizes: &EngineSizes, agree: impl FnOnce(u64) -> Result<u64>) -> Result<Limits> {
         let Self { page, max_running, max_waiting, prefill_chunk, .. } = *self;
         let wrong = |option, given: String, possible| Err(Error::Sampling { option, given, possible });
         for (option, given) in [
@@ -120,7 +128,7 @@ impl EngineOptions {
         {
             return wrong("kv-cache", share.to_string(), "a share of the free memory above 0 and up to 1");
         }
-        let pages_per_rank = self.pages(sizes)?;
+        let pages_per_rank = usize::try_from(agree(self.pages(sizes)? as u64)?).unwrap_or(usize::MAX);
         let holds = pages_per_rank.saturating_mul(sizes.cp).saturating_mul(page);
         let asked = self.max_model_len.unwrap_or(holds.min(sizes.trained_length.unwrap_or(usize::MAX))).max(1);
         if holds < asked {

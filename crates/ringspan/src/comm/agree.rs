@@ -29,7 +29,33 @@ pub fn agree(comm: &dyn Communicator, settings: &[Setting]) -> Result<()> {
     Err(Error::Disagreement { rank, what: name.to_owned(), value: shown(&other), first: shown(&first) })
 }
 
+/// The smallest number that a rank gives; all ranks must call this.
+///
+/// # Errors
+/// Failures of other ranks.
+pub(super) fn smallest(comm: &dyn Communicator, number: u64) -> Result<u64> {
+    let of_rank = |buffer: &Buffer| match buffer {
+        Buffer::U64(numbers) => numbers.first().copied(),
+        _ => None,
+    };
+    let all = comm.all_gather(Buffer::U64(vec![number]))?;
+    Ok(all.iter().filter_map(|buffer| of_rank(buffer)).min().unwrap_or(number))
+}
+
 fn pairs(text: &str) -> Vec<(&str, &str)> {
     let parts: Vec<&str> = text.split('\0').collect();
     parts.chunks_exact(2).map(|pair| (pair[0], pair[1])).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::comm::threads::{self, Options};
+
+    #[test]
+    fn all_ranks_get_the_smallest_number() {
+        let numbers = [7, u64::MAX, 3, 3];
+        let got = threads::run(4, Options::default(), |comm| smallest(&*comm, numbers[comm.rank()]));
+        assert_eq!(got.expect("no rank fails"), [3; 4]);
+    }
 }

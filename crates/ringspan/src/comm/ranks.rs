@@ -1,6 +1,6 @@
 //! The ranks of a mesh, as threads of this process or as one rank in each of several processes.
 
-use super::agree::{Setting, agree};
+use super::agree::{Setting, agree, smallest};
 use super::{Buffer, Communicator, threads};
 use crate::error::{Error, Result};
 use std::fmt::{self, Display};
@@ -109,6 +109,14 @@ impl Ranks {
         }
         let all = comm.all_to_all(parts)?;
         Ok(self.lead().then_some(all))
+    }
+
+    /// The smallest number that a process gives, such as what its machine has room for; threads get their own.
+    ///
+    /// # Errors
+    /// Failures of other ranks.
+    pub fn smallest(&self, number: u64) -> Result<u64> {
+        self.process.as_ref().map_or(Ok(number), |process| smallest(&*process.comm, number))
     }
 
     /// Compares settings over all processes with [`agree`]; threads always agree.
