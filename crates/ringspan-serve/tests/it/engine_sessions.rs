@@ -3,6 +3,7 @@
 use super::engine::{ask, close, greedy, small, start};
 use crate::support::*;
 use ringspan_serve::engine::{EngineOptions, KvCache};
+use ringspan_serve::paged::KvDtype;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -48,6 +49,28 @@ fn a_session_is_restored_on_another_mesh_with_other_pages() {
             engine.shutdown(true).expect("ends");
         }
     }
+}
+
+/// The rows of a session are f32 where the cache has blocks, and a block of rounded numbers has the same bits again.
+#[test]
+fn a_session_of_a_cache_in_blocks_gives_what_the_cache_gave() {
+    let (model, folder) = (Arc::new(wide_heads()), tempfile::tempdir().expect("a folder"));
+    let file = folder.path().join("session.safetensors");
+    let options = |page| EngineOptions { page, kv_dtype: Some(KvDtype::Q8_0), ..small() };
+    let first = start(&model, 2, &options(4));
+    let prompt = tokens(30, 3);
+    let text = [prompt.clone(), ask(&first, greedy(&prompt, 9)).tokens].concat();
+    let longer = [text.as_slice(), &tokens(5, 7)].concat();
+    first.client().save_session(&file, "blocks").expect("saved");
+    let expected = ask(&first, greedy(&longer, 9));
+    for (ring, page) in [(1, 4), (3, 7)] {
+        let engine = start(&model, ring, &options(page));
+        engine.client().restore_session(&file, "blocks").expect("restored");
+        let heard = ask(&engine, greedy(&longer, 9));
+        assert_eq!((heard.cached, &heard.tokens), (text.len() - 1, &expected.tokens), "{ring} ranks, pages of {page}");
+        engine.shutdown(true).expect("ends");
+    }
+    first.shutdown(true).expect("ends");
 }
 
 #[test]
