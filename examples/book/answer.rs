@@ -41,16 +41,9 @@ impl Asked<'_> {
         let client = engine.client();
         let began = Instant::now();
         let mut events = client.submit(Request {
-            prompt: prompt.to_vec(),
-            sampling: SamplingParams { temperature: 0.0, ..SamplingParams::default() },
-            max_tokens: self.max_tokens,
-            min_tokens: 0,
+            sampling: SamplingParams::greedy(),
             stop_token_ids: self.end_tokens.clone(),
-            logprobs: None,
-            prompt_logprobs: None,
-            adapter: None,
-            constraint: None,
-            embedding: None,
+            ..Request::new(prompt.to_vec(), self.max_tokens)
         })?;
         let (mut tokens, mut cached, mut first) = (Vec::new(), 0, None);
         loop {

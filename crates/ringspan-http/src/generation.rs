@@ -124,18 +124,7 @@ pub(crate) fn start(app: &Arc<App>, target: &Target, prompts: &[Vec<u32>], sampl
 /// A prompt that is too long, a refusal or a failure of the engine.
 pub(crate) async fn embed(app: &Arc<App>, target: &Target, prompt: Vec<u32>, pooling: Pooling) -> Result<Vec<f32>> {
     max_tokens(app, &prompt, &Sampling { max_tokens: Some(0), ..Sampling::default() })?;
-    let request = Request {
-        prompt,
-        sampling: ringspan_serve::engine::request::SamplingParams::default(),
-        max_tokens: 0,
-        min_tokens: 0,
-        stop_token_ids: Vec::new(),
-        logprobs: None,
-        prompt_logprobs: None,
-        adapter: target.adapter.clone(),
-        constraint: None,
-        embedding: Some(pooling),
-    };
+    let request = Request { adapter: target.adapter.clone(), embedding: Some(pooling), ..Request::new(prompt, 0) };
     let mut events = app.engine.submit(request)?;
     let mut vector = None;
     while let Some(event) = events.recv().await {

@@ -23,18 +23,7 @@ fn number(key: &str) -> Option<usize> {
 }
 
 fn greedy(prompt: Vec<u32>, max_tokens: usize) -> Request {
-    Request {
-        prompt,
-        sampling: SamplingParams { temperature: 0.0, ..SamplingParams::default() },
-        max_tokens,
-        min_tokens: 0,
-        stop_token_ids: Vec::new(),
-        logprobs: None,
-        prompt_logprobs: None,
-        adapter: None,
-        constraint: None,
-        embedding: None,
-    }
+    Request { sampling: SamplingParams::greedy(), ..Request::new(prompt, max_tokens) }
 }
 
 /// A client that notes when its tokens come, in seconds since it asked.

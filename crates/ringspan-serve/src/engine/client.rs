@@ -189,18 +189,7 @@ mod tests {
     }
 
     fn request(prompt: &[u32]) -> Request {
-        Request {
-            prompt: prompt.to_vec(),
-            sampling: SamplingParams::default(),
-            max_tokens: 3,
-            min_tokens: 0,
-            stop_token_ids: Vec::new(),
-            logprobs: None,
-            prompt_logprobs: None,
-            adapter: None,
-            constraint: None,
-            embedding: None,
-        }
+        Request::new(prompt.to_vec(), 3)
     }
 
     #[test]

@@ -28,6 +28,26 @@ pub struct Request {
     pub embedding: Option<Pooling>,
 }
 
+impl Request {
+    /// A request for a text of up to `max_tokens` tokens by the base model, drawn from the whole distribution, of which nothing but its
+    /// tokens is reported.
+    #[must_use]
+    pub fn new(prompt: Vec<u32>, max_tokens: usize) -> Self {
+        Self {
+            prompt,
+            sampling: SamplingParams::default(),
+            max_tokens,
+            min_tokens: 0,
+            stop_token_ids: Vec::new(),
+            logprobs: None,
+            prompt_logprobs: None,
+            adapter: None,
+            constraint: None,
+            embedding: None,
+        }
+    }
+}
+
 /// How tokens are drawn. Penalties apply first, then the bias, the temperature, top-k, top-p and min-p.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SamplingParams {
@@ -49,6 +69,14 @@ pub struct SamplingParams {
     pub logit_bias: BTreeMap<u32, f32>,
     /// Seed of the random stream; `None` draws one.
     pub seed: Option<u64>,
+}
+
+impl SamplingParams {
+    /// Always takes the most likely token.
+    #[must_use]
+    pub fn greedy() -> Self {
+        Self { temperature: 0.0, ..Self::default() }
+    }
 }
 
 impl Default for SamplingParams {

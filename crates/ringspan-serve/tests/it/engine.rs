@@ -35,18 +35,7 @@ fn start_on(model: &Arc<Model>, (ring, ulysses): (usize, usize), options: &Engin
 }
 
 pub(super) fn greedy(prompt: &[u32], max_tokens: usize) -> Request {
-    Request {
-        prompt: prompt.to_vec(),
-        sampling: SamplingParams { temperature: 0.0, ..SamplingParams::default() },
-        max_tokens,
-        min_tokens: 0,
-        stop_token_ids: Vec::new(),
-        logprobs: Some(3),
-        prompt_logprobs: None,
-        adapter: None,
-        constraint: None,
-        embedding: None,
-    }
+    Request { sampling: SamplingParams::greedy(), logprobs: Some(3), ..Request::new(prompt.to_vec(), max_tokens) }
 }
 
 /// All that a client heard.

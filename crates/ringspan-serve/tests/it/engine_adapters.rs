@@ -28,16 +28,9 @@ pub(super) fn adapted(base: &Model, rank: usize, seed: u64, folder: &Path) -> Mo
 
 fn request(prompt: &[u32], adapter: Option<&str>) -> Request {
     Request {
-        prompt: prompt.to_vec(),
-        sampling: SamplingParams { temperature: 0.0, ..SamplingParams::default() },
-        max_tokens: 10,
-        min_tokens: 0,
-        stop_token_ids: Vec::new(),
-        logprobs: None,
-        prompt_logprobs: None,
+        sampling: SamplingParams::greedy(),
         adapter: adapter.map(str::to_owned),
-        constraint: None,
-        embedding: None,
+        ..Request::new(prompt.to_vec(), 10)
     }
 }
 

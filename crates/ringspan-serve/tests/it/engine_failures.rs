@@ -94,18 +94,7 @@ fn start(accident: Accident, at: (usize, usize)) -> Engine {
 }
 
 fn request(prompt: usize, max_tokens: usize) -> Request {
-    Request {
-        prompt: vec![1; prompt],
-        sampling: SamplingParams { temperature: 0.0, ..SamplingParams::default() },
-        max_tokens,
-        min_tokens: 0,
-        stop_token_ids: Vec::new(),
-        logprobs: None,
-        prompt_logprobs: None,
-        adapter: None,
-        constraint: None,
-        embedding: None,
-    }
+    Request { sampling: SamplingParams::greedy(), ..Request::new(vec![1; prompt], max_tokens) }
 }
 
 /// The last event.
