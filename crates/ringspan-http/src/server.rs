@@ -61,8 +61,8 @@ pub struct Server {
     drain: Duration,
 }
 
-/// Threads at most that tokenize texts or wait for the engine beside those that serve connections. Each has a heap of its own, which
-/// stays as large as the longest text that it has tokenized.
+/// Threads at most that tokenize texts or wait for the engine, beside those that serve connections. Each keeps memory that it has used,
+/// so that the hundreds of threads that tokio allows would hold much more than work at a time.
 const MOST_WORKERS: usize = 32;
 
 impl Server {
