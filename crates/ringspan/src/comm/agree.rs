@@ -1,4 +1,4 @@
-//! Checks that all ranks were started with the same settings.
+//! Checks that all ranks were started with the same settings, and agreement on a number where they differ.
 
 use super::{Buffer, Communicator};
 use crate::error::{Error, Result};
@@ -33,7 +33,7 @@ pub fn agree(comm: &dyn Communicator, settings: &[Setting]) -> Result<()> {
 ///
 /// # Errors
 /// Failures of other ranks.
-pub(super) fn smallest(comm: &dyn Communicator, number: u64) -> Result<u64> {
+pub fn smallest(comm: &dyn Communicator, number: u64) -> Result<u64> {
     let of_rank = |buffer: &Buffer| match buffer {
         Buffer::U64(numbers) => numbers.first().copied(),
         _ => None,
@@ -45,17 +45,4 @@ pub(super) fn smallest(comm: &dyn Communicator, number: u64) -> Result<u64> {
 fn pairs(text: &str) -> Vec<(&str, &str)> {
     let parts: Vec<&str> = text.split('\0').collect();
     parts.chunks_exact(2).map(|pair| (pair[0], pair[1])).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::comm::threads::{self, Options};
-
-    #[test]
-    fn all_ranks_get_the_smallest_number() {
-        let numbers = [7, u64::MAX, 3, 3];
-        let got = threads::run(4, Options::default(), |comm| smallest(&*comm, numbers[comm.rank()]));
-        assert_eq!(got.expect("no rank fails"), [3; 4]);
-    }
 }

@@ -1,7 +1,7 @@
 //! All ranks are told which settings differ before they work together.
 
 use ringspan::Result;
-use ringspan::comm::agree::{Setting, agree};
+use ringspan::comm::agree::{Setting, agree, smallest};
 use ringspan::comm::threads::{Options, run};
 
 fn outcome(of: impl Fn(usize) -> Vec<(&'static str, &'static str)> + Sync) -> Result<Vec<()>> {
@@ -24,4 +24,11 @@ fn the_first_rank_that_differs_is_named_with_the_setting() {
     // The same settings in another order are reported as another list.
     let error = outcome(|rank| if rank == 1 { vec![("b", "2"), ("a", "1")] } else { vec![("a", "1"), ("b", "2")] });
     assert!(error.expect_err("rank 1 differs").to_string().contains("the order of the settings"));
+}
+
+#[test]
+fn all_ranks_get_the_smallest_number() {
+    let numbers = [7, u64::MAX, 3, 3];
+    let got = run(4, Options::default(), |comm| smallest(&*comm, numbers[comm.rank()]));
+    assert_eq!(got.expect("no rank fails"), [3; 4]);
 }
