@@ -21,6 +21,7 @@ if [ "$(cat "$clients/made-of" 2>/dev/null)" != "$(sha256sum <tools/requirements
   "$python" -m uv pip install --quiet --python "$clients/bin/python" -r tools/requirements-serve.txt
   sha256sum <tools/requirements-serve.txt >"$clients/made-of"
 fi
+python3 tools/bench_serving.py "$ringspan" --tiny --depths 0,64 --tokens 4 --streams 3 --rounds 1 --ours "two ranks=--ring 2 --threads 1"
 python3 tools/check_load.py "$ringspan"
 python3 tools/check_load.py "$ringspan" -- --ring 2 --num-speculative-tokens 4
 "$clients/bin/python" tools/check_clients.py --scripted "$target/debug/examples/scripted_engine" --schemathesis --ringspan "$ringspan"
