@@ -34,7 +34,7 @@ pub fn gated_mlp(x: &Tensor, gate: &Tensor, up: &Tensor, down: &Tensor, activati
         check([x, gate, up, down])?;
         return on_gpu::forward(x, [gate, up, down], activation).map(|(out, _)| out);
     }
-    layer([x, gate, up, down], activation, Pass::Whole)
+    layer([x, gate, up, down], activation, Pass::Plain)
 }
 
 /// Like [`gated_mlp`], and also returns gate and up of all tokens, which the backward pass of a recomputed layer would
@@ -57,14 +57,14 @@ pub fn gated_mlp_saving(
             GateUpActivations::Gpu([StoredActivation::new(&gate, storage)?, StoredActivation::new(&up, storage)?]),
         ));
     }
-    let wide = Arc::new(Mutex::new(None));
-    let out = layer([x, gate, up, down], activation, Pass::Keep(storage, wide.clone()))?;
-    let kept = locked(&wide).take();
+    let gate_up = Arc::new(Mutex::new(None));
+    let out = layer([x, gate, up, down], activation, Pass::Store(storage, gate_up.clone()))?;
+    let kept = locked(&gate_up).take();
     Ok((out, GateUpActivations::Cpu(kept.unwrap_or_else(|| Tiles::new(storage)))))
 }
 
 /// Like [`gated_mlp`], for the second pass of a recomputed layer: the output is the stored one, `known`, or zeros if nothing
-/// reads its values, and no product is computed for it. `wide` is what [`gated_mlp_saving`] returned, if it was called; x
+/// reads its values, and no product is computed for it. `gate_up` is what [`gated_mlp_saving`] returned, if it was called; x
 /// and weights must equal those of the first pass.
 ///
 /// # Errors
@@ -73,25 +73,25 @@ pub fn gated_mlp_recomputed(
     x: &Tensor,
     weights: [&Tensor; 3],
     activation: Activation,
-    wide: Option<GateUpActivations>,
+    gate_up: Option<GateUpActivations>,
     known: Option<StoredActivation>,
 ) -> Result<Tensor> {
     let [gate, up, down] = weights;
     let size = x.dim(0)? * gate.dim(0)?;
-    if let Some(kept) = wide.as_ref().map(GateUpActivations::len).filter(|kept| *kept != size) {
+    if let Some(kept) = gate_up.as_ref().map(GateUpActivations::len).filter(|kept| *kept != size) {
         bail!("a gated layer kept {kept} numbers of {size}");
     }
     if gpu::holds(x) {
         check([x, gate, up, down])?;
-        return on_gpu::recomputed(x, weights, activation, wide, known);
+        return on_gpu::recomputed(x, weights, activation, gate_up, known);
     }
-    let wide = match wide {
+    let gate_up = match gate_up {
         Some(GateUpActivations::Gpu(_)) => bail!("a gated layer on the CPU, of which a GPU kept gate and up"),
         Some(GateUpActivations::Cpu(tiles)) => Some(tiles),
         None => None,
     };
     let out = known.map(|known| known.values(x.dims())).transpose()?;
-    layer([x, gate, up, down], activation, Pass::Again(Mutex::new((out, wide))))
+    layer([x, gate, up, down], activation, Pass::Recompute(Mutex::new((out, gate_up))))
 }
 
 fn locked<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -100,10 +100,12 @@ fn locked<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// The purpose of a pass through the layer.
 enum Pass {
-    Whole,
-    Keep(Storage, Arc<Mutex<Option<Tiles>>>),
+    /// A pass whose backward pass computes gate and up again.
+    Plain,
+    /// A pass that stores gate and up for the backward pass.
+    Store(Storage, Arc<Mutex<Option<Tiles>>>),
     /// A recomputation, with the stored output, if anything reads it, and with gate and up, if they were stored.
-    Again(Mutex<(Option<Vec<f32>>, Option<Tiles>)>),
+    Recompute(Mutex<(Option<Vec<f32>>, Option<Tiles>)>),
 }
 
 fn check([x, gate, up, down]: [&Tensor; 4]) -> Result<()> {
@@ -123,7 +125,7 @@ fn layer(inputs: [&Tensor; 4], activation: Activation, pass: Pass) -> Result<Ten
     let share = Arc::new(Mutex::new(None));
     let trained = [&gate, &up, &down].map(Tensor::track_op);
     let inputs = tape::apply(Inputs { share: share.clone() }, [&x, &gate, &up], Reads::Nothing)?;
-    let is_unused = matches!(&pass, Pass::Again(known) if locked(known).0.is_none());
+    let is_unused = matches!(&pass, Pass::Recompute(known) if locked(known).0.is_none());
     // These tensors are detached, since the graph refers to the layer: a reference back to the graph would be a cycle.
     let op = GatedMlp { x: x.detach(), gate: gate.detach(), up: up.detach(), activation, trained, share, pass };
     match is_unused {
@@ -293,9 +295,9 @@ impl CustomOp2 for GatedMlp {
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout, down: &CpuStorage, at: &Layout) -> Result<(CpuStorage, Shape)> {
         let keep = match &self.pass {
-            Pass::Whole => None,
-            Pass::Keep(storage, _) => Some(*storage),
-            Pass::Again(known) => {
+            Pass::Plain => None,
+            Pass::Store(storage, _) => Some(*storage),
+            Pass::Recompute(known) => {
                 let out = locked(known).0.take();
                 let out = out.unwrap_or_else(|| vec![0.0; self.x.elem_count()]);
                 return Ok((number::storage(out, self.x.dtype())?, self.x.shape().clone()));
@@ -306,8 +308,8 @@ impl CustomOp2 for GatedMlp {
                 self.with_layer::<T, _>(elements(down, at)?, |layer| Ok(layer.forward(self.activation, keep)))?;
             (T::to_cpu_storage_owned(out), kept)
         });
-        if let Pass::Keep(_, wide) = &self.pass {
-            *locked(wide) = kept;
+        if let Pass::Store(_, gate_up) = &self.pass {
+            *locked(gate_up) = kept;
         }
         Ok((out, self.x.shape().clone()))
     }
@@ -322,8 +324,8 @@ impl CustomOp2 for GatedMlp {
         let (tokens, hidden) = self.x.dims2()?;
         let d_out = d_out.contiguous()?;
         let kept = match &self.pass {
-            Pass::Again(known) => locked(known).1.take(),
-            Pass::Whole | Pass::Keep(..) => None,
+            Pass::Recompute(known) => locked(known).1.take(),
+            Pass::Plain | Pass::Store(..) => None,
         };
         let (dx, [d_gate, d_up, d_down]) = with_number!(self.x.dtype(), T => elements_of(&d_out, |d_out| {
             elements_of::<T, _>(down, |down| {

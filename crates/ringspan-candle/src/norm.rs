@@ -22,7 +22,7 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     if weight.dims() != [width] {
         candle_core::bail!("rms_norm of {:?} needs a weight [{width}], given {:?}", x.shape(), weight.shape());
     }
-    tape::apply_again(RmsNorm { eps }, [&gpu::readable(x)?, &weight.contiguous()?], Reads::Inputs)
+    tape::apply_recomputable(RmsNorm { eps }, [&gpu::readable(x)?, &weight.contiguous()?], Reads::Inputs)
 }
 
 #[derive(Clone)]

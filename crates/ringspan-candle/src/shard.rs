@@ -1,114 +1,18 @@
 //! Decides which shard of each parameter a rank computes with, where ranks share the width of layers (tensor parallelism) and
 //! the experts (expert parallelism).
 
+mod error;
+mod heads;
+mod portion;
+mod rank;
+
+pub use error::ShardError;
+pub use heads::{HeadCounts, Heads};
+pub use portion::Portion;
+pub use rank::{ParallelRank, ReplicaGroup};
+
 use crate::tensor_parallel::part;
-use std::borrow::Cow;
 use std::ops::Range;
-
-/// The position of a rank in each group that shares layers, as pairs of its rank in the group and the group's size.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct ParallelRank {
-    /// The position in the tensor-parallel group.
-    pub tp: (usize, usize),
-    /// The position in the expert-parallel group, over which whole experts are distributed.
-    pub ep: (usize, usize),
-    /// The position in the group that shards the width of an expert.
-    pub moe_tp: (usize, usize),
-}
-
-impl Default for ParallelRank {
-    fn default() -> Self {
-        Self { tp: (0, 1), ep: (0, 1), moe_tp: (0, 1) }
-    }
-}
-
-/// The replica group of a parameter: ranks that hold the same portion of it. Its gradient is the sum over them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum ReplicaGroup {
-    /// All ranks.
-    All,
-    /// The ranks that have this index in their tensor-parallel group.
-    Tensor(usize),
-    /// The ranks whose query heads use this key-value head, where a tensor-parallel group has more ranks than there are
-    /// key-value heads.
-    KeyValueHead(usize),
-    /// The ranks with this index among those that share experts, counted over whole experts and shards of their width.
-    Experts(usize),
-    /// The ranks that hold the same experts, whichever shard of their width.
-    WholeExperts(usize),
-}
-
-impl ReplicaGroup {
-    /// The replica group of an expert's parameter on `rank`: of one that is sharded in its width if `of_width`, else of one
-    /// that is whole.
-    fn of_experts(rank: ParallelRank, of_width: bool) -> Self {
-        let ParallelRank { ep, moe_tp, .. } = rank;
-        match (ep.1, moe_tp.1, of_width) {
-            (1, 1, _) | (1, _, false) => Self::All,
-            // The width is not sharded, so matrices and whole parameters of an expert have the same replica group.
-            (_, 1, _) => Self::Experts(ep.0),
-            (.., true) => Self::Experts(ep.0 * moe_tp.1 + moe_tp.0),
-            (.., false) => Self::WholeExperts(ep.0),
-        }
-    }
-}
-
-/// A portion: the part of a parameter that a rank computes with (its tensor- or expert-parallel shard). It is a rectangle of
-/// a matrix or a range of a vector; a tensor of more dims is viewed as a matrix.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Portion {
-    /// The name of the parameter.
-    pub name: String,
-    /// The shape of the whole parameter.
-    pub whole: Vec<usize>,
-    /// The dim at which columns begin: the parameter is viewed as a matrix, whose rows are the dims before this one and whose
-    /// columns are this dim and those after it.
-    pub dim: usize,
-    /// The range of rows of the matrix, or of elements of a vector.
-    pub rows: Range<usize>,
-    /// The range of columns of the matrix; one column for a vector.
-    pub columns: Range<usize>,
-    /// The first row of this portion in the rank's tensor, if that concatenates several portions.
-    pub stacked_at: Option<usize>,
-    /// The ranks that hold the same portion.
-    pub replicas: ReplicaGroup,
-}
-
-impl Portion {
-    /// The shape of the portion.
-    pub fn shape(&self) -> Vec<usize> {
-        let mut shape = self.whole.clone();
-        let in_row = self.whole[1..self.dim].iter().product::<usize>().max(1);
-        shape[0] = self.rows.len() / in_row;
-        if let [_, behind @ ..] = &self.whole[self.dim..] {
-            shape[self.dim] = self.columns.len() / behind.iter().product::<usize>().max(1);
-        }
-        shape
-    }
-
-    /// The number of elements.
-    pub fn len(&self) -> usize {
-        self.rows.len() * self.columns.len()
-    }
-
-    /// Whether it has no element.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
-    /// A key that is different for each portion of a parameter.
-    pub fn key(&self) -> Cow<'_, str> {
-        match self.stacked_at {
-            None => Cow::Borrowed(&self.name),
-            Some(row) => Cow::Owned(format!("{} from row {row}", self.name)),
-        }
-    }
-
-    /// The number of columns of the whole parameter, viewed as a matrix.
-    pub fn width(&self) -> usize {
-        self.whole[self.dim..].iter().product()
-    }
-}
 
 /// How ranks shard a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -181,63 +85,6 @@ pub struct ExpertIndex {
     pub index: usize,
     /// The number E of experts in the layer.
     pub experts: usize,
-}
-
-/// Query heads H, and the key-value heads G that they share.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct HeadCounts {
-    /// The number H of query heads.
-    pub queries: usize,
-    /// The number G of key-value heads, of which H is a multiple.
-    pub key_values: usize,
-}
-
-/// The heads of one rank of a tensor-parallel group.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Heads {
-    /// The range of query heads.
-    pub queries: Range<usize>,
-    /// The range of key-value heads; neighbouring ranks share one where there are more ranks than key-value heads.
-    pub key_values: Range<usize>,
-}
-
-/// More ranks than a model can be sharded over.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum ShardError {
-    /// Heads or a width that cannot be distributed over so many ranks.
-    #[error("tensor parallel: {0}")]
-    Tensor(String),
-    /// Experts or a width of experts that cannot be distributed over so many ranks.
-    #[error("expert parallel: {0}")]
-    Expert(String),
-}
-
-impl HeadCounts {
-    /// The heads of rank `rank` of `ranks`: whole groups of query heads with their key-value head if there are at least as
-    /// many groups as ranks, else some query heads of one group.
-    ///
-    /// # Errors
-    /// More ranks than the query heads can be distributed over.
-    pub fn of_rank(self, (rank, ranks): (usize, usize)) -> Result<Heads, ShardError> {
-        let Self { queries: heads, key_values: groups } = self;
-        let each = heads / groups;
-        if ranks <= groups {
-            let key_values = part(groups, rank, ranks);
-            return Ok(Heads { queries: key_values.start * each..key_values.end * each, key_values });
-        }
-        // The ranks that share a key-value head are neighbours.
-        let group = rank * groups / ranks;
-        let first = |group: usize| (group * ranks).div_ceil(groups);
-        let sharing = first(group + 1) - first(group);
-        if ranks.div_ceil(groups) > each {
-            return Err(ShardError::Tensor(format!(
-                "{ranks} ranks cannot share {heads} query heads over {groups} key-value heads: each of these has {each}, so \
-                 at most {heads} ranks can, and no more than {each} of them at one"
-            )));
-        }
-        let of_group = part(each, rank - first(group), sharing);
-        Ok(Heads { queries: group * each + of_group.start..group * each + of_group.end, key_values: group..group + 1 })
-    }
 }
 
 impl ExpertIndex {
@@ -381,7 +228,7 @@ impl ShardSpec {
 fn of_experts(width: Option<WidthDim>, name: &str, whole: &[usize], rank: ParallelRank) -> Portion {
     let ParallelRank { ep, moe_tp, .. } = rank;
     let WidthDim { dim, each } = width.unwrap_or(WidthDim { dim: 1, each: 1 });
-    let (in_row, behind) = (whole[1..dim].iter().product::<usize>(), whole[dim + 1..].iter().product::<usize>());
+    let (in_row, trailing) = (whole[1..dim].iter().product::<usize>(), whole[dim + 1..].iter().product::<usize>());
     let own = match width {
         Some(_) => part(whole[dim] / each, moe_tp.0, moe_tp.1),
         None => 0..whole[dim] / each,
@@ -392,7 +239,7 @@ fn of_experts(width: Option<WidthDim>, name: &str, whole: &[usize], rank: Parall
         whole: whole.to_vec(),
         dim,
         rows: experts.start * in_row..experts.end * in_row,
-        columns: own.start * each * behind..own.end * each * behind,
+        columns: own.start * each * trailing..own.end * each * trailing,
         stacked_at: None,
         replicas: ReplicaGroup::of_experts(rank, width.is_some()),
     }

@@ -48,7 +48,7 @@ pub struct Tape {
     graphs: HashSet<TensorId>,
     /// Outputs of [`apply_unused`], which have no values; each is mapped to the scalar that it is a broadcast view of.
     unused: HashMap<TensorId, TensorId>,
-    /// The outputs of [`apply_again`] that entries hold without their memory; `None` if entries hold all values.
+    /// The outputs of [`apply_recomputable`] that entries hold without their memory; `None` if entries hold all values.
     recomputed: Option<HashMap<TensorId, Rc<Recomputed>>>,
 }
 
@@ -183,7 +183,7 @@ pub(crate) fn apply<const N: usize>(op: impl Operation<N>, inputs: [&Tensor; N],
 ///
 /// # Errors
 /// As for [`apply`].
-pub(crate) fn apply_again<const N: usize>(
+pub(crate) fn apply_recomputable<const N: usize>(
     op: impl Operation<N> + Clone,
     inputs: [&Tensor; N],
     reads: Reads,

@@ -90,7 +90,7 @@ pub(crate) struct Job {
     pub(crate) threshold: u32,
     pub(crate) scale: f32,
     pub(crate) softcap: f32,
-    pub(crate) growth: f32,
+    pub(crate) dropout_scale: f32,
 }
 
 /// The arguments of the kernels in `source/memory.cu`.

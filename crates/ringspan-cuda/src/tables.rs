@@ -80,7 +80,7 @@ impl ScoreTerms {
             None => (&[][..], Vec::new()),
             Some(Relative::Alibi { slopes }) => (&slopes[..], Vec::new()),
             Some(Relative::Buckets(buckets)) => {
-                (&buckets.table[..], buckets.first().into_iter().map(|first| first as i64).collect())
+                (&buckets.table[..], buckets.smallest_distances().into_iter().map(|smallest| smallest as i64).collect())
             }
         };
         Ok(Self { terms: cuda.upload_all(terms)?, first: cuda.upload_all(&first)? })
@@ -90,7 +90,7 @@ impl ScoreTerms {
     pub(crate) fn job(&self, cuda: &Cuda, inputs: &Inputs) -> Result<Job> {
         let Inputs { q, k, score, bias, .. } = inputs;
         let (buckets, buckets_of_one) = match &score.relative {
-            Some(Relative::Buckets(buckets)) => (buckets.count, buckets.first().len()),
+            Some(Relative::Buckets(buckets)) => (buckets.count, buckets.smallest_distances().len()),
             _ => (0, 0),
         };
         let mut job = Job {
@@ -111,7 +111,7 @@ impl ScoreTerms {
         if let Some(dropout) = score.dropout {
             (job.seed, job.first_query) = (dropout.seed, dropout.first_query as u64);
             job.first_head = count(dropout.first_head, "heads")?;
-            (job.threshold, job.growth) = (dropout.threshold(), dropout.growth());
+            (job.threshold, job.dropout_scale) = (dropout.threshold(), dropout.scale());
         }
         Ok(job)
     }
@@ -144,11 +144,11 @@ fn parts_of_blocks(tiles: &[Tile], block: usize, queries: usize) -> Result<Vec<V
 /// The tile with queries and keys exchanged.
 fn turned(tile: &Tile) -> Tile {
     let Band { lo, hi } = tile.band;
-    Tile { q: tile.k.clone(), k: tile.q.clone(), band: Band { lo: -hi, hi: -lo }, place: tile.place }
+    Tile { q: tile.k.clone(), k: tile.q.clone(), band: Band { lo: -hi, hi: -lo }, position: tile.position }
 }
 
 fn for_kernel(tile: &Tile) -> job::Tile {
-    let place = tile.place;
+    let place = tile.position;
     job::Tile {
         q: job::checked(tile.q.start),
         queries: job::checked(tile.q.len()),

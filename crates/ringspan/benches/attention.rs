@@ -77,7 +77,7 @@ impl Case {
 
     fn tiles(&self) -> [Tile; 1] {
         let lo = if self.causal { 0 } else { i64::MIN };
-        [Tile { q: 0..self.s, k: 0..self.s, band: Band { lo, hi: i64::MAX }, place: TilePosition::START }]
+        [Tile { q: 0..self.s, k: 0..self.s, band: Band { lo, hi: i64::MAX }, position: TilePosition::START }]
     }
 
     /// Calls `work` with the inputs of the kernels.

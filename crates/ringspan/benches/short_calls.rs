@@ -39,7 +39,7 @@ impl Work {
         let map = HeadMap::grouped(*heads, *heads).expect("as many of both");
         let inputs = Inputs { q: view, k: view, v: view, heads: &map, score, bias: None };
         let tile =
-            Tile { q: 0..*tokens, k: 0..*tokens, band: Band { lo: 0, hi: i64::MAX }, place: TilePosition::START };
+            Tile { q: 0..*tokens, k: 0..*tokens, band: Band { lo: 0, hi: i64::MAX }, position: TilePosition::START };
         partial.max.fill(f32::NEG_INFINITY);
         partial.sum.fill(0.0);
         kernel.forward(&inputs, &[tile], partial).expect("a CPU does not fail");

@@ -19,11 +19,11 @@ pub(super) fn recomputed(
     x: &Tensor,
     weights: [&Tensor; 3],
     activation: Activation,
-    wide: Option<GateUpActivations>,
+    gate_up: Option<GateUpActivations>,
     known: Option<StoredActivation>,
 ) -> Result<Tensor> {
     let [gate, up, down] = weights;
-    let (gate, up) = match wide {
+    let (gate, up) = match gate_up {
         None => (linear(x, gate, None)?, linear(x, up, None)?),
         Some(GateUpActivations::Gpu([g, u])) => {
             (linear_recomputed(x, gate, None, Some(g))?, linear_recomputed(x, up, None, Some(u))?)

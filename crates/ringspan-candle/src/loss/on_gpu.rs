@@ -4,7 +4,9 @@
 //! The statistics of a row, three numbers, are copied to the CPU, where they are added in f64: once, at the end, or, with
 //! tensor parallelism, for each chunk, because the gradient needs the statistics of all ranks.
 
-use super::{CHUNK_ON_GPU as CHUNK, HeadLoss, Sums, Vocabulary};
+use super::row::RowStatistics;
+use super::vocabulary::Vocabulary;
+use super::{CHUNK_ON_GPU as CHUNK, HeadLoss};
 use crate::gpu::kernels::{Layer, Options, THREADS, launch};
 use crate::gpu::operand::{Operand, on_gpu, tensor, unwritten};
 use crate::gpu::product::{Output, product};
@@ -97,7 +99,7 @@ fn of_all(
         totals = read(&Tensor::cat(&of_chunks, 0)?)?;
     }
     Ok(HeadLoss {
-        nll_sum: totals.iter().map(Sums::nll).sum(),
+        nll_sum: totals.iter().map(RowStatistics::nll).sum(),
         d_hidden: tensor(d_hidden, hidden.shape()),
         d_head: d_head.map(|d_head| tensor(d_head, head.shape())),
     })
@@ -125,13 +127,13 @@ pub(super) fn log_probs(
 }
 
 /// Copies the statistics of rows `[n, 3]` to the CPU.
-fn read(sums: &Tensor) -> Result<Vec<Sums>> {
-    let of = |row: &Vec<f32>| Sums { max: row[0], sum: f64::from(row[1]), of_target: f64::from(row[2]) };
+fn read(sums: &Tensor) -> Result<Vec<RowStatistics>> {
+    let of = |row: &Vec<f32>| RowStatistics { max: row[0], sum: f64::from(row[1]), of_target: f64::from(row[2]) };
     Ok(sums.to_vec2()?.iter().map(of).collect())
 }
 
 /// Copies the statistics of rows to the GPU, `[n, 3]`.
-fn uploaded(totals: &[Sums], like: &Tensor) -> Result<Tensor> {
+fn uploaded(totals: &[RowStatistics], like: &Tensor) -> Result<Tensor> {
     let numbers: Vec<f32> =
         totals.iter().flat_map(|total| [total.max, total.sum as f32, total.of_target as f32]).collect();
     Tensor::from_vec(numbers, (totals.len(), 3), like.device())

@@ -1,6 +1,7 @@
 //! The loss on a GPU, in a program that was built without GPUs.
 
-use super::{HeadLoss, Vocabulary};
+use super::HeadLoss;
+use super::vocabulary::Vocabulary;
 use candle_core::{Result, Tensor, bail};
 
 pub(super) fn head_loss(

@@ -263,7 +263,7 @@ impl Link {
 }
 
 impl Lane for Link {
-    fn form(&self, elements: &dyn OnDevice) -> Result<u64> {
+    fn type_code(&self, elements: &dyn OnDevice) -> Result<u64> {
         Ok(match self.source(elements)?.dtype {
             DType::F32 => 0,
             DType::Bf16 => 1,
@@ -271,12 +271,16 @@ impl Lane for Link {
         })
     }
 
-    fn room(&mut self, form: u64, len: usize) -> Result<Arc<dyn OnDevice>> {
-        let stored = match form {
+    fn allocate(&mut self, type_code: u64, len: usize) -> Result<Arc<dyn OnDevice>> {
+        let stored = match type_code {
             0 => DType::F32,
             1 => DType::Bf16,
             2 => DType::F16,
-            _ => return Err(self.failed(format!("another rank sent elements of form {form}, which is none"))),
+            _ => {
+                return Err(self.failed(format!(
+                    "another rank sent elements with the type code {type_code}, which does not exist"
+                )));
+            }
         };
         self.cuda.bind()?;
         Ok(Arc::new(self.cuda.array(stored, len)?))

@@ -53,7 +53,7 @@ struct Job {
     u64 seed, first_query;
     int queries, keys, heads, kv_heads, bias_heads, bias_keys, buckets, buckets_of_one, blocks, first_head;
     u32 threshold;
-    float scale, softcap, growth;
+    float scale, softcap, dropout_scale;
 };
 
 static_assert(sizeof(Job) == JOB_BYTES, "the job as the host fills it");
@@ -130,7 +130,7 @@ __device__ inline float kept(const Job &job, const Tile &tile, int head, int i, 
     u32 x = ((u32)row ^ (u32)mix(key)) * 0x9E3779B1u;
     x = ((x ^ x >> 15) + (u32)(row >> 32)) * 0x85EBCA77u;
     x = (x ^ x >> 13) * 0xC2B2AE3Du;
-    return (x ^ x >> 16) >= job.threshold ? job.growth : 0.0f;
+    return (x ^ x >> 16) >= job.threshold ? job.dropout_scale : 0.0f;
 #else
     return 1.0f;
 #endif

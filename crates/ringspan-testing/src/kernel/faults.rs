@@ -59,12 +59,12 @@ fn compare(clean: &[f32], wanted: &[f32], got: &[f32], reached: impl Fn(usize) -
 fn check(kernels: &dyn Kernels, problem: &Problem, fault: Fault, what: &str) {
     let clean = problem.values();
     for x in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-        let mut spoilt = clean.clone();
-        fault.put(problem, &mut spoilt, x);
-        let wanted = problem.wanted(&spoilt);
+        let mut with_fault = clean.clone();
+        fault.put(problem, &mut with_fault, x);
+        let wanted = problem.wanted(&with_fault);
         for kernel in problem.kernels(kernels, &[2]) {
-            let (clean, got) = (problem.computed(&kernel, &clean), problem.computed(&kernel, &spoilt));
-            // In the careful way, products of visible pairs are not rounded to bf16.
+            let (clean, got) = (problem.computed(&kernel, &clean), problem.computed(&kernel, &with_fault));
+            // Where products are masked pair by pair, they are not rounded to bf16.
             let bound = if problem.rounds(&kernel) { 2e-2 } else { 2e-6 };
             let what = |tensor: &str| format!("{what}, {fault:?} {x}, {kernel:?}: {tensor}");
             let (heads, kv_heads) = (problem.heads(), problem.kv_heads);

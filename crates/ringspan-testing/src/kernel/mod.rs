@@ -107,7 +107,7 @@ pub const CAUSAL: Band = Band { lo: 0, hi: i64::MAX };
 
 /// A tile at the start of its row.
 pub fn tile(q: Range<usize>, k: Range<usize>, band: Band) -> Tile {
-    Tile { q, k, band, place: TilePosition::START }
+    Tile { q, k, band, position: TilePosition::START }
 }
 
 impl Problem {
@@ -175,12 +175,12 @@ impl Problem {
     }
 
     fn tiles(&self, rows: &Range<usize>, tiles: &[Tile]) -> Vec<Tile> {
-        let place = |tile: &Tile| {
+        let position = |tile: &Tile| {
             let query = self.first.0 + tile.q.start * self.step;
             let key = self.first.1 + (rows.start + tile.k.start) * self.step;
             TilePosition { query, key, distance: query as i64 - key as i64, step: self.step }
         };
-        tiles.iter().map(|tile| Tile { place: place(tile), ..tile.clone() }).collect()
+        tiles.iter().map(|tile| Tile { position: position(tile), ..tile.clone() }).collect()
     }
 
     /// The answer of the reference, which only supports whole rows and groups of equal size: missing tokens are zeros that

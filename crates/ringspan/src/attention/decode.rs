@@ -69,7 +69,7 @@ impl Tokens<'_> {
                             q: q_row + first + banded.q.start..q_row + first + banded.q.end,
                             k: k_row + banded.k.start..k_row + banded.k.end,
                             band: banded.band,
-                            place: TilePosition {
+                            position: TilePosition {
                                 query: q_part.start,
                                 key: k_part.start,
                                 distance: mask.distance(q_part.start, k_part.start, self.frames.0, self.frames.1),
@@ -93,7 +93,7 @@ pub struct DecodeTiles {
     queries: usize,
     keys: usize,
     /// Whether the tiles have valid positions.
-    placed: bool,
+    has_positions: bool,
 }
 
 impl DecodeTiles {
@@ -101,8 +101,13 @@ impl DecodeTiles {
     ///
     /// # Errors
     /// As for [`Tokens::tiles`].
-    pub fn placed(tokens: &Tokens, mask: &Mask) -> Result<Self> {
-        Ok(Self { tiles: tokens.tiles(mask)?, queries: count(tokens.queries), keys: count(tokens.keys), placed: true })
+    pub fn with_positions(tokens: &Tokens, mask: &Mask) -> Result<Self> {
+        Ok(Self {
+            tiles: tokens.tiles(mask)?,
+            queries: count(tokens.queries),
+            keys: count(tokens.keys),
+            has_positions: true,
+        })
     }
 
     /// As few tiles as possible, for scores that do not depend on positions. Keys of a query that lie in adjacent rows are one
@@ -130,12 +135,12 @@ impl DecodeTiles {
                         }
                     };
                     let queries = row + queries.start..row + queries.end;
-                    push_joined(&mut tiles, Tile { q: queries, k: keys, band, place: TilePosition::START });
+                    push_joined(&mut tiles, Tile { q: queries, k: keys, band, position: TilePosition::START });
                 });
             }
             row += q.len;
         }
-        Ok(Self { tiles, queries: row, keys: count(tokens.keys), placed: false })
+        Ok(Self { tiles, queries: row, keys: count(tokens.keys), has_positions: false })
     }
 
     /// Number of tiles.
@@ -204,7 +209,7 @@ pub fn on_device(
 ) -> Result<(Floats, Statistics<Floats>)> {
     tokens.check()?;
     inputs.check_shapes(DECODE, group.rank(), count(tokens.queries), count(tokens.keys))?;
-    tiles_on_device(group, &DecodeTiles::placed(tokens, mask)?, inputs, merge)
+    tiles_on_device(group, &DecodeTiles::with_positions(tokens, mask)?, inputs, merge)
 }
 
 /// Like [`on_device`], for tiles that were made before.
@@ -222,7 +227,7 @@ pub fn tiles_on_device(
     let Inputs { q, k, v, score, bias } = held.inputs();
     let heads = &HeadMap::grouped(q.heads, k.heads)?;
     let inputs = kernel::Inputs { q, k, v, heads, score, bias };
-    if inputs.counts_positions() && !visible.placed {
+    if inputs.counts_positions() && !visible.has_positions {
         return Err(Error::Layout(format!(
             "{DECODE}: joined tiles have no positions, and these scores depend on them"
         )));
@@ -231,7 +236,7 @@ pub fn tiles_on_device(
     let mut state = kernel.state_to_send(q.tokens, q.heads, v.dim)?;
     let tiles = &visible.tiles;
     if let Some(bias) = bias {
-        let last = |tile: &Tile| tile.place.key + (tile.k.len().max(1) - 1) * tile.place.step + 1;
+        let last = |tile: &Tile| tile.position.key + (tile.k.len().max(1) - 1) * tile.position.step + 1;
         let needed = tiles.iter().map(last).max().unwrap_or(0);
         if bias.dim < needed {
             return Err(Error::Shape {

@@ -129,7 +129,7 @@ impl<'a> Exchange<'a> {
     /// Finishes [`to_heads`](Self::to_heads) and returns `[Tg, own heads, dim]`.
     pub(super) fn heads(&self, mut exchange: PendingExchange) -> Result<Buffer> {
         let (row, kernel) = (exchange.heads[self.comm().rank()].len() * exchange.dim, self.group.kernel());
-        let (mut all, mut filled) = (kernel.room(exchange.wire.dtype(), self.all_tokens() * row)?, 0);
+        let (mut all, mut filled) = (kernel.allocate_message(exchange.wire.dtype(), self.all_tokens() * row)?, 0);
         for (member, &tokens) in self.tokens.iter().enumerate() {
             let message = self.part(&mut exchange, member)?;
             let elements = exchange.wire.read(&message, tokens * row, "the exchange of heads")?;

@@ -138,9 +138,9 @@ fn check_shape(operation: &'static str, rank: usize, what: &'static str, view: &
     Ok(())
 }
 
-/// The kind of tiles that a kernel needs for these inputs: scores that count positions need each tile's place.
+/// The kind of tiles that a kernel needs for these inputs: scores that count positions need each tile's position.
 fn tiling(inputs: &kernel::Inputs) -> Tiling {
-    if inputs.counts_positions() { Tiling::Placed } else { Tiling::Joined }
+    if inputs.counts_positions() { Tiling::WithPositions } else { Tiling::Joined }
 }
 
 /// Maximum number of tiles in one kernel call, so that the list of tiles takes only a few megabytes.

@@ -4,13 +4,13 @@ use crate::comm::Buffer;
 use crate::comm::group::failure::Failure;
 use crate::comm::group::mailbox::{Address, GroupId, Mailbox};
 use crate::comm::group::part::CollectivePart;
-use crate::comm::header::{Call, Content};
+use crate::comm::header::{CallDescription, Content};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 /// The part that another rank sent for a collective, with its description of that collective.
 struct ReceivedPart {
-    call: Call,
+    call: CallDescription,
     data: Arc<Buffer>,
 }
 
@@ -60,7 +60,7 @@ impl Arrived {
     pub(in crate::comm) fn missing(
         &self,
         (group, number): (&GroupId, u64),
-        own: &Call,
+        own: &CallDescription,
         ranks: &[usize],
     ) -> Result<Vec<usize>, Failure> {
         let Some(round) = self.rounds.get(&(group.clone(), number)) else { return Ok(ranks.to_vec()) };

@@ -19,7 +19,7 @@ pub(in crate::comm) enum Content {
     /// A message of a group under a tag.
     Message { group: GroupId, tag: u64 },
     /// A part of a collective of a group.
-    CollectivePart { group: GroupId, number: u64, call: Call },
+    CollectivePart { group: GroupId, number: u64, call: CallDescription },
     /// No message follows from the sender.
     Finished,
 }
@@ -27,7 +27,7 @@ pub(in crate::comm) enum Content {
 /// How a rank describes its collective: a text for people, and a fingerprint for comparison, since the text shortens long
 /// lists.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(in crate::comm) struct Call {
+pub(in crate::comm) struct CallDescription {
     pub(in crate::comm) text: String,
     pub(in crate::comm) fingerprint: u64,
 }
@@ -41,7 +41,7 @@ pub(in crate::comm) enum Kind {
     U8,
 }
 
-impl Call {
+impl CallDescription {
     pub(in crate::comm) fn new(operation: &Operation) -> Self {
         // The hash is FNV-1a over the operation's debug output, which has all of its fields.
         let add = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
@@ -113,7 +113,7 @@ impl Header {
             2 => {
                 let number = reader.number()?;
                 let fingerprint = reader.number()?;
-                let call = Call { text: reader.text()?, fingerprint };
+                let call = CallDescription { text: reader.text()?, fingerprint };
                 Content::CollectivePart { number, call, group: group(&mut reader)? }
             }
             _ => return None,
@@ -129,7 +129,7 @@ mod tests {
     #[test]
     fn headers_come_back_and_damaged_ones_are_refused() {
         let group: GroupId = [(3, 7), (u64::MAX, 0)].into();
-        let call = Call { text: "all_gather #3".into(), fingerprint: 9 };
+        let call = CallDescription { text: "all_gather #3".into(), fingerprint: 9 };
         for content in [
             Content::Finished,
             Content::Message { group: [].into(), tag: u64::MAX },

@@ -1,4 +1,5 @@
-//! The seam for devices: what a backend computes, and how the library refers to memory that the CPU cannot read.
+//! The trait that devices with their own memory implement: what they compute, and how the library refers to memory that the
+//! CPU cannot read.
 
 use super::device::Progress;
 use super::device_array::{DeviceArray, DeviceMemory, DeviceSlice, DeviceSliceMut};

@@ -9,7 +9,8 @@ use super::isa::Code;
 use super::micro::accumulate;
 use super::pack::copy;
 use super::plan::BlockPair;
-use super::terms::{Scaling, ScoreTerms};
+use super::scaling::Scaling;
+use super::terms::ScoreTerms;
 use super::vector::{Simd, exp};
 use super::workers::Workers;
 use super::{HeadMap, Partial, Tile, View, isa};
@@ -24,10 +25,10 @@ pub(super) const CHUNK: usize = 1024;
 const ROWS: usize = 32;
 
 /// Maximum number of elements in a vector.
-const MOST: usize = 16;
+const MAX_LANES: usize = 16;
 
 /// Whether each tile has a single query: with several, those of a tile would read the same keys again and again.
-pub(super) fn takes(tiles: &[Tile]) -> bool {
+pub(super) fn has_single_queries(tiles: &[Tile]) -> bool {
     tiles.iter().all(|tile| tile.q.len() <= 1)
 }
 
@@ -50,7 +51,7 @@ impl Decode<'_> {
     /// Number of elements of a worker's scratch: for each head scores of a chunk, the query and the sum of values, then
     /// ROWS rows.
     pub(super) fn scratch(dim: usize, v_dim: usize, group: usize) -> usize {
-        let (wide, v_wide) = (dim.next_multiple_of(MOST), v_dim.next_multiple_of(MOST));
+        let (wide, v_wide) = (dim.next_multiple_of(MAX_LANES), v_dim.next_multiple_of(MAX_LANES));
         group * (CHUNK + wide + v_wide) + ROWS * wide.max(v_wide)
     }
 
@@ -72,7 +73,7 @@ impl Decode<'_> {
         scratch: &mut [f32],
     ) {
         let heads = self.heads.queries_of(kv);
-        let (wide, v_wide) = (self.k.dim.next_multiple_of(MOST), self.v.dim.next_multiple_of(MOST));
+        let (wide, v_wide) = (self.k.dim.next_multiple_of(MAX_LANES), self.v.dim.next_multiple_of(MAX_LANES));
         let (scores, rest) = scratch.split_at_mut(heads.len() * CHUNK);
         let (queries, rest) = rest.split_at_mut(heads.len() * wide);
         let (sums, few) = rest.split_at_mut(heads.len() * v_wide);

@@ -169,7 +169,7 @@ impl Kernel {
         }
         match &self.0 {
             Device::Cpu(cpu) => {
-                self.check_place(inputs.views())?;
+                self.check_device(inputs.views())?;
                 on_cpu(cpu, inputs, tiles, partial);
                 Ok(())
             }
@@ -188,7 +188,7 @@ impl Kernel {
         check_delta(&out, &d_out);
         match &self.0 {
             Device::Cpu(cpu) => {
-                self.check_place([&out, &d_out])?;
+                self.check_device([&out, &d_out])?;
                 Ok(cpu.delta(out, d_out))
             }
             Device::Backend(backend) => staged::delta(&**backend, out, d_out),
@@ -234,9 +234,9 @@ impl Kernel {
         }
         match &self.0 {
             Device::Cpu(cpu) => {
-                self.check_place(inputs.views())?;
-                self.check_place([&d_out])?;
-                cpu.backward(inputs, tiles, saved, sums).ok_or_else(|| self.misplaced(delta))
+                self.check_device(inputs.views())?;
+                self.check_device([&d_out])?;
+                cpu.backward(inputs, tiles, saved, sums).ok_or_else(|| self.wrong_device_error(delta))
             }
             Device::Backend(backend) => staged::backward(&**backend, inputs, tiles, saved, sums),
         }
@@ -264,13 +264,13 @@ impl Kernel {
     }
 
     /// Returns an error unless this kernel's device can read the tensors.
-    pub(super) fn check_place<'v>(&self, views: impl IntoIterator<Item = &'v View<'v>>) -> Result<()> {
+    pub(super) fn check_device<'v>(&self, views: impl IntoIterator<Item = &'v View<'v>>) -> Result<()> {
         let there = |data: Data| matches!(data, Data::Device(_)) != self.is_cpu();
-        views.into_iter().find(|view| !there(view.data)).map_or(Ok(()), |view| Err(self.misplaced(view.data)))
+        views.into_iter().find(|view| !there(view.data)).map_or(Ok(()), |view| Err(self.wrong_device_error(view.data)))
     }
 
     /// The error for elements that are on another device.
-    pub(super) fn misplaced(&self, data: Data) -> Error {
+    pub(super) fn wrong_device_error(&self, data: Data) -> Error {
         Error::Device {
             device: format!("{self:?}"),
             operation: "use a tensor",
@@ -338,7 +338,7 @@ pub(super) fn check(inputs: &Inputs, tiles: &[Tile]) {
     for tile in tiles {
         let inside = tile.q.end <= q.tokens && tile.k.end <= k.tokens;
         assert!(inside, "tile {:?} x {:?} of {} queries and {} keys", tile.q, tile.k, q.tokens, k.tokens);
-        let keys = tile.place.key + tile.k.len().saturating_sub(1) * tile.place.step;
+        let keys = tile.position.key + tile.k.len().saturating_sub(1) * tile.position.step;
         let held = bias.is_none_or(|bias| tile.k.is_empty() || keys < bias.dim);
         assert!(held, "a tile that ends with key {keys}, and a bias of {} keys", bias.map_or(0, |bias| bias.dim));
     }

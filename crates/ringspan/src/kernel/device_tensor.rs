@@ -1,5 +1,6 @@
 //! Tensors on the device of a rank's kernel.
 
+use super::backend::Backend;
 use super::device::Device;
 use super::device_array::DeviceArray;
 use super::{Data, Floats, Kernel, View};
@@ -13,7 +14,18 @@ pub struct DeviceTensor<'a> {
     copy: Option<DeviceArray>,
 }
 
-impl DeviceTensor<'_> {
+impl<'a> DeviceTensor<'a> {
+    /// A tensor on the device of `backend`.
+    pub(super) fn on(backend: &dyn Backend, view: View<'a>) -> Result<Self> {
+        view.check_in_order(backend)?;
+        let copy = match view.data {
+            Data::Device(data) if backend.holds(data.memory()) => None,
+            Data::Device(data) => Some(backend.copy(data)?),
+            data => Some(backend.upload(data)?),
+        };
+        Ok(Self { given: view, copy })
+    }
+
     /// The tensor, with the strides of the given one.
     pub fn view(&self) -> View<'_> {
         if let Some(copy) = &self.copy {
@@ -32,18 +44,10 @@ impl Kernel {
     pub fn to_device<'a>(&self, view: View<'a>) -> Result<DeviceTensor<'a>> {
         match &self.0 {
             Device::Cpu(_) => {
-                self.check_place([&view])?;
+                self.check_device([&view])?;
                 Ok(DeviceTensor { given: view, copy: None })
             }
-            Device::Backend(backend) => {
-                view.check_in_order(&**backend)?;
-                let copy = match view.data {
-                    Data::Device(data) if backend.holds(data.memory()) => None,
-                    Data::Device(data) => Some(backend.copy(data)?),
-                    data => Some(backend.upload(data)?),
-                };
-                Ok(DeviceTensor { given: view, copy })
-            }
+            Device::Backend(backend) => DeviceTensor::on(&**backend, view),
         }
     }
 

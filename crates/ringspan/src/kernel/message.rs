@@ -53,10 +53,10 @@ impl Kernel {
     }
 
     /// An empty message for `len` elements, which [`append`](Self::append) adds.
-    pub(crate) fn room(&self, stored: DType, len: usize) -> Result<Buffer> {
+    pub(crate) fn allocate_message(&self, dtype: DType, len: usize) -> Result<Buffer> {
         match &self.0 {
-            Device::Cpu(_) => Ok(with_capacity(stored, len)),
-            Device::Backend(backend) => Ok(Buffer::Device(Arc::new(backend.allocate(stored, len)?))),
+            Device::Cpu(_) => Ok(with_capacity(dtype, len)),
+            Device::Backend(backend) => Ok(Buffer::Device(Arc::new(backend.allocate(dtype, len)?))),
         }
     }
 

@@ -37,7 +37,7 @@ pub(super) unsafe fn multiply<S: Simd, const R: usize, const V: usize>(
 /// As for [`multiply`]; `low` and `high` must be readable for `V * LANES` numbers.
 #[allow(clippy::too_many_arguments)] // The arguments are those of multiply, and the bounds.
 #[inline(always)]
-pub(super) unsafe fn multiply_seen<S: Simd, const R: usize, const V: usize>(
+pub(super) unsafe fn multiply_masked<S: Simd, const R: usize, const V: usize>(
     simd: S,
     depth: usize,
     a: *const f32,

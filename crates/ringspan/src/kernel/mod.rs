@@ -12,6 +12,7 @@ mod delta;
 mod device;
 mod device_array;
 mod device_tensor;
+mod dropout;
 mod floats;
 mod forward;
 mod head_map;
@@ -24,6 +25,8 @@ mod plan;
 pub mod product;
 mod quantized;
 pub mod reference;
+mod relative;
+mod scaling;
 mod score;
 mod staged;
 mod state;
@@ -43,13 +46,15 @@ pub use backend::Backend;
 pub use device::{Kernel, Progress};
 pub use device_array::{DeviceArray, DeviceMemory, DeviceSlice, DeviceSliceMut};
 pub use device_tensor::DeviceTensor;
+pub use dropout::Dropout;
 pub use floats::{Floats, FloatsMut};
 pub use head_map::HeadMap;
 pub use isa::Isa;
 pub use message::TensorSlice;
 pub use partial::Partial;
 pub use quantized::{BlockQ8_0, QuantizedSlice};
-pub use score::{Buckets, Dropout, Relative, Score};
+pub use relative::{Buckets, Relative};
+pub use score::Score;
 pub use state::StateShape;
 pub use statistics::Statistics;
 pub use sums::RowTarget;
@@ -75,7 +80,7 @@ pub struct Tile {
     /// Visible pairs, with indices local to `q` and `k`.
     pub band: Band,
     /// Position of the tile in the batch; read only if scores depend on it (a relative term, a bias, dropout).
-    pub place: TilePosition,
+    pub position: TilePosition,
 }
 
 /// Position of a tile in the batch, for scores and dropout that depend on global positions.
@@ -116,7 +121,7 @@ pub struct Inputs<'a> {
 }
 
 impl<'a> Inputs<'a> {
-    /// Whether scores depend on positions in the batch, so that the places of tiles must be valid.
+    /// Whether scores depend on positions in the batch, so that the positions of tiles must be valid.
     pub(crate) fn counts_positions(&self) -> bool {
         self.bias.is_some() || self.score.counts_positions()
     }

@@ -83,7 +83,7 @@ struct Weight {
     key: usize,
     /// Weight in the softmax, before dropout.
     p: f64,
-    /// Factor of dropout: 0, or the growth of kept weights.
+    /// Factor of dropout: 0, or the scale of kept weights.
     kept: f64,
     /// Derivative of the score with respect to the scaled product.
     slope: f64,

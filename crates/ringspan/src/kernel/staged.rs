@@ -2,52 +2,29 @@
 
 use super::backend::Backend;
 use super::device_array::DeviceArray;
-use super::{Data, FloatsMut, Inputs, Partial, Saved, Statistics, Sums, Tile, View};
+use super::{Data, DeviceTensor, FloatsMut, Inputs, Partial, Saved, Statistics, Sums, Tile, View};
 use crate::error::Result;
 
-/// A tensor on the device: the given one, or a copy.
-enum Staged<'a> {
-    There(View<'a>),
-    Copy(View<'a>, DeviceArray),
-}
-
-impl<'a> Staged<'a> {
-    fn new(backend: &dyn Backend, view: View<'a>) -> Result<Self> {
-        view.check_in_order(backend)?;
-        match view.data {
-            Data::Device(_) => Ok(Self::There(view)),
-            data => Ok(Self::Copy(view, backend.upload(data)?)),
-        }
-    }
-
-    fn view(&self) -> View<'_> {
-        match self {
-            Self::There(view) => *view,
-            Self::Copy(view, array) => View { data: Data::Device(array.data()), ..*view },
-        }
-    }
-}
-
 /// The inputs of a call, on the device.
-struct StagedInputs<'a> {
+struct DeviceInputs<'a> {
     given: &'a Inputs<'a>,
-    q: Staged<'a>,
-    k: Staged<'a>,
-    v: Staged<'a>,
-    bias: Option<Staged<'a>>,
+    q: DeviceTensor<'a>,
+    k: DeviceTensor<'a>,
+    v: DeviceTensor<'a>,
+    bias: Option<DeviceTensor<'a>>,
 }
 
-impl<'a> StagedInputs<'a> {
+impl<'a> DeviceInputs<'a> {
     fn new(backend: &dyn Backend, given: &'a Inputs<'a>) -> Result<Self> {
-        let stage = |view| Staged::new(backend, view);
-        let bias = given.bias.map(stage).transpose()?;
-        Ok(Self { given, q: stage(given.q)?, k: stage(given.k)?, v: stage(given.v)?, bias })
+        let to_device = |view| DeviceTensor::on(backend, view);
+        let bias = given.bias.map(to_device).transpose()?;
+        Ok(Self { given, q: to_device(given.q)?, k: to_device(given.k)?, v: to_device(given.v)?, bias })
     }
 
     fn inputs(&self) -> Inputs<'_> {
         let Self { given, q, k, v, bias } = self;
         let Inputs { heads, score, .. } = **given;
-        Inputs { q: q.view(), k: k.view(), v: v.view(), heads, score, bias: bias.as_ref().map(Staged::view) }
+        Inputs { q: q.view(), k: k.view(), v: v.view(), heads, score, bias: bias.as_ref().map(DeviceTensor::view) }
     }
 }
 
@@ -55,7 +32,7 @@ pub(super) fn forward(backend: &dyn Backend, inputs: &Inputs, tiles: &[Tile], pa
     let Partial { out, max, sum } = partial;
     let mut all = [&out[..], max, sum].concat();
     let mut state = backend.upload(Data::F32(&all))?;
-    backend.forward(&StagedInputs::new(backend, inputs)?.inputs(), tiles, &mut state)?;
+    backend.forward(&DeviceInputs::new(backend, inputs)?.inputs(), tiles, &mut state)?;
     backend.download(state.data(), bytemuck::cast_slice_mut(&mut all))?;
     let (from_out, statistics) = all.split_at(out.len());
     let (from_max, from_sum) = statistics.split_at(max.len());
@@ -66,7 +43,7 @@ pub(super) fn forward(backend: &dyn Backend, inputs: &Inputs, tiles: &[Tile], pa
 }
 
 pub(super) fn delta(backend: &dyn Backend, out: View, d_out: View) -> Result<Vec<f32>> {
-    let (out, d_out) = (Staged::new(backend, out)?, Staged::new(backend, d_out)?);
+    let (out, d_out) = (DeviceTensor::on(backend, out)?, DeviceTensor::on(backend, d_out)?);
     let sums = backend.delta(&out.view(), &d_out.view())?;
     let mut to = vec![0.0; sums.len()];
     backend.download(sums.data(), bytemuck::cast_slice_mut(&mut to))?;
@@ -90,9 +67,9 @@ pub(super) fn backward(
             data => backend.upload(data),
         }
     };
-    let inputs = StagedInputs::new(backend, inputs)?;
+    let inputs = DeviceInputs::new(backend, inputs)?;
     let (max, sum) = (flat(saved.statistics.max)?, flat(saved.statistics.sum)?);
-    let (delta, d_out) = (flat(saved.delta)?, Staged::new(backend, saved.d_out)?);
+    let (delta, d_out) = (flat(saved.delta)?, DeviceTensor::on(backend, saved.d_out)?);
     let statistics = Statistics { max: Data::Device(max.data()), sum: Data::Device(sum.data()) };
     let saved = Saved { statistics, delta: Data::Device(delta.data()), d_out: d_out.view() };
     let mut copies = given.iter().map(|sum| flat(sum.data())).collect::<Result<Vec<_>>>()?;

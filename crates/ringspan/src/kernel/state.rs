@@ -123,7 +123,7 @@ impl Kernel {
                 Ok(())
             }
             (StateMemory::Device(array), Data::Device(message)) => self.on_device()?.merge(array, shape, message),
-            _ => Err(self.misplaced(message)),
+            _ => Err(self.wrong_device_error(message)),
         }
     }
 

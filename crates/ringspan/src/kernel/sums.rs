@@ -77,7 +77,7 @@ impl Kernel {
             (FloatsMut::Device(sum), Data::Device(values)) if values.dtype() == super::DType::F32 => {
                 self.on_device()?.add(sum, place, values)
             }
-            (_, values) => Err(self.misplaced(values)),
+            (_, values) => Err(self.wrong_device_error(values)),
         }
     }
 
@@ -103,7 +103,7 @@ impl Kernel {
                 Ok(Floats::Host(out))
             }
             Data::Device(values) => Ok(Floats::Device(self.on_device()?.transpose(values, rows, columns)?)),
-            _ => Err(self.misplaced(values)),
+            _ => Err(self.wrong_device_error(values)),
         }
     }
 }

@@ -9,7 +9,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 /// How long a thread without work spins before it sleeps.
-const AWAKE: Duration = Duration::from_micros(100);
+const SPIN_TIME: Duration = Duration::from_micros(100);
 
 /// The function of a call: worker 0 runs on the calling thread, the others on the team's threads.
 type Work<'a> = &'a (dyn Fn(usize) + Sync);
@@ -144,7 +144,7 @@ impl Shared {
     /// Waits until `is_so` returns true: first by spinning, then by sleeping until `changed` is notified.
     fn wait(&self, changed: &Condvar, is_so: impl Fn() -> bool) {
         let begin = Instant::now();
-        while begin.elapsed() < AWAKE {
+        while begin.elapsed() < SPIN_TIME {
             if is_so() {
                 return;
             }
@@ -209,7 +209,7 @@ mod tests {
     fn a_team_that_sleeps_is_woken() {
         let team = Team::new(1).expect("a thread");
         for _ in 0..20 {
-            thread::sleep(AWAKE * 3);
+            thread::sleep(SPIN_TIME * 3);
             let calls = AtomicUsize::new(0);
             team.run(2, &|_| {
                 calls.fetch_add(1, Ordering::Relaxed);

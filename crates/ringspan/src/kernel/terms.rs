@@ -4,11 +4,12 @@
 //! The blocked kernels write raw products to a buffer `[key][lane]` and call one pass over it, forward or backward. A call
 //! without such terms has no [`ScoreTerms`] and no cost.
 
+use super::dropout::{column, keeps};
 use super::pack::columns;
 use super::plan::BlockPair;
-use super::score::{column, keeps};
+use super::relative::RelativeTerms;
 use super::vector::{Simd, exp, tanh};
-use super::{Buckets, Data, Dropout, KEY_BLOCK, Relative, Score, View};
+use super::{Buckets, Dropout, KEY_BLOCK, Relative, Score, View};
 
 /// Maximum number of queries in a block.
 pub(super) const LANES: usize = 64;
@@ -16,15 +17,9 @@ pub(super) const LANES: usize = 64;
 /// The score terms of a call.
 pub(super) struct ScoreTerms<'a> {
     softcap: Option<f32>,
-    relative: Option<Distances<'a>>,
+    relative: Option<RelativeTerms<'a>>,
     bias: Option<View<'a>>,
     dropout: Option<Dropout>,
-}
-
-/// A [`Relative`] term; for buckets also the smallest distance of each.
-struct Distances<'a> {
-    relative: &'a Relative,
-    first: Vec<u64>,
 }
 
 /// The terms of all pairs of one block of queries and one block of keys.
@@ -52,41 +47,12 @@ pub(super) struct TermSums<'a> {
     pub(super) delta: &'a [f32],
 }
 
-/// Factors that scale queries before the product, and products after it.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Scaling {
-    /// Factor on queries, before the product.
-    pub(super) queries: f32,
-    /// Factor on products.
-    pub(super) products: f32,
-}
-
-impl Scaling {
-    /// Chooses for a call with or without [`ScoreTerms`]: a softcap takes products divided by the cap, everything else takes
-    /// scores.
-    ///
-    /// Scaling queries costs nothing, but rounds each of their numbers. With products of f32 this is negligible, and a
-    /// power of 2 rounds nothing; products of narrower types are nearly exact, so they are scaled themselves.
-    pub(super) fn new(score: &Score, terms: bool, q: &View) -> Self {
-        let factor = score.softcap.map_or(score.scale, |cap| score.scale / cap);
-        let power_of_2 = factor.is_normal() && factor.to_bits().trailing_zeros() >= f32::MANTISSA_DIGITS - 1;
-        // A hidden product is -inf, which a negative factor would turn into inf.
-        let early = !terms && (power_of_2 || matches!(q.data, Data::F32(_)) || factor <= 0.0);
-        if early { Self { queries: factor, products: 1.0 } } else { Self { queries: 1.0, products: factor } }
-    }
-
-    /// The factors for products of bf16, whose queries are packed unscaled.
-    pub(super) fn of_pairs(self) -> Self {
-        Self { queries: 1.0, products: self.queries * self.products }
-    }
-}
-
 impl<'a> ScoreTerms<'a> {
     /// The terms that `score` and `bias` need besides a factor; `None` if there are none.
     pub(super) fn new(score: &'a Score, bias: Option<View<'a>>) -> Option<Self> {
         let Score { softcap, dropout, .. } = *score;
         let dropout = dropout.filter(|dropout| dropout.rate > 0.0);
-        let relative = score.relative.as_ref().map(Distances::new);
+        let relative = score.relative.as_ref().map(RelativeTerms::new);
         let any = softcap.is_some() || relative.is_some() || bias.is_some() || dropout.is_some();
         any.then_some(Self { softcap, relative, bias, dropout })
     }
@@ -105,7 +71,7 @@ impl<'a> ScoreTerms<'a> {
 
     /// Prepares the terms of `keys` keys; `bias` is a buffer `[KEY_BLOCK][lanes]`, empty without a bias.
     #[inline(always)]
-    pub(super) fn frame<S: Simd>(
+    pub(super) fn prepare<S: Simd>(
         &self,
         simd: S,
         block_pair: BlockPair,
@@ -114,7 +80,7 @@ impl<'a> ScoreTerms<'a> {
         lanes: usize,
         bias: &mut [f32],
     ) -> BlockTerms {
-        let mut frame = BlockTerms {
+        let mut block = BlockTerms {
             block_pair,
             keys,
             diagonal: [0.0; LANES + KEY_BLOCK],
@@ -122,62 +88,62 @@ impl<'a> ScoreTerms<'a> {
             columns: [0; KEY_BLOCK],
         };
         if let Some(relative) = &self.relative {
-            for (at, term) in frame.diagonal.iter_mut().enumerate().take(lanes + keys - 1) {
-                *term = relative.term(head, frame.block_pair.distance(at as i64 - (keys as i64 - 1)));
+            for (at, term) in block.diagonal.iter_mut().enumerate().take(lanes + keys - 1) {
+                *term = relative.term(head, block.block_pair.distance(at as i64 - (keys as i64 - 1)));
             }
         }
         if let Some(dropout) = self.dropout {
             for lane in 0..lanes {
-                let [a, b] = dropout.row(head, frame.block_pair.query(lane));
-                (frame.rows[0][lane], frame.rows[1][lane]) = (a, b);
+                let [a, b] = dropout.row(head, block.block_pair.query(lane));
+                (block.rows[0][lane], block.rows[1][lane]) = (a, b);
             }
-            for (key, word) in frame.columns.iter_mut().enumerate().take(keys) {
-                *word = column(frame.block_pair.key(key));
+            for (key, word) in block.columns.iter_mut().enumerate().take(keys) {
+                *word = column(block.block_pair.key(key));
             }
         }
         if let Some(view) = &self.bias {
             bias[..keys * lanes].fill(0.0);
-            let held = frame.block_pair.keys(keys);
+            let held = block.block_pair.keys(keys);
             let head = head.min(view.heads - 1);
-            let row = |lane: usize| Some(view.at(frame.block_pair.row(lane)?, head));
-            if frame.block_pair.step() == 1 {
-                let first = frame.block_pair.key(held.start);
+            let row = |lane: usize| Some(view.at(block.block_pair.row(lane)?, head));
+            if block.block_pair.step() == 1 {
+                let first = block.block_pair.key(held.start);
                 let row = |lane: usize| Some(row(lane)?.slice(first..first + held.len()));
                 columns(simd, &mut bias[held.start * lanes..], held.len(), lanes, 1.0, row);
             } else {
                 for (lane, row) in (0..lanes).filter_map(|lane| Some((lane, row(lane)?))) {
                     for key in held.clone() {
-                        bias[key * lanes + lane] = row.get(frame.block_pair.key(key));
+                        bias[key * lanes + lane] = row.get(block.block_pair.key(key));
                     }
                 }
             }
         }
-        frame
+        block
     }
 
     /// Turns products `s` `[keys][lanes]`, times `factor`, into scores, with -inf where the mask hides them, and computes
     /// their maxima `max` over the keys.
     ///
     /// # Safety
-    /// `s` must be `[keys][lanes]`, and `bias` the buffer that `frame` filled.
+    /// `s` must be `[keys][lanes]`, and `bias` the buffer that [`prepare`](Self::prepare) filled.
     #[allow(clippy::too_many_arguments)] // This is a loop body that two functions share.
     #[inline(always)]
     pub(super) unsafe fn scores<S: Simd, const N: usize>(
         &self,
         simd: S,
         factor: f32,
-        frame: &BlockTerms,
+        block: &BlockTerms,
         s: *mut f32,
         bias: &[f32],
         bounds: Option<&Bounds>,
         max: &mut [S::V; N],
     ) {
-        for key in 0..frame.keys {
+        for key in 0..block.keys {
             for (v, max) in max.iter_mut().enumerate() {
                 // SAFETY: the vector lies in row `key` of s and of the bias.
                 unsafe {
                     let at = s.add((key * N + v) * S::LANES);
-                    let (x, _) = self.score::<S, N>(simd, factor, frame, simd.load(at), bias, bounds, key, v);
+                    let (x, _) = self.score::<S, N>(simd, factor, block, simd.load(at), bias, bounds, key, v);
                     *max = simd.max(*max, x);
                     simd.store(at, x);
                 }
@@ -195,7 +161,7 @@ impl<'a> ScoreTerms<'a> {
         &self,
         simd: S,
         factor: f32,
-        frame: &BlockTerms,
+        block: &BlockTerms,
         x: S::V,
         bias: &[f32],
         bounds: Option<&Bounds>,
@@ -212,8 +178,8 @@ impl<'a> ScoreTerms<'a> {
         // SAFETY: the diagonal has an element for each lane and key, and a vector to spare; the bias is [keys][lanes].
         unsafe {
             if self.relative.is_some() {
-                let at = v * S::LANES + frame.keys - 1 - key;
-                x = simd.add(x, simd.load(frame.diagonal.as_ptr().add(at)));
+                let at = v * S::LANES + block.keys - 1 - key;
+                x = simd.add(x, simd.load(block.diagonal.as_ptr().add(at)));
             }
             if self.bias.is_some() {
                 x = simd.add(x, simd.load(bias.as_ptr().add((key * N + v) * S::LANES)));
@@ -229,11 +195,11 @@ impl<'a> ScoreTerms<'a> {
 
     /// Applies dropout to the weights `p` `[keys][lanes]`.
     #[inline(always)]
-    pub(super) fn apply_dropout(&self, frame: &BlockTerms, lanes: usize, p: &mut [f32]) {
+    pub(super) fn apply_dropout(&self, block: &BlockTerms, lanes: usize, p: &mut [f32]) {
         let Some(dropout) = self.dropout else { return };
         let mut kept = [0.0; LANES];
-        for (key, p) in p.chunks_exact_mut(lanes).enumerate().take(frame.keys) {
-            frame.kept(dropout, key, &mut kept);
+        for (key, p) in p.chunks_exact_mut(lanes).enumerate().take(block.keys) {
+            block.kept(dropout, key, &mut kept);
             p.iter_mut().zip(&kept).for_each(|(p, kept)| *p *= kept);
         }
     }
@@ -243,7 +209,7 @@ impl<'a> ScoreTerms<'a> {
     /// the bias in `bias` by its gradient.
     ///
     /// # Safety
-    /// `p` and `ds` must be `[keys][lanes]`, `bias` the buffer that `frame` filled, and the statistics in `sums` have
+    /// `p` and `ds` must be `[keys][lanes]`, `bias` the buffer that [`prepare`](Self::prepare) filled, and the statistics in `sums` have
     /// `lanes` elements.
     #[allow(clippy::too_many_arguments)] // The arguments are two blocks and all that changes them.
     #[inline(always)]
@@ -251,7 +217,7 @@ impl<'a> ScoreTerms<'a> {
         &self,
         simd: S,
         factor: f32,
-        frame: &BlockTerms,
+        block: &BlockTerms,
         p: *mut f32,
         ds: *mut f32,
         bias: &mut [f32],
@@ -261,9 +227,9 @@ impl<'a> ScoreTerms<'a> {
         let mut kept = [1.0; LANES];
         let mut diagonal = [0.0f32; LANES + KEY_BLOCK];
         let buckets = self.buckets();
-        for key in 0..frame.keys {
+        for key in 0..block.keys {
             if let Some(dropout) = self.dropout {
-                frame.kept(dropout, key, &mut kept);
+                block.kept(dropout, key, &mut kept);
             }
             for v in 0..N {
                 let (lane, at) = (v * S::LANES, (key * N + v) * S::LANES);
@@ -271,7 +237,7 @@ impl<'a> ScoreTerms<'a> {
                 // has an element for each lane and key.
                 unsafe {
                     let (s, slope) =
-                        self.score::<S, N>(simd, factor, frame, simd.load(p.add(at)), bias, bounds, key, v);
+                        self.score::<S, N>(simd, factor, block, simd.load(p.add(at)), bias, bounds, key, v);
                     let kept = simd.load(kept.as_ptr().add(lane));
                     let power = exp(simd, simd.sub(s, simd.load(sums.max.as_ptr().add(lane))));
                     let weight = simd.mul(power, simd.load(sums.inverse_sum.as_ptr().add(lane)));
@@ -285,7 +251,7 @@ impl<'a> ScoreTerms<'a> {
                     simd.store(p.add(at), simd.mul(weight, kept));
                     simd.store(ds.add(at), simd.mul(gradient, slope));
                     if buckets.is_some() {
-                        let at = diagonal.as_mut_ptr().add(lane + frame.keys - 1 - key);
+                        let at = diagonal.as_mut_ptr().add(lane + block.keys - 1 - key);
                         simd.store(at, simd.add(simd.load(at), gradient));
                     }
                     if self.bias.is_some() {
@@ -295,8 +261,8 @@ impl<'a> ScoreTerms<'a> {
             }
         }
         if let (Some(buckets), Some(relative)) = (buckets, &self.relative) {
-            for (at, sum) in diagonal.iter().enumerate().take(N * S::LANES + frame.keys - 1) {
-                let distance = frame.block_pair.distance(at as i64 - (frame.keys as i64 - 1));
+            for (at, sum) in diagonal.iter().enumerate().take(N * S::LANES + block.keys - 1) {
+                let distance = block.block_pair.distance(at as i64 - (block.keys as i64 - 1));
                 sums.table[relative.bucket(buckets, distance)] += f64::from(*sum);
             }
         }
@@ -304,9 +270,9 @@ impl<'a> ScoreTerms<'a> {
 
     /// Adds the gradients that [`gradients`](Self::gradients) left in `bias` to the row of a query's bias gradient.
     #[inline(always)]
-    pub(super) fn add_bias(frame: &BlockTerms, lanes: usize, bias: &[f32], lane: usize, row: &mut [f32]) {
-        for key in frame.block_pair.keys(frame.keys) {
-            row[frame.block_pair.key(key)] += bias[key * lanes + lane];
+    pub(super) fn add_bias(block: &BlockTerms, lanes: usize, bias: &[f32], lane: usize, row: &mut [f32]) {
+        for key in block.block_pair.keys(block.keys) {
+            row[block.block_pair.key(key)] += bias[key * lanes + lane];
         }
     }
 
@@ -339,76 +305,26 @@ impl<'a> ScoreTerms<'a> {
     #[inline(always)]
     pub(super) fn drop_single_query(&self, head: usize, block_pair: &BlockPair, p: &mut [f32]) {
         let Some(dropout) = self.dropout else { return };
-        let (row, threshold, growth) = (dropout.row(head, block_pair.query(0)), dropout.threshold(), dropout.growth());
+        let (row, threshold, scale) = (dropout.row(head, block_pair.query(0)), dropout.threshold(), dropout.scale());
         for (key, p) in p.iter_mut().enumerate() {
-            *p *= if keeps(row, column(block_pair.key(key)), threshold) { growth } else { 0.0 };
+            *p *= if keeps(row, column(block_pair.key(key)), threshold) { scale } else { 0.0 };
         }
     }
 }
 
 impl BlockTerms {
-    /// The factors on the weights of one key, for all lanes: 0 or the growth of kept weights.
+    /// The factors on the weights of one key, for all lanes: 0 or the scale of kept weights.
     #[inline(always)]
     fn kept(&self, dropout: Dropout, key: usize, kept: &mut [f32; LANES]) {
-        let (column, threshold, growth) = (self.columns[key], dropout.threshold(), dropout.growth());
+        let (column, threshold, scale) = (self.columns[key], dropout.threshold(), dropout.scale());
         for (lane, kept) in kept.iter_mut().enumerate() {
             let row = [self.rows[0][lane], self.rows[1][lane]];
-            *kept = if keeps(row, column, threshold) { growth } else { 0.0 };
+            *kept = if keeps(row, column, threshold) { scale } else { 0.0 };
         }
     }
 
     /// The row of a lane's query, if it is in the tile.
     pub(super) fn row(&self, lane: usize) -> Option<usize> {
         self.block_pair.row(lane)
-    }
-}
-
-impl<'a> Distances<'a> {
-    fn new(relative: &'a Relative) -> Self {
-        let first = match relative {
-            Relative::Alibi { .. } => Vec::new(),
-            Relative::Buckets(buckets) => buckets.first(),
-        };
-        Self { relative, first }
-    }
-
-    /// Like [`Buckets::of`], but without a logarithm.
-    #[inline(always)]
-    fn bucket(&self, buckets: &Buckets, distance: i64) -> usize {
-        let of = |distance: u64| match self.first.last() {
-            Some(last) if distance >= *last => self.first.len() - 1,
-            _ => self.first.partition_point(|first| *first <= distance) - 1,
-        };
-        match (buckets.bidirectional, distance < 0) {
-            (true, ahead) => of(distance.unsigned_abs()) + if ahead { self.first.len() } else { 0 },
-            (false, _) => of(distance.max(0) as u64),
-        }
-    }
-
-    #[inline(always)]
-    fn term(&self, head: usize, distance: i64) -> f32 {
-        match self.relative {
-            Relative::Alibi { slopes } => -slopes[head] * distance.unsigned_abs() as f32,
-            Relative::Buckets(buckets) => buckets.table[head * buckets.count + self.bucket(buckets, distance)],
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn buckets_by_their_least_distances_are_the_buckets() {
-        for (count, max_distance, bidirectional) in
-            [(32, 128, false), (32, 128, true), (8, 5, false), (320, 161, false)]
-        {
-            let buckets = Buckets { table: Vec::new(), count, max_distance, bidirectional };
-            let relative = Relative::Buckets(buckets.clone());
-            let distances = Distances::new(&relative);
-            for distance in (-300..300).chain([i64::MIN, i64::MAX, 1 << 40]) {
-                assert_eq!(distances.bucket(&buckets, distance), buckets.of(distance), "{distance}");
-            }
-        }
     }
 }

@@ -16,7 +16,7 @@ fn a_call_holds_no_more_than_it_says() {
     {
         let map = HeadMap::grouped(heads, kv_heads).expect("they divide");
         let band = Band { lo: i64::MIN, hi: i64::MAX };
-        let tiles = [Tile { q: 0..queries, k: 0..keys, band, place: TilePosition::START }];
+        let tiles = [Tile { q: 0..queries, k: 0..keys, band, position: TilePosition::START }];
         let (q, k, v) = (ones(queries * heads * dim), ones(keys * kv_heads * dim), ones(keys * kv_heads * v_dim));
         for bias_heads in [0, 1, 4] {
             let bias = ones(queries * bias_heads * keys);

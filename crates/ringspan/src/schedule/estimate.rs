@@ -69,7 +69,7 @@ impl Schedule {
                     exchanged = exchanged.max(time / self.head_chunks() as f64 + 2.0 * machine.ulysses.latency);
                 }
             }
-            let (finish, longest) = self.play(sizes, machine, pass)?;
+            let (finish, longest) = self.simulate(sizes, machine, pass)?;
             seconds += finish + exchanged;
             compute += longest;
         }
@@ -84,7 +84,7 @@ impl Schedule {
     }
 
     /// The time at which the last ring rank has finished a pass, and the computation time of the busiest.
-    fn play(&self, sizes: &Sizes, machine: &Machine, pass: Pass) -> Result<(f64, f64)> {
+    fn simulate(&self, sizes: &Sizes, machine: &Machine, pass: Pass) -> Result<(f64, f64)> {
         let shares = super::HeadShare::all(sizes.heads, sizes.kv_heads, self.grid())?;
         let most = shares.iter().max_by_key(|share| share.query.len());
         let (heads, kv_heads) = most.map_or((1, 1), |share| (share.query.len(), share.kv.len()));
@@ -94,13 +94,13 @@ impl Schedule {
             Pass::Backward => 3 * sizes.dim + 2 * sizes.v_dim,
         };
         let pair = (2 * heads * products) as f64 / machine.flops;
-        let mut ranks: Vec<Player> =
-            (0..self.grid().ring).map(|rank| Player::new(self, self.steps(pass, rank), pair)).collect();
+        let mut ranks: Vec<SimulatedRank> =
+            (0..self.grid().ring).map(|rank| SimulatedRank::new(self, self.steps(pass, rank), pair)).collect();
         let mut arrivals: HashMap<(usize, usize, Block), f64> = HashMap::new();
         loop {
             let mut moved = false;
             for (rank, player) in ranks.iter_mut().enumerate() {
-                while player.act(rank, &sizes, machine, &mut arrivals) {
+                while player.take_action(rank, &sizes, machine, &mut arrivals) {
                     moved = true;
                 }
             }
@@ -111,14 +111,14 @@ impl Schedule {
         if let Some(stuck) = ranks.iter().position(|player| player.next < player.acts.len()) {
             return Err(Error::Layout(format!("the schedule leaves ring rank {stuck} waiting for ever")));
         }
-        let most = |of: fn(&Player) -> f64| ranks.iter().map(of).fold(0.0, f64::max);
+        let most = |of: fn(&SimulatedRank) -> f64| ranks.iter().map(of).fold(0.0, f64::max);
         Ok((most(|player| player.now), most(|player| player.busy)))
     }
 }
 
 /// The state of a simulated ring rank in its plan.
-struct Player {
-    acts: Vec<Act>,
+struct SimulatedRank {
+    acts: Vec<Action>,
     next: usize,
     now: f64,
     busy: f64,
@@ -128,27 +128,27 @@ struct Player {
     keys: usize,
 }
 
-enum Act {
+enum Action {
     Send(Transfer),
     Compute(f64),
     Receive(Transfer),
 }
 
-impl Player {
+impl SimulatedRank {
     fn new(schedule: &Schedule, plan: Plan, pair: f64) -> Self {
         let mut acts = Vec::new();
         for step in plan {
-            acts.extend(step.send.into_iter().map(Act::Send));
-            acts.extend(step.compute.map(|compute| Act::Compute(schedule.pairs_of(&compute) as f64 * pair)));
-            acts.extend(step.receive.into_iter().map(Act::Receive));
-            acts.extend(step.after.into_iter().map(Act::Send));
+            acts.extend(step.send.into_iter().map(Action::Send));
+            acts.extend(step.compute.map(|compute| Action::Compute(schedule.pairs_of(&compute) as f64 * pair)));
+            acts.extend(step.receive.into_iter().map(Action::Receive));
+            acts.extend(step.after.into_iter().map(Action::Send));
         }
         let keys = schedule.key().documents().row_len();
         Self { acts, next: 0, now: 0.0, busy: 0.0, link: 0.0, keys }
     }
 
-    /// Takes the next act; false if there is none left, or if it waits for a message that is not sent yet.
-    fn act(
+    /// Takes the next action; false if there is none left, or if it waits for a message that is not sent yet.
+    fn take_action(
         &mut self,
         rank: usize,
         sizes: &Sizes,
@@ -157,17 +157,17 @@ impl Player {
     ) -> bool {
         match self.acts.get(self.next) {
             None => return false,
-            Some(Act::Send(Transfer { block, peer, rows })) => {
+            Some(Action::Send(Transfer { block, peer, rows })) => {
                 let hops = if machine.line { peer.abs_diff(rank) as f64 } else { 1.0 };
                 let time = (rows.len() as u64 * sizes.row(*block, self.keys)) as f64 / machine.ring.bandwidth;
                 self.link = self.link.max(self.now) + time * hops;
                 arrivals.insert((rank, *peer, *block), self.link + machine.ring.latency * hops);
             }
-            Some(Act::Compute(seconds)) => {
+            Some(Action::Compute(seconds)) => {
                 self.now += seconds;
                 self.busy += seconds;
             }
-            Some(Act::Receive(Transfer { block, peer, .. })) => match arrivals.remove(&(*peer, rank, *block)) {
+            Some(Action::Receive(Transfer { block, peer, .. })) => match arrivals.remove(&(*peer, rank, *block)) {
                 Some(arrival) => self.now = self.now.max(arrival),
                 None => return false,
             },

@@ -171,7 +171,7 @@ impl Schedule {
     pub fn plan(&self, pass: Pass, ring_rank: usize) -> Plan {
         let mut plan = self.steps(pass, ring_rank);
         for compute in plan.iter_mut().filter_map(|step| step.compute.as_mut()) {
-            *compute = self.filled(compute, Tiling::Placed);
+            *compute = self.with_tiles(compute, Tiling::WithPositions);
         }
         plan
     }

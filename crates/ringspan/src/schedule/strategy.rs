@@ -1,4 +1,4 @@
-//! The seam for strategies from outside.
+//! The trait that context-parallel strategies implement: those of this library, and those of other crates.
 
 use super::{Pass, Plan, Schedule};
 use std::fmt::Debug;

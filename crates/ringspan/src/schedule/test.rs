@@ -106,25 +106,25 @@ fn check_tiles(
     let (queries, keys) = (schedule.query_groups().rows(compute.queries), schedule.key_groups().rows(compute.keys));
     let keys: Vec<usize> = compute.rows.ranges().iter().flat_map(Clone::clone).map(|row| keys[row]).collect();
     let row_len = schedule.key().documents().row_len().max(1);
-    for Tile { q, k, band, place } in &compute.tiles {
+    for Tile { q, k, band, position } in &compute.tiles {
         for (i, j) in q.clone().flat_map(|i| k.clone().map(move |j| (i, j))) {
             let (a, b) = (i - q.start, j - k.start);
             if !band.sees(a, b) {
                 continue;
             }
             prop_assert!(seen.insert((queries[i], keys[j])), "pair computed twice");
-            prop_assert_eq!(place.query + a * place.step, queries[i]);
-            prop_assert_eq!(place.key + b * place.step, keys[j] % row_len);
-            let position = |layout: &Layout, row: usize| {
+            prop_assert_eq!(position.query + a * position.step, queries[i]);
+            prop_assert_eq!(position.key + b * position.step, keys[j] % row_len);
+            let in_document = |layout: &Layout, row: usize| {
                 let inside = |d: &&crate::documents::Document| {
                     d.spans.iter().any(|s| (d.offset + s.start..d.offset + s.end).contains(&row))
                 };
                 let document = layout.documents().iter().find(inside).expect("in a document");
                 (row - document.offset, document.extent)
             };
-            let (i, queries) = position(schedule.query(), queries[i]);
-            let (j, keys) = position(schedule.key(), keys[j]);
-            let distance = place.distance + (a as i64 - b as i64) * place.step as i64;
+            let (i, queries) = in_document(schedule.query(), queries[i]);
+            let (j, keys) = in_document(schedule.key(), keys[j]);
+            let distance = position.distance + (a as i64 - b as i64) * position.step as i64;
             prop_assert_eq!(distance, schedule.mask().distance(i, j, queries, keys));
         }
     }
@@ -140,7 +140,7 @@ fn check_joined_tiles(
 ) -> std::result::Result<(), TestCaseError> {
     let (queries, keys) = (schedule.query_groups().rows(compute.queries), schedule.key_groups().rows(compute.keys));
     let keys: Vec<usize> = compute.rows.ranges().iter().flat_map(Clone::clone).map(|row| keys[row]).collect();
-    let joined = schedule.filled(compute, Tiling::Joined);
+    let joined = schedule.with_tiles(compute, Tiling::Joined);
     let before = seen.len();
     for Tile { q, k, band, .. } in &joined.tiles {
         for (i, j) in q.clone().flat_map(|i| k.clone().map(move |j| (i, j))) {
@@ -151,7 +151,7 @@ fn check_joined_tiles(
     }
     prop_assert_eq!(schedule.pairs_of(compute), (seen.len() - before) as u64);
     let mut batches = Vec::new();
-    let in_batches = schedule.in_batches(compute, Tiling::Placed, 3, |tiles| {
+    let in_batches = schedule.in_batches(compute, Tiling::WithPositions, 3, |tiles| {
         batches.extend(tiles.to_vec());
         Ok(())
     });
@@ -332,8 +332,10 @@ fn tiles_of_documents_in_pieces_are_few() {
             let runs = |rank: usize| schedule.query_groups().runs(rank).len();
             for compute in (0..grid.ring).flat_map(|rank| schedule.steps(Pass::Forward, rank)).filter_map(|s| s.compute)
             {
-                let (tiles, runs) =
-                    (schedule.filled(&compute, Tiling::Joined).tiles.len(), runs(compute.queries) + runs(compute.keys));
+                let (tiles, runs) = (
+                    schedule.with_tiles(&compute, Tiling::Joined).tiles.len(),
+                    runs(compute.queries) + runs(compute.keys),
+                );
                 assert!(tiles <= 4 * runs, "{kind}, {mask}, {grid}: {tiles} tiles of {runs} runs");
             }
         }
@@ -347,7 +349,7 @@ fn single_tokens_dealt_by_work_make_few_tiles_under_a_window() {
     let (layout, _) = Layout::pair(kind, &documents, &documents, &mask, 4).expect("deals");
     let schedule = Schedule::new(StrategyKind::Ring, &layout, &layout, &mask, (4, 1)).expect("fits");
     for compute in (0..4).flat_map(|rank| schedule.steps(Pass::Forward, rank)).filter_map(|step| step.compute) {
-        let tiles = schedule.filled(&compute, Tiling::Joined).tiles.len();
+        let tiles = schedule.with_tiles(&compute, Tiling::Joined).tiles.len();
         let runs = layout.runs(compute.queries).len() + layout.runs(compute.keys).len();
         assert!(tiles <= 4 * runs, "{tiles} tiles of {runs} runs");
     }

@@ -13,7 +13,7 @@ use std::sync::PoisonError;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Tiling {
     /// One tile for each pair of runs, with the position of its tokens in the batch.
-    Placed,
+    WithPositions,
     /// As few tiles as possible, without valid positions: for scores that do not depend on positions. If documents have
     /// gaps, there are thousands of times as many pairs of runs.
     Joined,
@@ -22,7 +22,7 @@ pub(crate) enum Tiling {
 impl Schedule {
     /// For each run of queries of ring rank `q` and strand of keys of ring rank `k` in the same document: the run's first
     /// row, the run, the strand, and the lengths that positions of queries and keys are counted in.
-    fn meetings(&self, q: usize, k: usize) -> impl Iterator<Item = (usize, &Run, &Strand, (usize, usize))> {
+    fn runs_with_strands(&self, q: usize, k: usize) -> impl Iterator<Item = (usize, &Run, &Strand, (usize, usize))> {
         let first_row = |row: &mut usize, run: &'_ Run| std::mem::replace(row, *row + run.len);
         let mut row = 0;
         self.query_groups.runs(q).iter().flat_map(move |run| {
@@ -37,7 +37,7 @@ impl Schedule {
     /// Number of visible pairs of a computation, for one head.
     pub(super) fn pairs_of(&self, compute: &Compute) -> u64 {
         let mut pairs = 0;
-        for (_, run, strand, frames) in self.meetings(compute.queries, compute.keys) {
+        for (_, run, strand, frames) in self.runs_with_strands(compute.queries, compute.keys) {
             self.mask.search(run, strand.runs(), frames, |seen| pairs += seen.pairs(|runs| strand.rows(runs).len()));
         }
         pairs
@@ -46,15 +46,15 @@ impl Schedule {
     /// Calls `each` with every tile between the queries of ring rank `q` and the keys of ring rank `k`.
     fn tiles(&self, q: usize, k: usize, tiling: Tiling, each: impl FnMut(Tile)) {
         match tiling {
-            Tiling::Placed => self.placed_tiles(q, k, each),
+            Tiling::WithPositions => self.tiles_with_positions(q, k, each),
             Tiling::Joined => self.joined_tiles(q, k, each),
         }
     }
 
-    fn placed_tiles(&self, q: usize, k: usize, mut each: impl FnMut(Tile)) {
-        for (q_row, q_run, strand, frames) in self.meetings(q, k) {
+    fn tiles_with_positions(&self, q: usize, k: usize, mut each: impl FnMut(Tile)) {
+        for (q_row, q_run, strand, frames) in self.runs_with_strands(q, k) {
             self.mask.search_banded_tiles(q_run, strand.runs(), frames, |run, banded| {
-                each(self.placed(q_row, q_run, strand, run, &banded));
+                each(self.tile_with_position(q_row, q_run, strand, run, &banded));
             });
         }
     }
@@ -63,9 +63,11 @@ impl Schedule {
         // A run of queries sees several ranges of whole key runs; staircase n collects the n-th range of consecutive runs
         // of queries.
         let (mut open, mut run_of, mut number) = (Vec::<Vec<Stair>>::new(), usize::MAX, 0);
-        for (q_row, q_run, strand, frames) in self.meetings(q, k) {
+        for (q_row, q_run, strand, frames) in self.runs_with_strands(q, k) {
             self.mask.search(q_run, strand.runs(), frames, |seen| match seen {
-                VisiblePairs::BandedTile { run, tile } => each(self.placed(q_row, q_run, strand, run, &tile)),
+                VisiblePairs::BandedTile { run, tile } => {
+                    each(self.tile_with_position(q_row, q_run, strand, run, &tile))
+                }
                 VisiblePairs::Whole { q, runs } => {
                     number = if run_of == q_row { number + 1 } else { 0 };
                     run_of = q_row;
@@ -84,10 +86,10 @@ impl Schedule {
     }
 
     /// The tile of `banded`, which lies between a run of queries that begins at `q_row` and run number `run` of a strand.
-    fn placed(&self, q_row: usize, q_run: &Run, strand: &Strand, run: usize, banded: &BandedTile) -> Tile {
+    fn tile_with_position(&self, q_row: usize, q_run: &Run, strand: &Strand, run: usize, banded: &BandedTile) -> Tile {
         let k_row = strand.rows(&(run..run + 1)).start;
-        let place = self.place(&q_run.part(&banded.q), &strand.runs()[run].part(&banded.k));
-        Tile { q: moved(&banded.q, q_row), k: moved(&banded.k, k_row), band: banded.band, place }
+        let position = self.position(&q_run.part(&banded.q), &strand.runs()[run].part(&banded.k));
+        Tile { q: moved(&banded.q, q_row), k: moved(&banded.k, k_row), band: banded.band, position }
     }
 
     /// The key rows of ring rank `k` that any query of ring rank `q` sees.
@@ -104,14 +106,14 @@ impl Schedule {
     }
 
     /// A computation of [`steps`](Self::steps), completed with its tiles.
-    pub(super) fn filled(&self, steps: &Compute, tiling: Tiling) -> Compute {
+    pub(super) fn with_tiles(&self, steps: &Compute, tiling: Tiling) -> Compute {
         let mut tiles = Vec::new();
         self.tiles(steps.queries, steps.keys, tiling, |tile| tiles.push(tile));
         Compute { tiles: self.in_block(tiles, steps), ..steps.clone() }
     }
 
     /// Calls `each` with batches of at most `most` tiles of a computation of [`steps`](Self::steps): documents with
-    /// gaps can have millions of tiles that are [placed](Tiling::Placed).
+    /// gaps can have millions of tiles that are [with positions](Tiling::WithPositions).
     ///
     /// # Errors
     /// The first error of `each`.
@@ -138,7 +140,7 @@ impl Schedule {
         if rows.len() < self.key_groups.tokens(*keys) { compact(tiles, rows) } else { tiles }
     }
 
-    fn place(&self, q: &Run, k: &Run) -> TilePosition {
+    fn position(&self, q: &Run, k: &Run) -> TilePosition {
         let (queries, keys) = (self.query_groups.documents(), self.key_groups.documents());
         let (q_document, k_document) = (queries.get(q.document), keys.get(k.document));
         TilePosition {
@@ -157,7 +159,7 @@ fn moved(range: &Range<usize>, by: usize) -> Range<usize> {
 
 /// A tile in which all pairs are visible, without a valid position.
 fn whole(q: Range<usize>, k: Range<usize>) -> Tile {
-    Tile { band: Band::whole(q.len(), k.len()), q, k, place: TilePosition::START }
+    Tile { band: Band::whole(q.len(), k.len()), q, k, position: TilePosition::START }
 }
 
 /// The key rows of a tile that any query of it sees.
@@ -177,12 +179,12 @@ fn compact(tiles: Vec<Tile>, rows: &Rows) -> Vec<Tile> {
         let cut = (seen.start - tile.k.start) as i64;
         // When the first `cut` keys are removed, i - j grows by `cut`.
         let band = Band { lo: tile.band.lo + cut, hi: tile.band.hi + cut };
-        let place = TilePosition {
-            key: tile.place.key + cut as usize * tile.place.step,
-            distance: tile.place.distance - cut * tile.place.step as i64,
-            ..tile.place
+        let position = TilePosition {
+            key: tile.position.key + cut as usize * tile.position.step,
+            distance: tile.position.distance - cut * tile.position.step as i64,
+            ..tile.position
         };
-        Tile { k: compact(&seen), band, place, ..tile }
+        Tile { k: compact(&seen), band, position, ..tile }
     };
     tiles.into_iter().map(inside).collect()
 }

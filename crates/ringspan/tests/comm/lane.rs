@@ -123,13 +123,13 @@ fn settle(devices: &mut [Device]) {
 }
 
 impl Lane for Plane {
-    fn form(&self, elements: &dyn OnDevice) -> Result<u64, Error> {
+    fn type_code(&self, elements: &dyn OnDevice) -> Result<u64, Error> {
         assert_eq!(cells(elements).owner, self.rank, "whose memory is sent");
         Ok(64)
     }
 
-    fn room(&mut self, form: u64, len: usize) -> Result<Arc<dyn OnDevice>, Error> {
-        assert_eq!(form, 64);
+    fn allocate(&mut self, type_code: u64, len: usize) -> Result<Arc<dyn OnDevice>, Error> {
+        assert_eq!(type_code, 64);
         Ok(Arc::new(Cells { owner: self.rank, len, values: Mutex::new((len == 0).then(Vec::new)) }))
     }
 

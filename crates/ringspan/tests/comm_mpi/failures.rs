@@ -46,7 +46,7 @@ pub(crate) const TESTS: [Test; 13] = [
     }),
     ("a_rank_that_is_stopped_is_named_by_all", || {
         for victim in [0, 2] {
-            run(4, &["stop", &victim.to_string()]).assert_failure(victim, &["no sign of life", "barrier"], SILENCE);
+            run(4, &["stop", &victim.to_string()]).assert_failure(victim, &["no heartbeat", "barrier"], SILENCE);
         }
     }),
     ("ranks_that_compute_end_too", || {

@@ -137,8 +137,8 @@ fn many_queries_with_keys_of_their_own_give_the_bits_of_each_alone() {
     let mut first = 0;
     let of_query = |(query, count): (usize, &usize)| {
         first += count;
-        let place = TilePosition { key: first - count, ..TilePosition::START };
-        Tile { place, ..tile(query..query + 1, first - count..first, FULL) }
+        let position = TilePosition { key: first - count, ..TilePosition::START };
+        Tile { position, ..tile(query..query + 1, first - count..first, FULL) }
     };
     let tiles: Vec<Tile> = counts.iter().enumerate().map(of_query).collect();
     on_every_kernel(|kernel| {

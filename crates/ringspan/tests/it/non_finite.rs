@@ -76,9 +76,9 @@ fn visible(problem: &Problem) -> Vec<Vec<bool>> {
 #[derive(Clone, Copy, PartialEq)]
 enum Near {
     Bits,
-    /// Blocks with a non-finite number are computed in a careful way, in another order: 2e-6, the kernel's own bound.
+    /// Blocks with a non-finite number have their products masked pair by pair, in another order: 2e-6, the kernel's own bound.
     Rounding,
-    /// The careful way does not round to bf16: 2e-2, the kernel's own bound.
+    /// Masked products are not rounded to bf16: 2e-2, the kernel's own bound.
     Bf16,
 }
 

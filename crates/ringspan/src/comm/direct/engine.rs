@@ -55,7 +55,7 @@ struct FlightTransfer {
 
 /// The state of all messages of this rank.
 pub(super) struct Engine {
-    beneath: Arc<dyn Communicator>,
+    underlying: Arc<dyn Communicator>,
     lane: Box<dyn Lane>,
     peers: Vec<Peer>,
     /// Number of blocks without an answer, over all peers.
@@ -75,11 +75,11 @@ pub(super) struct Engine {
 }
 
 impl Engine {
-    pub(super) fn new(beneath: Arc<dyn Communicator>, lane: Box<dyn Lane>) -> Self {
-        let peers = (0..beneath.size()).map(|_| Peer::default()).collect();
-        let arrived = Arrived::new(beneath.rank());
+    pub(super) fn new(underlying: Arc<dyn Communicator>, lane: Box<dyn Lane>) -> Self {
+        let peers = (0..underlying.size()).map(|_| Peer::default()).collect();
+        let arrived = Arrived::new(underlying.rank());
         Self {
-            beneath,
+            underlying,
             lane,
             peers,
             unanswered: 0,
@@ -94,7 +94,7 @@ impl Engine {
     }
 
     pub(super) fn rank(&self) -> usize {
-        self.beneath.rank()
+        self.underlying.rank()
     }
 
     /// Starts sending, and returns the message's number, for use with [`has_left`](Self::has_left).
@@ -106,7 +106,7 @@ impl Engine {
             return Ok(number);
         }
         if let Buffer::Device(elements) = &*part.data {
-            let device = Some(DeviceAnnouncement { form: self.lane.form(&**elements)?, earliest: self.open });
+            let device = Some(DeviceAnnouncement { type_code: self.lane.type_code(&**elements)?, earliest: self.open });
             self.note(
                 to,
                 &Note::Announce { header: Header { content, kind: Kind::U8, len: elements.elements() }, device },
@@ -120,7 +120,7 @@ impl Engine {
         }
         let header = Header { content, kind: Kind::of(&part.data), len: part.range.len() };
         self.note(to, &Note::Announce { header, device: None })?;
-        let payload = self.beneath.send(to, PAYLOADS, whole(part))?;
+        let payload = self.underlying.send(to, PAYLOADS, whole(part))?;
         self.leaving.insert(number, OutgoingMessage::Payload(payload));
         Ok(number)
     }
@@ -162,7 +162,7 @@ impl Engine {
     /// Advances all transfers. Returns whether any is in progress, so that the caller should call again soon.
     pub(super) fn drive(&mut self) -> Result<bool> {
         let mut moved = false;
-        for from in (0..self.peers.len()).filter(|from| *from != self.beneath.rank()).collect::<Vec<_>>() {
+        for from in (0..self.peers.len()).filter(|from| *from != self.underlying.rank()).collect::<Vec<_>>() {
             while !self.peers[from].gone {
                 let Some(note) = self.next_note(from)? else { break };
                 self.handle_note(from, note)?;
@@ -194,7 +194,7 @@ impl Engine {
     pub(super) fn next_note(&mut self, from: usize) -> Result<Option<Note>> {
         let mut pending_note = match self.peers[from].pending_note.take() {
             Some(pending_note) => pending_note,
-            None => self.beneath.receive(from, NOTES)?,
+            None => self.underlying.receive(from, NOTES)?,
         };
         if !pending_note.test()? {
             self.peers[from].pending_note = Some(pending_note);
@@ -211,8 +211,8 @@ impl Engine {
         match note {
             Note::Announce { header, device } => {
                 let coming = match device {
-                    None => IncomingMessage::Payload(self.beneath.receive(from, PAYLOADS)?),
-                    Some(way) => self.make_room(from, header.len, way)?,
+                    None => IncomingMessage::Payload(self.underlying.receive(from, PAYLOADS)?),
+                    Some(way) => self.allocate_block(from, header.len, way)?,
                 };
                 self.peers[from].incoming.push_back((header.content, coming));
             }
@@ -241,14 +241,14 @@ impl Engine {
         Ok(())
     }
 
-    /// Makes room for an announced block and answers: the block goes with the first flight that is open at both ends.
-    fn make_room(
+    /// Allocates an announced block and answers: the block goes with the first flight that is open at both ends.
+    fn allocate_block(
         &mut self,
         from: usize,
         len: usize,
-        DeviceAnnouncement { form, earliest }: DeviceAnnouncement,
+        DeviceAnnouncement { type_code, earliest }: DeviceAnnouncement,
     ) -> Result<IncomingMessage> {
-        let elements = self.lane.room(form, len)?;
+        let elements = self.lane.allocate(type_code, len)?;
         if len == 0 {
             return Ok(IncomingMessage::Here(Arc::new(Buffer::Device(elements))));
         }
@@ -319,7 +319,7 @@ impl Engine {
 
     fn note(&self, to: usize, note: &Note) -> Result<()> {
         // The send completes even if nobody waits for it.
-        self.beneath.send(to, NOTES, Arc::new(Buffer::U8(note.encode()))).map(drop)
+        self.underlying.send(to, NOTES, Arc::new(Buffer::U8(note.encode()))).map(drop)
     }
 
     fn broken(&self, problem: String) -> Error {

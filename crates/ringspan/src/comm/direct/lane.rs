@@ -18,7 +18,7 @@ pub enum Transfer {
     Receive {
         /// The sender.
         from: usize,
-        /// Room made by [`Lane::room`], which is not read before the flight has ended.
+        /// Memory allocated by [`Lane::allocate`], which is not read before the flight has ended.
         elements: Arc<dyn OnDevice>,
     },
 }
@@ -38,16 +38,16 @@ impl Transfer {
 /// direction. The n-th send of one rank is matched with the n-th receive of the other; a send may not end before its
 /// receive has begun. Ranks are those of the underlying communicator. No call blocks.
 pub trait Lane: Send {
-    /// A code for the type of elements: all that a receiver needs to know, except their number, to make room for them.
+    /// A code for the type of elements: all that a receiver needs to know, except their number, to allocate memory for them.
     ///
     /// # Errors
     /// Elements that this lane cannot reach.
-    fn form(&self, elements: &dyn OnDevice) -> Result<u64>;
-    /// Makes room for `len` elements of the type with code `form`.
+    fn type_code(&self, elements: &dyn OnDevice) -> Result<u64>;
+    /// Allocates memory for `len` elements of the type with code `type_code`.
     ///
     /// # Errors
     /// An unknown code, or no memory.
-    fn room(&mut self, form: u64, len: usize) -> Result<Arc<dyn OnDevice>>;
+    fn allocate(&mut self, type_code: u64, len: usize) -> Result<Arc<dyn OnDevice>>;
     /// Starts a flight after those that were started before.
     ///
     /// # Errors

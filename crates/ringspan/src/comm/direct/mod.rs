@@ -17,7 +17,7 @@ use std::time::Duration;
 use world::World;
 
 /// Makes a communicator of the same ranks that moves blocks on devices through `lane`, and everything else through
-/// `beneath`. All ranks must call this; `deadline` is the longest wait for another rank.
+/// `underlying`. All ranks must call this; `deadline` is the longest wait for another rank.
 ///
 /// All groups split from it share the lane. Failures are detected as by the underlying communicator: a rank that returns an
 /// error tells the others through it. When the last of its groups and handles is dropped, the rank says that no message
@@ -25,9 +25,9 @@ use world::World;
 ///
 /// # Errors
 /// Failures of other ranks.
-pub fn over(beneath: &dyn Communicator, lane: Box<dyn Lane>, deadline: Duration) -> Result<Arc<dyn Communicator>> {
-    let (rank, size) = (beneath.rank(), beneath.size());
+pub fn over(underlying: &dyn Communicator, lane: Box<dyn Lane>, deadline: Duration) -> Result<Arc<dyn Communicator>> {
+    let (rank, size) = (underlying.rank(), underlying.size());
     // It gets its own group, so that its tags are used by nobody else.
-    let engine = Engine::new(beneath.split(0, rank)?, lane);
+    let engine = Engine::new(underlying.split(0, rank)?, lane);
     Ok(Arc::new(Group::world(Arc::new(World::new(engine, deadline)), (0..size).collect(), rank)))
 }

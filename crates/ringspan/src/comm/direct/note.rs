@@ -22,7 +22,7 @@ pub(super) enum Note {
 /// The announcement of a block that moves from device to device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct DeviceAnnouncement {
-    pub(super) form: u64,
+    pub(super) type_code: u64,
     /// The block can go with this flight or a later one.
     pub(super) earliest: u64,
 }
@@ -31,8 +31,8 @@ impl Note {
     pub(super) fn encode(&self) -> Vec<u8> {
         let Writer(mut bytes) = match self {
             Self::Announce { device: None, .. } => Writer::default().number(0),
-            Self::Announce { device: Some(DeviceAnnouncement { form, earliest }), .. } => {
-                Writer::default().number(1).number(*form).number(*earliest)
+            Self::Announce { device: Some(DeviceAnnouncement { type_code, earliest }), .. } => {
+                Writer::default().number(1).number(*type_code).number(*earliest)
             }
             Self::Answer { flight } => Writer::default().number(2).number(*flight),
             Self::Bye => Writer::default().number(3),
@@ -49,7 +49,7 @@ impl Note {
         let mut reader = Reader(bytes);
         let device = match reader.number()? {
             0 => None,
-            1 => Some(DeviceAnnouncement { form: reader.number()?, earliest: reader.number()? }),
+            1 => Some(DeviceAnnouncement { type_code: reader.number()?, earliest: reader.number()? }),
             2 => {
                 let flight = reader.number()?;
                 return reader.end(Self::Answer { flight });
@@ -75,7 +75,7 @@ mod tests {
     fn notes_come_back_and_damaged_ones_are_refused() {
         let content = Content::Message { group: [(1, 2)].into(), tag: 5 };
         let header = Header { content, kind: Kind::U16, len: 7 };
-        let device = Some(DeviceAnnouncement { form: 2, earliest: u64::MAX });
+        let device = Some(DeviceAnnouncement { type_code: 2, earliest: u64::MAX });
         for note in [
             Note::Announce { header: header.clone(), device: None },
             Note::Announce { header, device },

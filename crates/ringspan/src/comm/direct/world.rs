@@ -7,7 +7,7 @@ use crate::comm::group::mailbox::{Address, Mailbox};
 use crate::comm::group::operation::Operation;
 use crate::comm::group::part::CollectivePart;
 use crate::comm::group::transport::{Member, Transport};
-use crate::comm::header::{Call, Content};
+use crate::comm::header::{CallDescription, Content};
 use crate::error::{Error, Result};
 use std::fmt::Display;
 use std::ops::ControlFlow;
@@ -228,14 +228,14 @@ impl Transport for World {
         operation: &Operation,
         parts: Vec<CollectivePart>,
     ) -> Result<Vec<CollectivePart>> {
-        let Member { group, ranks, place } = member;
-        let call = Call::new(operation);
+        let Member { group, ranks, index } = member;
+        let call = CallDescription::new(operation);
         let (mut own, mut sent) = (None, Vec::new());
         {
             let mut engine = self.engine();
             self.check_with(operation)?;
             for (to, part) in parts.into_iter().enumerate() {
-                if to == place {
+                if to == index {
                     own = Some(part);
                     continue;
                 }

@@ -84,7 +84,7 @@ impl<W: Transport> Group<W> {
         for part in &parts {
             self.check_memory(&part.data, &operation)?;
         }
-        let member = Member { group: &self.id, ranks: &self.ranks, place: self.rank };
+        let member = Member { group: &self.id, ranks: &self.ranks, index: self.rank };
         let parts = self.world.join(member, number, &operation, parts)?;
         Ok(Exchanged { number, operation, parts })
     }

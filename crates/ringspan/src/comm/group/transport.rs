@@ -12,13 +12,13 @@ use std::sync::Arc;
 pub(in crate::comm) struct Member<'a> {
     pub(in crate::comm) group: &'a GroupId,
     pub(in crate::comm) ranks: &'a Arc<[usize]>,
-    pub(in crate::comm) place: usize,
+    pub(in crate::comm) index: usize,
 }
 
 impl Member<'_> {
     /// The member's world rank.
     pub(in crate::comm) fn rank(&self) -> usize {
-        self.ranks[self.place]
+        self.ranks[self.index]
     }
 }
 

@@ -42,7 +42,7 @@ use watch::{RankAddress, Watch};
 use wire::Wire;
 
 /// Longest time that starting or ending MPI may take; it does not say why it hangs.
-const MPI_PATIENCE: Duration = Duration::from_secs(90);
+const MPI_TIMEOUT: Duration = Duration::from_secs(90);
 
 /// Options for running ranks as processes.
 #[derive(Debug, Clone, Copy)]
@@ -50,7 +50,7 @@ pub struct Options {
     /// Longest wait for another rank, even for one that computes: an hour by default. Processes that die or are stopped are
     /// detected regardless of it.
     pub deadline: Duration,
-    /// A process without a sign of life for this time counts as stopped. All others end within twice this time.
+    /// A process without a heartbeat for this time counts as stopped. All others end within twice this time.
     pub silence: Duration,
     /// Stack size of the rank's thread in bytes. Candle's backward recurses once per operation.
     pub stack_bytes: usize,
@@ -91,15 +91,15 @@ impl World {
         if threading < Threading::Serialized {
             return Err(refused(rank, format!("MPI allows calls from {threading:?} threads, but needs Serialized")));
         }
-        let place = RankAddress::agree(&wire).map_err(|problem| refused(rank, problem))?;
-        let watch = Watch::start(&place, &options).map_err(|error| refused(rank, error.to_string()))?;
+        let address = RankAddress::agree(&wire).map_err(|problem| refused(rank, problem))?;
+        let watch = Watch::start(&address, &options).map_err(|error| refused(rank, error.to_string()))?;
         drop(started);
         let world = Arc::new(world::World::new(Engine::new(wire), watch, options.deadline));
         Ok(Self {
             universe,
             group: Arc::new(Group::world(world.clone(), (0..size).collect(), rank)),
             world,
-            local: place.local,
+            local: address.local,
             options,
         })
     }
@@ -207,9 +207,9 @@ impl Guard {
         let over = Arc::new(AtomicBool::new(false));
         let seen = over.clone();
         let guard = move || {
-            thread::sleep(MPI_PATIENCE);
+            thread::sleep(MPI_TIMEOUT);
             if !seen.load(Ordering::SeqCst) {
-                watch::say(&format!("MPI did not {what} in {MPI_PATIENCE:?}: another process is missing or stuck"));
+                watch::say(&format!("MPI did not {what} in {MPI_TIMEOUT:?}: another process is missing or stuck"));
                 std::process::exit(1);
             }
         };

@@ -8,7 +8,7 @@ use crate::comm::group::mailbox::{Address, Mailbox};
 use crate::comm::group::operation::{Operation, listing};
 use crate::comm::group::part::CollectivePart;
 use crate::comm::group::transport::{Member, Transport};
-use crate::comm::header::{Call, Content};
+use crate::comm::header::{CallDescription, Content};
 use crate::error::{Error, Result};
 use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -123,8 +123,8 @@ impl World {
                 let ranks = if missing.len() == 1 { "rank" } else { "ranks" };
                 let who = if let [one] = missing[..] { one.to_string() } else { listing(&missing) };
                 // A rank that still moves data, or communicates from another thread, is not stuck.
-                let misses = if alone && !busy { missing.clone() } else { Vec::new() };
-                self.watch.note(format!("waits in {operation} for {ranks} {who}"), misses);
+                let waits_for = if alone && !busy { missing.clone() } else { Vec::new() };
+                self.watch.note(format!("waits in {operation} for {ranks} {who}"), waits_for);
                 told = (!busy).then(|| missing.clone());
             }
             if waited >= deadline {
@@ -262,15 +262,15 @@ impl Transport for World {
         operation: &Operation,
         parts: Vec<CollectivePart>,
     ) -> Result<Vec<CollectivePart>> {
-        let Member { group, ranks, place } = member;
-        let call = Call::new(operation);
+        let Member { group, ranks, index } = member;
+        let call = CallDescription::new(operation);
         let mut own = None;
         let mut sent = Vec::new();
         {
             let mut engine = self.engine();
             self.check_with(operation)?;
             for (to, part) in parts.into_iter().enumerate() {
-                if to == place {
+                if to == index {
                     own = Some(part);
                     continue;
                 }

@@ -18,13 +18,13 @@ pub struct Link {
 
 /// The links between all pairs of ranks.
 #[derive(Debug)]
-pub(super) struct Wires {
+pub(super) struct SimulatedLinks {
     link: Link,
     /// For each pair of sender and receiver, the time at which its link is free again.
     free: HashMap<(usize, usize), Instant>,
 }
 
-impl Wires {
+impl SimulatedLinks {
     pub(super) fn new(link: Link) -> Self {
         Self { link, free: HashMap::new() }
     }
@@ -48,9 +48,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn messages_of_a_wire_follow_each_other_and_wires_do_not_wait_for_each_other() {
+    fn messages_of_a_link_follow_each_other_and_links_do_not_wait_for_each_other() {
         let ms = Duration::from_millis;
-        let mut wires = Wires::new(Link { bandwidth: 1000.0, latency: ms(5) });
+        let mut wires = SimulatedLinks::new(Link { bandwidth: 1000.0, latency: ms(5) });
         let now = Instant::now();
         assert_eq!(wires.arrival(0, 1, 100, now), now + ms(105));
         assert_eq!(wires.arrival(0, 1, 50, now), now + ms(155));

@@ -1,6 +1,6 @@
 //! The state that the ranks of one process share: messages, collectives in progress, and what each rank does.
 
-use super::link::{Link, Wires};
+use super::link::{Link, SimulatedLinks};
 use super::round::Round;
 use crate::comm::Buffer;
 use crate::comm::group::failure::Failure;
@@ -49,7 +49,7 @@ pub(super) struct Shared {
     pub(super) rounds: HashMap<(GroupId, u64), Round>,
     ranks: Vec<Activity>,
     pub(super) bytes_sent: Vec<u64>,
-    wires: Option<Wires>,
+    wires: Option<SimulatedLinks>,
     failure: Option<Failure>,
     /// The ranks that failed, in order of their failures.
     pub(super) failed: Vec<usize>,
@@ -64,7 +64,7 @@ impl Shared {
             rounds: HashMap::new(),
             ranks: vec![idle; size],
             bytes_sent: vec![0; size],
-            wires: link.map(Wires::new),
+            wires: link.map(SimulatedLinks::new),
             failure: None,
             failed: Vec::new(),
         }

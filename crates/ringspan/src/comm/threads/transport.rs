@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 /// In larger worlds a rank looks for a deadlock only now and then: the ranks of a ring wait for each other in long chains,
 /// and following them at every wait would take longer than the work.
-const LOOKS_AT_ONCE: usize = 64;
+const MAX_RANKS_CHECKED_AT_EACH_WAIT: usize = 64;
 
 /// The shared state behind one lock: ranks exchange few, large messages, so there is little contention.
 pub(super) struct ThreadTransport {
@@ -64,7 +64,8 @@ impl ThreadTransport {
         let home = shared.note_thread(rank);
         // Every rank of a cycle can detect it, so it does not matter which of them looks, nor when.
         let ranks = self.changed.len();
-        let between_looks = Duration::from_millis(if ranks > LOOKS_AT_ONCE { ranks as u64 } else { 0 });
+        let between_looks =
+            Duration::from_millis(if ranks > MAX_RANKS_CHECKED_AT_EACH_WAIT { ranks as u64 } else { 0 });
         let mut next_look = between_looks;
         loop {
             shared.check(rank, operation)?;
@@ -213,7 +214,7 @@ impl Transport for ThreadTransport {
         operation: &Operation,
         parts: Vec<CollectivePart>,
     ) -> Result<Vec<CollectivePart>> {
-        let (own, members, place) = (member.rank(), member.ranks, member.place);
+        let (own, members, index) = (member.rank(), member.ranks, member.index);
         let key = (member.group.clone(), number);
         let mut shared = self.lock();
         shared.check(own, operation)?;
@@ -231,9 +232,9 @@ impl Transport for ThreadTransport {
             self.wake_all();
             return Err(error);
         }
-        round.bring(place, parts);
+        round.bring(index, parts);
         let complete = round.missing().is_empty();
-        for (to, &bytes) in bytes.iter().enumerate().filter(|(to, _)| *to != place) {
+        for (to, &bytes) in bytes.iter().enumerate().filter(|(to, _)| *to != index) {
             shared.bytes_sent[own] += bytes;
             let due = shared.due(own, members[to], bytes);
             if let (Some(due), Some(round)) = (due, shared.rounds.get_mut(&key)) {
@@ -246,7 +247,7 @@ impl Transport for ThreadTransport {
         }
         let mut shared = self.wait(own, operation, Awaited::Round { group: key.0.clone(), number })?;
         let Some(round) = shared.rounds.get_mut(&key) else { return Ok(Vec::new()) };
-        let received = round.collect(place);
+        let received = round.collect(index);
         if round.is_over() {
             shared.rounds.remove(&key);
         }

@@ -274,7 +274,7 @@ impl Backward<'_> {
     ) {
         let (lanes, keys, head) = (N * S::LANES, pair.keys.clone(), pair.head);
         let block_pair = self.plan.block_pair(pair.block, pair.part, pair.base + keys.start);
-        let frame = terms.frame(simd, block_pair, head, keys.len(), lanes, at.bias);
+        let block_terms = terms.prepare(simd, block_pair, head, keys.len(), lanes, at.bias);
         let (max, rest) = queries.statistics.split_at(lanes);
         let (inverse_sum, delta) = rest.split_at(lanes);
         let mut sums = TermSums { table: at.table, max, inverse_sum, delta };
@@ -284,7 +284,7 @@ impl Backward<'_> {
             terms.gradients::<S, N>(
                 simd,
                 self.scaling.products,
-                &frame,
+                &block_terms,
                 p.as_mut_ptr(),
                 ds.as_mut_ptr(),
                 at.bias,
@@ -293,11 +293,11 @@ impl Backward<'_> {
             )
         };
         let Some(bias) = &self.bias else { return };
-        for (lane, row) in (0..lanes).filter_map(|lane| Some((lane, frame.row(lane)?))) {
+        for (lane, row) in (0..lanes).filter_map(|lane| Some((lane, block_terms.row(lane)?))) {
             let row = row * bias.heads + head.min(bias.heads - 1);
             // SAFETY: no other worker has this row of this head, or, if heads share it, of any head.
             let row = unsafe { self.d_bias.row(row * bias.dim, bias.dim) };
-            ScoreTerms::add_bias(&frame, lanes, at.bias, lane, row);
+            ScoreTerms::add_bias(&block_terms, lanes, at.bias, lane, row);
         }
     }
 

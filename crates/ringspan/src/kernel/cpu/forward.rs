@@ -5,7 +5,8 @@ use super::super::decode::{self, Decode};
 use super::super::forward::{self, BlockTask, Forward};
 use super::super::pack::{Keys, Packing};
 use super::super::plan::Plan;
-use super::super::terms::{Scaling, ScoreTerms};
+use super::super::scaling::Scaling;
+use super::super::terms::ScoreTerms;
 use super::super::{Inputs, KEY_BLOCK, Partial, Tile, isa};
 use super::tasks::{self, Task, Tasks};
 use super::{Cpu, plan};
@@ -15,7 +16,7 @@ impl Cpu {
     /// Like [`forward`](Self::forward), for queries without a backward pass.
     pub(in crate::kernel) fn decode(&self, inputs: &Inputs, tiles: &[Tile], partial: &mut Partial) {
         let Inputs { q, k, v, heads, score, bias } = *inputs;
-        if !decode::takes(tiles) {
+        if !decode::has_single_queries(tiles) {
             return self.forward(inputs, tiles, partial);
         }
         // For single queries, packing would cost more than the products.
@@ -89,18 +90,18 @@ impl Cpu {
             }
             while let Some(task) = tasks.next() {
                 match task {
-                    Task::Pack { group, chunk } => {
+                    Task::Pack { shared, chunk } => {
                         // The chunk is counted even if packing panics, or other workers would wait for ever.
-                        let _counted = group.packed.counted();
-                        tasks.wait_for_slot(group);
+                        let _counted = shared.packed.counted();
+                        tasks.wait_for_slot(shared);
                         // SAFETY: each chunk is given to one worker; its head is read only after the chunk is counted, and
                         // the head that had the slot before is computed.
-                        unsafe { isa::pack_chunk(code, &packing, group.kv, group.slot, chunk) };
+                        unsafe { isa::pack_chunk(code, &packing, shared.kv, shared.slot, chunk) };
                     }
-                    Task::Block { group, head, block } => {
-                        let _counted = group.computed.counted();
-                        group.packed.wait();
-                        compute(BlockTask { head, slot: group.slot, block });
+                    Task::Block { shared, head, block } => {
+                        let _counted = shared.computed.counted();
+                        shared.packed.wait();
+                        compute(BlockTask { head, slot: shared.slot, block });
                     }
                 }
             }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 /// A rank's progress function, if it has one, with the time of its next call: tasks may take only a microsecond, which is
 /// more often than transfers need.
-pub(in crate::kernel) struct Hook {
+pub(in crate::kernel) struct ProgressHook {
     pub(in crate::kernel) progress: Option<Progress>,
     /// Least time between two calls in a computation.
     pub(in crate::kernel) pause: Duration,
@@ -15,14 +15,14 @@ pub(in crate::kernel) struct Hook {
     next: AtomicU64,
 }
 
-impl Default for Hook {
+impl Default for ProgressHook {
     /// No function, and a pause with which a call of a microsecond costs 0.4%.
     fn default() -> Self {
         Self { progress: None, pause: Duration::from_micros(250), created: Instant::now(), next: AtomicU64::new(0) }
     }
 }
 
-impl Hook {
+impl ProgressHook {
     /// Makes the next [`call`](Self::call) happen at once, so that even a short computation advances communication.
     pub(super) fn begin(&self) {
         self.next.store(0, Ordering::Relaxed);

@@ -12,10 +12,10 @@ use super::decode::{self, Decode};
 use super::isa::Code;
 use super::pack::{CHUNK, Keys};
 use super::plan::Plan;
-use super::terms::Scaling;
+use super::scaling::Scaling;
 use super::workers::Workers;
 use super::{Data, Inputs, Isa, Tile};
-use hook::Hook;
+use hook::ProgressHook;
 
 /// Number of queries whose packed form a worker holds at a time in the backward pass, so that they stay in the L3 cache.
 const SEGMENT: usize = 4096;
@@ -26,13 +26,13 @@ pub(super) struct Cpu {
     /// The code of the kernels for products that are not in bf16.
     pub(super) code: Code,
     pool: Pool,
-    pub(super) hook: Hook,
+    pub(super) hook: ProgressHook,
 }
 
 impl Cpu {
     /// Makes a kernel for an instruction set that this machine has.
     pub(super) fn new(workers: Workers, isa: Isa) -> Self {
-        Self { workers, code: Code::new(isa), pool: Pool::default(), hook: Hook::default() }
+        Self { workers, code: Code::new(isa), pool: Pool::default(), hook: ProgressHook::default() }
     }
 
     /// Calls the progress function between tasks, on the caller's thread only.
@@ -82,7 +82,7 @@ impl Cpu {
     /// arguments.
     pub(super) fn decode_workspace(&self, inputs: &Inputs, tiles: &[Tile]) -> u64 {
         let Inputs { k, v, heads, .. } = *inputs;
-        if !decode::takes(tiles) {
+        if !decode::has_single_queries(tiles) {
             return self.forward_workspace(inputs, tiles);
         }
         let chunks: usize = tiles.iter().map(|tile| tile.k.len().div_ceil(decode::CHUNK)).sum();

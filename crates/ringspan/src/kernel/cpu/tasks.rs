@@ -28,7 +28,7 @@ pub(super) struct Tasks {
     whole: Vec<WholeHead>,
     /// For each worker's part of `whole`, the number of heads that have been taken.
     taken: Vec<AtomicUsize>,
-    groups: Vec<Group>,
+    shared: Vec<SharedHead>,
     /// Number of chunks in a head.
     chunks: usize,
     /// Blocks that have something to compute, in descending order of cost, so that no thread has a long one left at the
@@ -36,7 +36,7 @@ pub(super) struct Tasks {
     blocks: Vec<usize>,
     slots: usize,
     count: usize,
-    /// The next task of the groups.
+    /// The next task of the shared heads.
     next: AtomicUsize,
 }
 
@@ -55,12 +55,12 @@ pub(super) struct WholeHead {
 const NOT_PACKED: usize = usize::MAX;
 
 /// A key-value head that all workers pack and read, and the query heads that read it.
-pub(super) struct Group {
+pub(super) struct SharedHead {
     pub(super) kv: usize,
     pub(super) slot: usize,
-    /// Index of the group.
+    /// Index among the shared heads.
     index: usize,
-    /// First query head of the group.
+    /// The first query head that reads it.
     head: usize,
     /// Index of the first task that packs the next head or computes the queries of this one.
     first: usize,
@@ -70,12 +70,12 @@ pub(super) struct Group {
     pub(super) computed: Countdown,
 }
 
-/// A task of a group.
+/// A task of a shared head.
 pub(super) enum Task<'a> {
     /// Packs a chunk of the keys and values.
-    Pack { group: &'a Group, chunk: usize },
+    Pack { shared: &'a SharedHead, chunk: usize },
     /// Computes a block of the queries of a head.
-    Block { group: &'a Group, head: usize, block: usize },
+    Block { shared: &'a SharedHead, head: usize, block: usize },
 }
 
 /// The key-value heads that some query head reads.
@@ -120,11 +120,11 @@ impl Tasks {
         let slots = slots(whole.len(), chunks, workers);
         let others = whole.split_off(whole.len() - shared_heads(whole.len(), chunks, workers));
         let own_slots = workers.min(whole.len());
-        let (mut groups, mut count) = (Vec::new(), 0);
+        let (mut shared, mut count) = (Vec::new(), 0);
         for (index, kv) in others.into_iter().enumerate() {
             let queries = heads.queries_of(kv);
             count += chunks;
-            groups.push(Group {
+            shared.push(SharedHead {
                 kv,
                 slot: own_slots + index % SHARED_SLOTS,
                 index,
@@ -143,7 +143,7 @@ impl Tasks {
             taken: AtomicUsize::new(0),
         });
         let next = AtomicUsize::new(0);
-        Self { whole: whole.collect(), taken, groups, chunks, blocks, slots, count, next }
+        Self { whole: whole.collect(), taken, shared, chunks, blocks, slots, count, next }
     }
 
     /// Whether there is nothing to compute.
@@ -194,32 +194,32 @@ impl Tasks {
         whole.queries.contains(&head).then_some(BlockTask { head, slot, block })
     }
 
-    /// Takes the next task of the groups; none if all are taken.
+    /// Takes the next task of the shared heads; none if all are taken.
     pub(super) fn next(&self) -> Option<Task<'_>> {
         let task = self.next.fetch_add(1, Ordering::Relaxed);
         (task < self.count).then(|| self.get(task))
     }
 
     fn get(&self, task: usize) -> Task<'_> {
-        // The groups whose tasks have begun; the next group is being packed.
-        let begun = self.groups.partition_point(|group| group.first <= task);
-        let next = self.groups.get(begun);
-        let from = begun.checked_sub(1).map_or(0, |now| self.groups[now].first);
+        // The shared heads whose tasks have begun; the next one is being packed.
+        let begun = self.shared.partition_point(|shared| shared.first <= task);
+        let next = self.shared.get(begun);
+        let from = begun.checked_sub(1).map_or(0, |now| self.shared[now].first);
         match next {
-            Some(group) if task - from < self.chunks => Task::Pack { group, chunk: task - from },
+            Some(shared) if task - from < self.chunks => Task::Pack { shared, chunk: task - from },
             _ => {
-                let group = &self.groups[begun - 1];
+                let shared = &self.shared[begun - 1];
                 let at = task - from - if next.is_some() { self.chunks } else { 0 };
-                let (head, block) = (group.head + at / self.blocks.len(), self.blocks[at % self.blocks.len()]);
-                Task::Block { group, head, block }
+                let (head, block) = (shared.head + at / self.blocks.len(), self.blocks[at % self.blocks.len()]);
+                Task::Block { shared, head, block }
             }
         }
     }
 
-    /// Waits until the head that was in the group's slot before has been computed.
-    pub(super) fn wait_for_slot(&self, group: &Group) {
-        if let Some(before) = group.index.checked_sub(SHARED_SLOTS) {
-            self.groups[before].computed.wait();
+    /// Waits until the head that was in the slot of `shared` before has been computed.
+    pub(super) fn wait_for_slot(&self, shared: &SharedHead) {
+        if let Some(before) = shared.index.checked_sub(SHARED_SLOTS) {
+            self.shared[before].computed.wait();
         }
     }
 }

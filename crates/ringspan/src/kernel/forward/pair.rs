@@ -1,6 +1,6 @@
 //! One block of queries and one block of keys: a step of the online softmax, from products to outputs.
 
-use super::super::micro::{multiply, multiply_seen};
+use super::super::micro::{multiply, multiply_masked};
 use super::super::plan::TilePart;
 use super::super::terms::{BlockTerms, ScoreTerms};
 use super::super::vector::{Simd, exp};
@@ -60,15 +60,15 @@ impl Forward<'_> {
             self.multiply_common::<S, R, N>(simd, pair, &visible, at, &mut max);
             self.multiply_border::<S, R, N>(simd, pair, &visible, at, &mut max);
             let terms = self.terms.map(|terms| {
-                let (frame, maxima) = self.apply_terms::<S, N>(simd, terms, pair, &visible, at);
+                let (block_terms, maxima) = self.apply_terms::<S, N>(simd, terms, pair, &visible, at);
                 max = maxima;
-                (terms, frame)
+                (terms, block_terms)
             });
             // With terms, the buffer holds scores, which are scaled already.
             let factor = if terms.is_some() { 1.0 } else { self.scaling.products };
             let rescale = self.softmax_step::<S, N>(simd, keys, factor, max, at.p, state);
-            if let Some((terms, frame)) = &terms {
-                terms.apply_dropout(frame, lanes, at.p);
+            if let Some((terms, block_terms)) = &terms {
+                terms.apply_dropout(block_terms, lanes, at.p);
                 self.pair_weights::<S, N>(simd, keys, at.p);
             }
             self.add_values::<S, R, N>(simd, pair, &visible, &rescale, at);
@@ -174,14 +174,22 @@ impl Forward<'_> {
         at: &mut Buffers,
     ) -> (BlockTerms, [S::V; N]) {
         let block_pair = self.plan.block_pair(pair.task.block, pair.part, pair.base);
-        let frame = terms.frame(simd, block_pair, pair.task.head, pair.keys.len(), N * S::LANES, at.bias);
+        let block_terms = terms.prepare(simd, block_pair, pair.task.head, pair.keys.len(), N * S::LANES, at.bias);
         let mut max = [simd.splat(f32::NEG_INFINITY); N];
         let bounds = pair.border.then_some(&visible.bounds);
         // SAFETY: p and bias are [KEY_BLOCK][lanes].
         unsafe {
-            terms.scores::<S, N>(simd, self.scaling.products, &frame, at.p.as_mut_ptr(), at.bias, bounds, &mut max)
+            terms.scores::<S, N>(
+                simd,
+                self.scaling.products,
+                &block_terms,
+                at.p.as_mut_ptr(),
+                at.bias,
+                bounds,
+                &mut max,
+            )
         };
-        (frame, max)
+        (block_terms, max)
     }
 
     /// Turns the scores in `p`, which are numbers times `factor` with the maxima `max`, into weights, and adds them to the
@@ -301,7 +309,7 @@ impl Forward<'_> {
                 }
                 if mask_products {
                     let depth = pair.keys.len() / S::PAIR;
-                    acc = multiply_seen::<S, R, N>(simd, depth, values, R, p, lanes, (low, high), acc);
+                    acc = multiply_masked::<S, R, N>(simd, depth, values, R, p, lanes, (low, high), acc);
                 } else {
                     // Products are added in the order of the keys, as where they are masked: so queries that see only
                     // finite values keep their bits.

@@ -4,13 +4,13 @@ use super::super::vector::Simd;
 use super::super::view::Data;
 
 /// Maximum number of elements in a vector.
-const MOST: usize = 16;
+const MAX_LANES: usize = 16;
 
 /// Loads `row[at..][..LANES]`, with zeros after the end of the row.
 #[inline(always)]
 fn load<S: Simd>(simd: S, row: Data, at: usize) -> S::V {
     let end = row.len().min(at + S::LANES);
-    let mut numbers = [0.0; MOST];
+    let mut numbers = [0.0; MAX_LANES];
     match row {
         Data::F32(row) if end == at + S::LANES => {
             // SAFETY: the row has LANES elements from `at` on.
@@ -26,14 +26,14 @@ fn load<S: Simd>(simd: S, row: Data, at: usize) -> S::V {
         _ if at < end => row.slice(at..end).copy_to(&mut numbers[..end - at]),
         _ => (),
     }
-    // SAFETY: no vector has more than MOST numbers.
+    // SAFETY: no vector has more than MAX_LANES numbers.
     unsafe { simd.load(numbers.as_ptr()) }
 }
 
 /// Pointers to the rows, if each has `dim` elements of `pair` numbers in the type that vectors take; else `None`.
 #[inline(always)]
-pub(in super::super) fn direct(rows: &[Data], pair: usize, dim: usize) -> Option<[*const f32; MOST]> {
-    let mut from = [std::ptr::null(); MOST];
+pub(in super::super) fn direct(rows: &[Data], pair: usize, dim: usize) -> Option<[*const f32; MAX_LANES]> {
+    let mut from = [std::ptr::null(); MAX_LANES];
     for (from, row) in from.iter_mut().zip(rows) {
         *from = match (*row, pair) {
             (Data::F32(row), 1) if row.len() >= dim => row.as_ptr(),
@@ -64,7 +64,7 @@ fn squares<'a, S: Simd>(
     mut emit: impl FnMut(usize, usize, S::V),
 ) {
     for first in (0..rows).step_by(S::LANES) {
-        let mut from = [Data::F32(&[]); MOST];
+        let mut from = [Data::F32(&[]); MAX_LANES];
         for (i, from) in from.iter_mut().enumerate().take(S::LANES.min(rows - first)) {
             if let Some(row) = row(first + i) {
                 *from = row;
@@ -77,7 +77,7 @@ fn squares<'a, S: Simd>(
         let from = &from[..S::LANES];
         let direct = direct(from, pair, dim);
         for d in (0..dim).step_by(S::LANES) {
-            let mut square = [simd.splat(0.0); MOST];
+            let mut square = [simd.splat(0.0); MAX_LANES];
             match &direct {
                 Some(from) if d + S::LANES <= dim => {
                     for i in 0..S::LANES {
@@ -209,7 +209,7 @@ pub(super) unsafe fn store_parts<S: Simd, const R: usize>(simd: S, first: *mut f
         if R == S::LANES {
             simd.store(first, x);
         } else {
-            let mut other = [0.0; MOST];
+            let mut other = [0.0; MAX_LANES];
             simd.store_halves(first, second.unwrap_or(other.as_mut_ptr()), x);
         }
     }
@@ -248,14 +248,14 @@ pub(in super::super) fn rows<'a, S: Simd>(
 ) {
     assert!(from.len() >= dim * lanes && lanes.is_multiple_of(S::LANES));
     for first in (0..lanes).step_by(S::LANES) {
-        let mut to: [&mut [f32]; MOST] = std::array::from_fn(|_| &mut [][..]);
+        let mut to: [&mut [f32]; MAX_LANES] = std::array::from_fn(|_| &mut [][..]);
         for (i, to) in to.iter_mut().enumerate().take(S::LANES) {
             if let Some(row) = row(first + i) {
                 *to = row;
             }
         }
         for d in (0..dim).step_by(S::LANES) {
-            let mut square = [simd.splat(0.0); MOST];
+            let mut square = [simd.splat(0.0); MAX_LANES];
             let here = S::LANES.min(dim - d);
             for (i, x) in square.iter_mut().enumerate().take(S::LANES) {
                 // SAFETY: the asserted size; beyond the end, the last row is read again.
@@ -263,12 +263,12 @@ pub(in super::super) fn rows<'a, S: Simd>(
             }
             simd.transpose(&mut square);
             for i in 0..S::LANES {
-                let mut numbers = [0.0; MOST];
+                let mut numbers = [0.0; MAX_LANES];
                 match to[i].get_mut(d..d + here) {
                     // SAFETY: the slice has LANES elements.
                     Some(to) if here == S::LANES => unsafe { simd.store(to.as_mut_ptr(), square[i]) },
                     Some(to) => {
-                        // SAFETY: no vector has more than MOST numbers.
+                        // SAFETY: no vector has more than MAX_LANES numbers.
                         unsafe { simd.store(numbers.as_mut_ptr(), square[i]) };
                         to.copy_from_slice(&numbers[..here]);
                     }

@@ -6,7 +6,7 @@ use crate::mask::Band;
 use std::ops::Range;
 
 /// Joins tiles of the same keys that are visible completely and whose queries are consecutive. The joined tile has the
-/// place of the first.
+/// position of the first.
 pub(super) fn tiles(tiles: &[Tile]) -> Vec<Tile> {
     let mut joined: Vec<Tile> = Vec::new();
     // The last such tile by its first key. Tiles are ordered by queries, run by run, so no sorting is needed to find it.
@@ -116,7 +116,12 @@ mod tests {
         for q in 0..8 {
             for k in 0..=q {
                 let band = Band { lo: if k == q { 0 } else { i64::MIN }, hi: i64::MAX };
-                tiles.push(Tile { q: q * 64..q * 64 + 64, k: k * 64..k * 64 + 64, band, place: TilePosition::START });
+                tiles.push(Tile {
+                    q: q * 64..q * 64 + 64,
+                    k: k * 64..k * 64 + 64,
+                    band,
+                    position: TilePosition::START,
+                });
             }
         }
         let (apart, joined) = (Plan::new(&tiles, 48, 512, 512), Plan::joined(&tiles, 48, 512, 512));
@@ -143,7 +148,7 @@ mod tests {
                     let (lo, w, kind) = bands[row * 5 + column];
                     let band = if kind == 0 { Band { lo: -99, hi: 99 } } else { Band { lo, hi: lo + w } };
                     if kind < 2 {
-                        tiles.push(Tile { q: q..q + height, k: k..k + width, band, place: TilePosition::START });
+                        tiles.push(Tile { q: q..q + height, k: k..k + width, band, position: TilePosition::START });
                     }
                     k += width;
                 }

@@ -36,7 +36,7 @@ impl TilePart {
 /// The intersection of a block of queries and a block of keys of a tile.
 #[derive(Clone)]
 pub(super) struct BlockPair {
-    place: TilePosition,
+    position: TilePosition,
     /// Row of lane 0.
     row: usize,
     /// Rows of lane 0 and key 0, relative to the tile; negative if the tile begins later.
@@ -51,24 +51,24 @@ impl BlockPair {
     /// The keys of a tile from row `key` on, with the tile's only query.
     pub(super) fn of_query(tile: &Tile, key: usize) -> Self {
         let j = (key - tile.k.start) as i64;
-        Self { place: tile.place, row: tile.q.start, i: 0, j, queries: tile.q.len(), keys: tile.k.len() }
+        Self { position: tile.position, row: tile.q.start, i: 0, j, queries: tile.q.len(), keys: tile.k.len() }
     }
 
     /// Distance of a lane and a key, given the difference of their indices.
     pub(super) fn distance(&self, lane_less_key: i64) -> i64 {
-        self.place.distance + self.place.step as i64 * (self.i - self.j + lane_less_key)
+        self.position.distance + self.position.step as i64 * (self.i - self.j + lane_less_key)
     }
 
     /// Index of a lane's query in the flat batch. Lanes outside the tile get the index of its nearest query.
     pub(super) fn query(&self, lane: usize) -> usize {
         let i = (self.i + lane as i64).clamp(0, self.queries as i64 - 1) as usize;
-        self.place.query + i * self.place.step
+        self.position.query + i * self.position.step
     }
 
     /// Index of a key in its batch row. Keys outside the tile get the index of its nearest key.
     pub(super) fn key(&self, key: usize) -> usize {
         let j = (self.j + key as i64).clamp(0, self.keys as i64 - 1) as usize;
-        self.place.key + j * self.place.step
+        self.position.key + j * self.position.step
     }
 
     /// The row of the first query.
@@ -83,7 +83,7 @@ impl BlockPair {
 
     /// Distance of neighbouring tokens.
     pub(super) fn step(&self) -> usize {
-        self.place.step
+        self.position.step
     }
 
     /// The keys among the first `count` that are in the tile.
@@ -263,7 +263,7 @@ impl<'a> Plan<'a> {
         let (i, j) = (rows.start as i64 - tile.q.start as i64, base as i64 - tile.k.start as i64);
         // Lanes after the block's last query are outside the tile.
         let queries = tile.q.len().min(rows.end - tile.q.start.min(rows.end));
-        BlockPair { place: tile.place, row: rows.start, i, j, queries, keys: tile.k.len() }
+        BlockPair { position: tile.position, row: rows.start, i, j, queries, keys: tile.k.len() }
     }
 
     /// For each lane the visible keys of a part, `low[lane]..high[lane]`, counted from `base` and limited to `width`.
@@ -324,7 +324,7 @@ mod tests {
     #[test]
     fn one_key_head_keeps_all_threads_busy() {
         // Two workers share one key-value head: the second has a private sum, and both do about half.
-        let tiles = [Tile { q: 0..960, k: 0..960, band: Band { lo: 0, hi: i64::MAX }, place: TilePosition::START }];
+        let tiles = [Tile { q: 0..960, k: 0..960, band: Band { lo: 0, hi: i64::MAX }, position: TilePosition::START }];
         let plan = Plan::new(&tiles, 48, 960, 960);
         for heads in [1, 2, 3] {
             let shares = plan.shares(heads, 2);
@@ -342,7 +342,7 @@ mod tests {
         fn parts_hold_every_visible_pair_once_and_whole_ranges_are_visible_to_all(
             q0 in 0usize..9, n in 0usize..20, k0 in 0usize..9, m in 0usize..20, lo in -25i64..25, w in 0i64..30, lanes in 1usize..9,
         ) {
-            let tile = Tile { q: q0..q0 + n, k: k0..k0 + m, band: Band { lo, hi: lo + w }, place: TilePosition::START };
+            let tile = Tile { q: q0..q0 + n, k: k0..k0 + m, band: Band { lo, hi: lo + w }, position: TilePosition::START };
             let (queries, keys) = (q0 + n + 3, k0 + m + 2);
             let tiles = [tile.clone()];
             let plan = Plan::new(&tiles, lanes, queries, keys);

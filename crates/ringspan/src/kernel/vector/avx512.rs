@@ -27,7 +27,7 @@ macro_rules! avx512 {
 }
 
 /// The permutation that interleaves the two halves of a vector of 16-bit numbers.
-const TURNS: [u16; 32] = {
+const INTERLEAVE_HALVES: [u16; 32] = {
     let mut turns = [0; 32];
     let mut at = 0;
     while at < 32 {
@@ -88,7 +88,7 @@ impl<const PAIRS: bool> Simd for Avx512<PAIRS> {
             return first;
         }
         avx512!({
-            let turns = _mm512_loadu_si512(TURNS.as_ptr().cast());
+            let turns = _mm512_loadu_si512(INTERLEAVE_HALVES.as_ptr().cast());
             let both = _mm512_castps_si512(self.pair_along(first, second));
             _mm512_castsi512_ps(_mm512_permutexvar_epi16(turns, both))
         })
@@ -100,7 +100,7 @@ impl<const PAIRS: bool> Simd for Avx512<PAIRS> {
             return self.splat(0.0);
         }
         avx512!({
-            let turns = _mm512_loadu_si512(TURNS.as_ptr().cast());
+            let turns = _mm512_loadu_si512(INTERLEAVE_HALVES.as_ptr().cast());
             let (first, second) = (_mm256_loadu_si256(first.cast()), _mm256_loadu_si256(second.cast()));
             let both = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(first), second);
             _mm512_castsi512_ps(_mm512_permutexvar_epi16(turns, both))

@@ -9,7 +9,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// How long to wait until all ranks are connected.
-const PATIENCE: Duration = Duration::from_secs(60);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(60);
 /// Maximum length of a machine's name in bytes.
 const NAME: usize = 256;
 
@@ -84,9 +84,10 @@ impl RankAddress {
                         Signal::Hello { rank: self.rank, secret: self.secret }.write(&mut stream)?;
                         return Ok(vec![(0, stream)]);
                     }
-                    Err(error) if start.elapsed() >= PATIENCE => {
+                    Err(error) if start.elapsed() >= CONNECT_TIMEOUT => {
                         let (host, port) = (&self.host, self.port);
-                        let problem = format!("no connection to rank 0 at {host}:{port} in {PATIENCE:?}: {error}");
+                        let problem =
+                            format!("no connection to rank 0 at {host}:{port} in {CONNECT_TIMEOUT:?}: {error}");
                         return Err(io::Error::new(error.kind(), problem));
                     }
                     Err(_) => thread::sleep(Duration::from_millis(20)),
@@ -102,10 +103,10 @@ impl RankAddress {
                     streams.extend(known);
                 }
                 Err(error) if error.kind() != io::ErrorKind::WouldBlock => return Err(error),
-                Err(_) if start.elapsed() >= PATIENCE => {
+                Err(_) if start.elapsed() >= CONNECT_TIMEOUT => {
                     let here = |rank: &usize| streams.iter().any(|(other, _)| other == rank);
                     let missing: Vec<usize> = (1..self.size).filter(|rank| !here(rank)).collect();
-                    let problem = format!("ranks {missing:?} did not connect to rank 0 in {PATIENCE:?}");
+                    let problem = format!("ranks {missing:?} did not connect to rank 0 in {CONNECT_TIMEOUT:?}");
                     return Err(io::Error::new(io::ErrorKind::TimedOut, problem));
                 }
                 Err(_) => thread::sleep(Duration::from_millis(2)),

@@ -19,14 +19,14 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Time between two signs of life.
-const BEAT: Duration = Duration::from_millis(500);
-/// If this process gives a sign of life later than this after the previous one, it was stopped or starved of CPU time.
-const LATE: Duration = Duration::from_millis(1500);
+/// Time between two heartbeats.
+const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(500);
+/// If this process gives a heartbeat later than this after the previous one, it was stopped or starved of CPU time.
+const LATE_HEARTBEAT: Duration = Duration::from_millis(1500);
 /// Longest wait for an answer about another rank.
 const ANSWER: Duration = Duration::from_secs(1);
 
-/// How long a rank must have waited for the same others before it counts as stuck: far longer than a sign of life, or a
+/// How long a rank must have waited for the same others before it counts as stuck: far longer than a heartbeat, or a
 /// message to the rank, takes to arrive.
 const STUCK: Duration = Duration::from_secs(2);
 /// How long ranks that have lost rank 0 wait for each other to report their errors.
@@ -34,42 +34,42 @@ const ALONE: Duration = Duration::from_secs(1);
 
 /// The operation of a rank, and when it began.
 #[derive(Debug, Clone)]
-struct Doing {
+struct RankActivity {
     /// The operation that the rank waits in; empty if it computes.
     operation: String,
     /// The ranks that it waits for.
-    misses: Vec<usize>,
+    waits_for: Vec<usize>,
     since: Instant,
     /// The time at which the rank was last heard to be at it. A rank that is stopped may have gone on since.
     heard: Instant,
 }
 
-impl Doing {
-    fn new(operation: String, misses: Vec<usize>) -> Self {
+impl RankActivity {
+    fn new(operation: String, waits_for: Vec<usize>) -> Self {
         let now = Instant::now();
-        Self { operation, misses, since: now, heard: now }
+        Self { operation, waits_for, since: now, heard: now }
     }
 
     /// Whether the rank has waited for [`STUCK`] by its own words, and has said so just now. Two such ranks have waited at
     /// the same time: their waits are longer than the time since their words.
     fn stuck(&self) -> bool {
         let waited = self.heard.saturating_duration_since(self.since);
-        !self.misses.is_empty() && waited > STUCK && self.heard.elapsed() < LATE
+        !self.waits_for.is_empty() && waited > STUCK && self.heard.elapsed() < LATE_HEARTBEAT
     }
 }
 
 /// The state that this rank knows of the others.
 #[derive(Debug)]
-struct Known {
+struct PeerStates {
     /// By rank; ranks other than 0 only know their own state and those they have asked for.
-    doing: BTreeMap<usize, Doing>,
+    doing: BTreeMap<usize, RankActivity>,
     /// For each rank, whether it is ready to end or has died.
     left: Vec<bool>,
     over: bool,
     /// The time at which this rank learnt of the failure.
     failed: Option<Instant>,
-    /// The time of this process's last sign of life, and of the last one that was late because the process was stopped.
-    beat: Instant,
+    /// The time of this process's last heartbeat, and of the last one that was late because the process was stopped.
+    last_heartbeat: Instant,
     late: Option<Instant>,
 }
 
@@ -78,7 +78,7 @@ pub(super) struct Watch {
     rank: usize,
     silence: Duration,
     failure: OnceLock<Failure>,
-    known: Mutex<Known>,
+    known: Mutex<PeerStates>,
     changed: Condvar,
     /// Connections by rank: rank 0 has one to each other rank, the others only one to rank 0.
     writers: BTreeMap<usize, Mutex<TcpStream>>,
@@ -86,23 +86,23 @@ pub(super) struct Watch {
 
 impl Watch {
     /// Connects the ranks, and starts the threads of the watch.
-    pub(super) fn start(place: &RankAddress, options: &Options) -> io::Result<Arc<Self>> {
-        let streams = place.connect()?;
-        let (rank, size) = (place.rank, place.size);
-        let own = Doing::new(String::new(), Vec::new());
-        let known = Known {
+    pub(super) fn start(address: &RankAddress, options: &Options) -> io::Result<Arc<Self>> {
+        let streams = address.connect()?;
+        let (rank, size) = (address.rank, address.size);
+        let own = RankActivity::new(String::new(), Vec::new());
+        let known = PeerStates {
             doing: (0..size).map(|rank| (rank, own.clone())).collect(),
             left: vec![false; size],
             over: false,
             failed: None,
-            beat: Instant::now(),
+            last_heartbeat: Instant::now(),
             late: None,
         };
         let mut writers = BTreeMap::new();
         for (peer, stream) in &streams {
             stream.set_nodelay(true)?;
             stream.set_read_timeout(Some(options.silence))?;
-            stream.set_write_timeout(Some(BEAT))?;
+            stream.set_write_timeout(Some(HEARTBEAT_INTERVAL))?;
             writers.insert(*peer, Mutex::new(stream.try_clone()?));
         }
         let (failure, known, changed) = (OnceLock::new(), Mutex::new(known), Condvar::new());
@@ -112,7 +112,7 @@ impl Watch {
             spawn(format!("watch-{peer}"), move || own.listen(peer, stream))?;
         }
         let own = watch.clone();
-        spawn("watch-beat".into(), move || own.beat())?;
+        spawn("watch-heartbeat".into(), move || own.send_heartbeats())?;
         Ok(watch)
     }
 
@@ -138,8 +138,8 @@ impl Watch {
     }
 
     /// Records what this rank waits for, and the ranks it waits for; an empty text means that it computes.
-    pub(super) fn note(&self, operation: String, misses: Vec<usize>) {
-        self.known().doing.insert(self.rank, Doing::new(operation, misses));
+    pub(super) fn note(&self, operation: String, waits_for: Vec<usize>) {
+        self.known().doing.insert(self.rank, RankActivity::new(operation, waits_for));
     }
 
     /// Describes what another rank does.
@@ -155,7 +155,9 @@ impl Watch {
                 known = self.wait(known, ANSWER.saturating_sub(asked.elapsed()));
             }
         }
-        let Some(Doing { operation, since, .. }) = known.doing.get(&rank) else { return "does not answer".into() };
+        let Some(RankActivity { operation, since, .. }) = known.doing.get(&rank) else {
+            return "does not answer".into();
+        };
         match operation.as_str() {
             "" => format!("has computed for {:.1?}", since.elapsed()),
             operation => operation.to_owned(),
@@ -203,7 +205,7 @@ impl Watch {
                     }
                     let message = match silent {
                         true => format!(
-                            "it gave no sign of life for {:?}: it is stopped, or its machine is lost",
+                            "it gave no heartbeat for {:?}: it is stopped, or its machine is lost",
                             self.silence
                         ),
                         false if error.kind() == io::ErrorKind::UnexpectedEof => {
@@ -220,15 +222,15 @@ impl Watch {
                 }
             };
             match signal {
-                Signal::Beat { operation, misses, for_ms } => {
-                    let mut doing = Doing::new(operation, misses);
+                Signal::Heartbeat { operation, waits_for, for_ms } => {
+                    let mut doing = RankActivity::new(operation, waits_for);
                     doing.since = doing.heard.checked_sub(Duration::from_millis(for_ms)).unwrap_or(doing.heard);
                     self.known().doing.insert(peer, doing);
                 }
                 Signal::Failed(failure) => self.adopt(failure, Some(peer)),
                 Signal::Ask(rank) => self.tell(peer, &Signal::Answer(rank, self.describe(rank))),
                 Signal::Answer(rank, operation) => {
-                    self.known().doing.insert(rank, Doing::new(operation, Vec::new()));
+                    self.known().doing.insert(rank, RankActivity::new(operation, Vec::new()));
                 }
                 Signal::Left => self.known().left[peer] = true,
                 Signal::Over => self.known().over = true,
@@ -243,24 +245,31 @@ impl Watch {
     /// suspended as a whole can go on.
     fn was_stopped(&self) -> bool {
         let known = self.known();
-        known.beat.elapsed() > LATE || known.late.is_some_and(|late| late.elapsed() < self.silence)
+        known.last_heartbeat.elapsed() > LATE_HEARTBEAT || known.late.is_some_and(|late| late.elapsed() < self.silence)
     }
 
-    /// Gives signs of life, and ends the process if its rank makes no call for some time after a failure.
-    fn beat(&self) {
+    /// Gives heartbeats, and ends the process if its rank makes no call for some time after a failure.
+    fn send_heartbeats(&self) {
         let last_look = self.silence / 2;
         loop {
             let (signal, late) = {
                 let mut known = self.known();
-                if known.beat.elapsed() > LATE {
+                if known.last_heartbeat.elapsed() > LATE_HEARTBEAT {
                     known.late = Some(Instant::now());
                 }
-                known.beat = Instant::now();
+                known.last_heartbeat = Instant::now();
                 let late = !known.left[self.rank] && known.failed.is_some_and(|failed| failed.elapsed() > last_look);
                 let Some(doing) = known.doing.get_mut(&self.rank) else { return };
                 doing.heard = Instant::now();
                 let for_ms = doing.since.elapsed().as_millis() as u64;
-                (Signal::Beat { operation: doing.operation.clone(), misses: doing.misses.clone(), for_ms }, late)
+                (
+                    Signal::Heartbeat {
+                        operation: doing.operation.clone(),
+                        waits_for: doing.waits_for.clone(),
+                        for_ms,
+                    },
+                    late,
+                )
             };
             self.writers.keys().for_each(|peer| self.tell(*peer, &signal));
             let problem = if self.rank == 0 { deadlock(&self.known().doing) } else { None };
@@ -273,7 +282,7 @@ impl Watch {
                 say(&error);
                 std::process::exit(1);
             }
-            thread::sleep(BEAT);
+            thread::sleep(HEARTBEAT_INTERVAL);
         }
     }
 
@@ -285,11 +294,11 @@ impl Watch {
         }
     }
 
-    fn known(&self) -> MutexGuard<'_, Known> {
+    fn known(&self) -> MutexGuard<'_, PeerStates> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn wait<'a>(&self, known: MutexGuard<'a, Known>, time: Duration) -> MutexGuard<'a, Known> {
+    fn wait<'a>(&self, known: MutexGuard<'a, PeerStates>, time: Duration) -> MutexGuard<'a, PeerStates> {
         self.changed.wait_timeout(known, time).unwrap_or_else(PoisonError::into_inner).0
     }
 }
@@ -298,11 +307,11 @@ impl Watch {
 ///
 /// A rank needs all ranks it waits for, so one cycle is a deadlock. Ranks that wait for none of the remaining ranks are
 /// removed until there are no such ranks; all that remain then wait for another that remains.
-fn deadlock(doing: &BTreeMap<usize, Doing>) -> Option<String> {
-    let mut left: BTreeMap<usize, &Doing> =
+fn deadlock(doing: &BTreeMap<usize, RankActivity>) -> Option<String> {
+    let mut left: BTreeMap<usize, &RankActivity> =
         doing.iter().filter(|(_, doing)| doing.stuck()).map(|(rank, doing)| (*rank, doing)).collect();
     loop {
-        let free = |doing: &Doing| doing.misses.iter().all(|rank| !left.contains_key(rank));
+        let free = |doing: &RankActivity| doing.waits_for.iter().all(|rank| !left.contains_key(rank));
         let out: Vec<usize> = left.iter().filter(|(_, doing)| free(doing)).map(|(rank, _)| *rank).collect();
         if out.is_empty() {
             break;
@@ -328,9 +337,9 @@ fn spawn(name: String, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
 mod tests {
     use super::*;
 
-    fn doing(ranks: &[(&[usize], u64)]) -> BTreeMap<usize, Doing> {
-        let one = |(rank, (misses, seconds)): (usize, &(&[usize], u64))| {
-            let mut doing = Doing::new(format!("waits for {misses:?}"), misses.to_vec());
+    fn doing(ranks: &[(&[usize], u64)]) -> BTreeMap<usize, RankActivity> {
+        let one = |(rank, (waits_for, seconds)): (usize, &(&[usize], u64))| {
+            let mut doing = RankActivity::new(format!("waits for {waits_for:?}"), waits_for.to_vec());
             doing.since = before(doing.heard, *seconds);
             (rank, doing)
         };

@@ -7,16 +7,16 @@ use std::io::{self, Read, Write};
 /// Maximum bytes of a signal; error messages are cut to fit.
 const LONGEST: usize = 64 << 10;
 
-/// Maximum number of missing ranks in a sign of life.
-const MOST_MISSES: usize = 1024;
+/// Maximum number of ranks waited for in a heartbeat.
+const MAX_WAITS_FOR: usize = 1024;
 
 /// A signal between rank 0 and another rank.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Signal {
     /// The first signal on a connection: the rank of the sender, and the world's secret.
     Hello { rank: usize, secret: [u64; 2] },
-    /// A sign of life: what the rank does, the ranks it waits for, and for how many milliseconds.
-    Beat { operation: String, misses: Vec<usize>, for_ms: u64 },
+    /// A heartbeat: what the rank does, the ranks it waits for, and for how many milliseconds.
+    Heartbeat { operation: String, waits_for: Vec<usize>, for_ms: u64 },
     /// The world has failed.
     Failed(Failure),
     /// Asks what a rank does.
@@ -56,10 +56,10 @@ impl Signal {
         let kind = |kind: u64| Writer::default().number(kind);
         let message = match self {
             Self::Hello { rank, secret } => kind(0).number(*rank as u64).number(secret[0]).number(secret[1]),
-            Self::Beat { operation, misses, for_ms } => {
+            Self::Heartbeat { operation, waits_for, for_ms } => {
                 let start = kind(1).number(*for_ms).text(cut(operation));
                 // A shortened list may only delay the detection of a cycle.
-                misses.iter().take(MOST_MISSES).fold(start, |signal, rank| signal.number(*rank as u64))
+                waits_for.iter().take(MAX_WAITS_FOR).fold(start, |signal, rank| signal.number(*rank as u64))
             }
             Self::Failed(Failure::Rank { peer, message }) => kind(2).number(*peer as u64).text(cut(message)),
             Self::Failed(Failure::Mismatch { ranks, operations }) => {
@@ -83,8 +83,8 @@ impl Signal {
             1 => {
                 let for_ms = reader.number()?;
                 let operation = reader.text()?;
-                let misses = (0..reader.0.len() / 8).map(|_| reader.index()).collect::<Option<_>>()?;
-                Self::Beat { operation, misses, for_ms }
+                let waits_for = (0..reader.0.len() / 8).map(|_| reader.index()).collect::<Option<_>>()?;
+                Self::Heartbeat { operation, waits_for, for_ms }
             }
             2 => Self::Failed(Failure::Rank { peer: reader.index()?, message: reader.text()? }),
             3 => {
@@ -122,7 +122,7 @@ mod tests {
         let failure = Failure::Mismatch { ranks: [1, 2], operations: ["barrier #1".into(), "split #1".into()] };
         let signals = [
             Signal::Hello { rank: 3, secret: [u64::MAX, 1] },
-            Signal::Beat { operation: "waits".into(), misses: vec![2, 0], for_ms: 7 },
+            Signal::Heartbeat { operation: "waits".into(), waits_for: vec![2, 0], for_ms: 7 },
             Signal::Failed(Failure::Rank { peer: 5, message: "lost".into() }),
             Signal::Failed(failure),
             Signal::Failed(Failure::Deadlock { problem: "a circle".into() }),
