@@ -135,13 +135,22 @@ pub(crate) fn run(args: &ServeArgs, ranks: &Ranks) -> Result<()> {
     }
     let client = Arc::new(engine.client());
     let limits = client.limits();
+    let windows = match limits.window_lookback {
+        None => String::new(),
+        Some(lookback) => format!(
+            ", and {} for layers that see a window of {} tokens",
+            limits.window_pages_per_rank,
+            lookback.saturating_add(1)
+        ),
+    };
     output::note(format!(
-        "mesh {axes} = {} with {} pages of {} tokens each ({:.1} MB of keys and values a rank); sequences of up to {} tokens, {} \
-         at a time; {} requests may wait",
+        "mesh {axes} = {} with {} pages of {} tokens each{windows} ({:.1} MB of keys and values a rank), which hold {} tokens; \
+         sequences of up to {} tokens, {} at a time; {} requests may wait",
         if limits.ranks == 1 { "1 rank".to_owned() } else { format!("{} ranks", limits.ranks) },
         limits.pages_per_rank,
         limits.page,
         limits.cache_bytes as f64 / 1e6,
+        limits.cache_tokens(),
         limits.max_model_len,
         limits.max_running,
         limits.max_waiting

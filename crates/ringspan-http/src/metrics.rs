@@ -85,15 +85,14 @@ type OfRank = fn(&RankMetrics) -> f64;
 impl Collector for EngineMetrics {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let now = self.engine.metrics();
-        let pages = self.engine.limits().pages_per_rank.saturating_mul(now.ranks.len()).max(1);
-        let used: usize = now.ranks.iter().map(|rank| rank.pages_used).sum();
+        let limits = self.engine.limits();
         let gauges = [
             ("vllm:num_requests_running", "Requests in the current steps", now.running as f64),
             ("vllm:num_requests_waiting", "Requests that wait for pages or for a place", now.waiting as f64),
             (
                 "vllm:kv_cache_usage_perc",
-                "Share of the cache's pages that running requests hold (1 is all)",
-                used as f64 / pages as f64,
+                "Share of the cache's pages that running requests hold (1 is all), of the kind of which fewer are left",
+                limits.usage(&now.ranks),
             ),
         ];
         for (name, help, value) in gauges {
@@ -101,7 +100,10 @@ impl Collector for EngineMetrics {
         }
         let mut metric =
             encoder.encode_descriptor("ringspan:kv_pages", "Pages of each rank", None, MetricType::Gauge)?;
-        metric.encode_gauge(&(self.engine.limits().pages_per_rank as f64))?;
+        metric.encode_gauge(&(limits.pages_per_rank as f64))?;
+        let help = "Pages of each rank for layers that see a window";
+        let mut metric = encoder.encode_descriptor("ringspan:kv_window_pages", help, None, MetricType::Gauge)?;
+        metric.encode_gauge(&(limits.window_pages_per_rank as f64))?;
         let counters = [
             ("vllm:prompt_tokens", "Prompt tokens that were computed or found in the cache", now.prompt_tokens),
             ("vllm:generation_tokens", "Generated tokens", now.generation_tokens),
@@ -129,13 +131,25 @@ impl Collector for EngineMetrics {
             let mut metric = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
             metric.encode_counter::<[(&str, &str); 0], _, u64>(&value, None)?;
         }
-        let of_ranks: [(&str, &str, MetricType, OfRank); 4] = [
+        let of_ranks: [(&str, &str, MetricType, OfRank); 6] = [
             ("ringspan:kv_pages_used", "Pages that running requests hold", MetricType::Gauge, |rank| {
                 rank.pages_used as f64
             }),
             ("ringspan:kv_pages_cached", "Pages that only the prefix cache holds", MetricType::Gauge, |rank| {
                 rank.pages_cached as f64
             }),
+            (
+                "ringspan:kv_window_pages_used",
+                "Pages of layers that see a window that running requests hold",
+                MetricType::Gauge,
+                |rank| rank.window_pages_used as f64,
+            ),
+            (
+                "ringspan:kv_window_pages_cached",
+                "Pages of layers that see a window that only the prefix cache holds",
+                MetricType::Gauge,
+                |rank| rank.window_pages_cached as f64,
+            ),
             ("ringspan:transfer_bytes", "Bytes that the rank has sent to others", MetricType::Counter, |rank| {
                 rank.transfer_bytes as f64
             }),

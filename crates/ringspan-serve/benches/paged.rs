@@ -12,7 +12,7 @@ use candle_core::DType;
 use ringspan::Group;
 use ringspan_candle::{Devices, Weight};
 use ringspan_models::{Config, Decoder};
-use ringspan_serve::engine::step::{Outputs, Step, StepSequence};
+use ringspan_serve::engine::step::{Outputs, Step, StepSequence, WindowPages};
 use ringspan_serve::paged::{KvDtype, PagedCache, execute};
 use ringspan_serve::{Mesh, Model, Options, Result, Sampling, generate};
 use std::collections::BTreeMap;
@@ -108,7 +108,9 @@ fn rank(settings: &Settings, model: &Model, group: &Arc<Group>) -> Result<Vec<St
         let end = settings.prompt.min(start + settings.chunk);
         let tokens = (start..end).map(|token| (token % settings.vocabulary) as u32).collect();
         let outputs = if end == settings.prompt { Outputs::Last } else { Outputs::None };
-        let sequence = StepSequence { start, tokens, pages: pages(settings, 0, 1, end), outputs };
+        let pages = pages(settings, 0, 1, end);
+        let window = WindowPages { first: 0, pages: pages.clone() };
+        let sequence = StepSequence { start, tokens, pages, window, outputs };
         time += step(group, model, &mut cache, vec![sequence])?;
     }
     let speed = settings.prompt as f64 / time.as_secs_f64();
@@ -121,6 +123,7 @@ fn rank(settings: &Settings, model: &Model, group: &Arc<Group>) -> Result<Vec<St
                     start: position,
                     tokens: vec![number as u32 + 5],
                     pages: pages(settings, number, *streams, position + 1),
+                    window: WindowPages { first: 0, pages: pages(settings, number, *streams, position + 1) },
                     outputs: Outputs::Last,
                 };
                 let step = step(group, model, &mut cache, (0..*streams).map(sequence).collect())?;

@@ -43,7 +43,7 @@ pub enum Error {
         "a sequence of {asked} tokens needs {needed} pages of {page} tokens on each of {ranks} ranks ({} bytes a rank), but the \
          cache has {pages_per_rank} pages a rank ({page_bytes} bytes each), which hold {holds} tokens: give the cache more memory, \
          or take a smaller max-model-len",
-        .page_bytes.saturating_mul(*.needed as u64)
+        .page_bytes.saturating_mul(*.needed as u64).saturating_add(*.window_bytes)
     )]
     CacheTooSmall {
         /// Tokens of the longest sequence.
@@ -58,6 +58,8 @@ pub enum Error {
         pages_per_rank: usize,
         /// Bytes of a page.
         page_bytes: u64,
+        /// Bytes that each rank needs for layers that see a window.
+        window_bytes: u64,
         /// Tokens that the pages of all ranks hold.
         holds: usize,
     },

@@ -19,10 +19,35 @@ pub struct StepSequence {
     /// The new tokens; at least one. Up to [`MOST_DECODED`] are computed on all ranks; more are a chunk of a prompt, which ranks
     /// share.
     pub tokens: Vec<u32>,
-    /// The pages of the sequence, up to its last new token: page i is the page `pages[i]` of the rank that has it.
+    /// The pages of the sequence, up to its last new token, for the layers that see all of it: page i is the page `pages[i]` of the
+    /// rank that has it.
     pub pages: Vec<u32>,
+    /// The same for the layers that see a window.
+    pub window: WindowPages,
     /// The hidden states that rank 0 needs.
     pub outputs: Outputs,
+}
+
+/// The last pages of a sequence, in which layers that see a window find all keys that they still see. They are numbered apart from
+/// the pages of the other layers.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct WindowPages {
+    /// Index of the first of them: earlier pages are not there any more.
+    pub first: usize,
+    /// Page `first + i` of the sequence is the page `pages[i]` of the rank that has it.
+    pub pages: Vec<u32>,
+}
+
+impl WindowPages {
+    /// Index behind the last page.
+    pub fn end(&self) -> usize {
+        self.first + self.pages.len()
+    }
+
+    /// Page `index` of the sequence, if it is there.
+    pub fn get(&self, index: usize) -> Option<u32> {
+        self.pages.get(index.checked_sub(self.first)?).copied()
+    }
 }
 
 /// New tokens of a sequence that every rank computes, with one small exchange a layer, because sharing so few would save less than
@@ -36,7 +61,22 @@ impl StepSequence {
     }
 }
 
-/// Copies the first rows of a page to another page of the same rank, in all layers.
+/// A page of a rank, in the layers of both kinds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CachePage {
+    /// The page of the layers that see everything.
+    pub full: u32,
+    /// The page of the layers that see a window; `None` if they do not have it any more.
+    pub window: Option<u32>,
+}
+
+impl From<u32> for CachePage {
+    fn from(full: u32) -> Self {
+        Self { full, window: None }
+    }
+}
+
+/// Copies the first rows of a page to another page of the same rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PageCopy {
     /// The rank that has both pages.
@@ -45,6 +85,8 @@ pub struct PageCopy {
     pub from: u32,
     /// The page that is written.
     pub to: u32,
+    /// The page that is read, and the one that is written, of the layers that see a window; `None` if they need no row of it.
+    pub window: Option<[u32; 2]>,
     /// Number of rows.
     pub rows: usize,
 }

@@ -2,7 +2,7 @@
 
 use ringspan_candle::Weight;
 use ringspan_models::{Config, Decoder};
-use ringspan_serve::engine::step::{Outputs, Step, StepSequence};
+use ringspan_serve::engine::step::{Outputs, Step, StepSequence, WindowPages};
 use ringspan_serve::paged::{PagedCache, execute};
 use ringspan_serve::{Groups, Mesh, Model};
 use ringspan_testing::CountingAllocator;
@@ -36,7 +36,8 @@ fn peak_beside_cache(model: &Model, ranks: usize, context: usize) -> usize {
     let end = context + CHUNK;
     let pages: Vec<u32> = (0..end.div_ceil(PAGE)).map(|index| (index / ranks) as u32).collect();
     let tokens = (0..CHUNK as u32).map(|token| token % 97).collect();
-    let sequence = StepSequence { start: context, tokens, pages, outputs: Outputs::Last };
+    let window = WindowPages { first: 0, pages: pages.clone() };
+    let sequence = StepSequence { start: context, tokens, pages, window, outputs: Outputs::Last };
     let step = Step { copies: Vec::new(), sequences: vec![sequence] };
     let cached = mesh
         .run(|group| {

@@ -162,8 +162,16 @@ impl EngineClient for TestEngine {
 
     fn metrics(&self) -> Metrics {
         let live = self.live.load(Ordering::SeqCst);
-        let ranks =
-            vec![RankMetrics { pages_used: 3 * live, pages_cached: 7, transfer_bytes: 11, wait_seconds: 0.5 }; 2];
+        let ranks = vec![
+            RankMetrics {
+                pages_used: 3 * live,
+                pages_cached: 7,
+                transfer_bytes: 11,
+                wait_seconds: 0.5,
+                ..Default::default()
+            };
+            2
+        ];
         Metrics { running: live, prompt_tokens: 5, ranks, ..Metrics::default() }
     }
 
@@ -179,6 +187,8 @@ impl EngineClient for TestEngine {
             pp: 1,
             page: 16,
             pages_per_rank: 100,
+            window_pages_per_rank: 0,
+            window_lookback: None,
             cache_bytes: 0,
         }
     }

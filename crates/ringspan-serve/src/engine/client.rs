@@ -184,6 +184,8 @@ mod tests {
             pp: 1,
             page: 4,
             pages_per_rank: 2,
+            window_pages_per_rank: 0,
+            window_lookback: None,
             cache_bytes: 0,
         }
     }

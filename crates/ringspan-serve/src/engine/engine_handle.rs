@@ -5,7 +5,7 @@ use super::executor::Executor;
 use super::lead::Lead;
 use super::model_executor::ModelExecutor;
 use super::model_shards::{AdaptedModels, ModelShards};
-use super::options::{EngineOptions, EngineSizes};
+use super::options::{EngineOptions, EngineSizes, WindowSizes};
 use super::pages::Pages;
 use super::prefix_cache::PrefixCache;
 use super::rank::EngineRank;
@@ -16,8 +16,9 @@ use crate::error::{Error, Result};
 use crate::groups::Groups;
 use crate::mesh::Mesh;
 use crate::model::Model;
-use crate::paged::PagedCache;
+use crate::paged::{PagedCache, PerKind, window_lookback};
 use ringspan::comm::timed::Timed;
+use ringspan_candle::tensor_parallel::part;
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -46,6 +47,8 @@ impl Engine {
         let model: Arc<Model> = model.into();
         mesh.check(model.decoder())?;
         let config = model.decoder().config();
+        let page_bytes = page_bytes(&model, &mesh, options)?;
+        let window = window_lookback(&model).map(|lookback| WindowSizes { lookback, page_bytes: page_bytes.window });
         let sizes = EngineSizes {
             vocabulary: model.vocabulary(),
             hidden_size: config.hidden_size,
@@ -53,7 +56,8 @@ impl Engine {
             cp: mesh.cp(),
             pp: mesh.pp,
             local_ranks: mesh.ranks.local().unwrap_or(mesh.size()),
-            page_bytes: page_bytes(&model, &mesh, options)?,
+            page_bytes: page_bytes.full,
+            window,
             trained_length: config.max_position_embeddings,
         };
         let (adapted, devices, kv_dtype) = (Arc::new(AdaptedModels::default()), mesh.devices.clone(), options.kv_dtype);
@@ -75,7 +79,10 @@ impl Engine {
         // Each process may see another amount of free memory.
         let limits = options.limits_with(sizes, |pages| Ok(mesh.ranks.smallest(pages)?))?;
         let pages = Pages::new(limits.cp, limits.pages_per_rank as u32);
-        let cache = PrefixCache::new(pages, limits.page, options.prefix_cache);
+        let mut cache = PrefixCache::new(pages, limits.page, options.prefix_cache);
+        if let Some(lookback) = limits.window_lookback {
+            cache = cache.with_window(Pages::new(limits.cp, limits.window_pages_per_rank as u32), lookback);
+        }
         let EngineOptions { page, max_running, prefill_chunk, mixed_chunk, num_speculative_tokens, .. } = *options;
         let bounds = Bounds { page, max_running, prefill_chunk, mixed_chunk, num_speculative_tokens };
         let scheduler = Scheduler::new(cache, bounds);
@@ -189,17 +196,24 @@ where
     }
 }
 
-/// Bytes of a page on the rank with the most key-value heads and layers.
-fn page_bytes(model: &Model, mesh: &Mesh, options: &EngineOptions) -> Result<u64> {
+/// Bytes of a page on the rank with the most key-value heads, in the stage with the most layers of each kind.
+fn page_bytes(model: &Model, mesh: &Mesh, options: &EngineOptions) -> Result<PerKind<u64>> {
     let heads = model.decoder().head_counts();
     let mut most = 0;
     for rank in 0..mesh.tp {
         let own = heads.of_rank((rank, mesh.tp)).map_err(|error| Error::Mesh(error.to_string()))?;
         most = most.max(own.key_values.len());
     }
-    let layers = model.layers();
-    let whole = PagedCache::bytes_per_page(model, options.page, options.kv_dtype)?;
-    Ok((whole / (heads.key_values * layers) * most * layers.div_ceil(mesh.pp)) as u64)
+    let of_layer = PagedCache::bytes_per_page_and_layer(model, options.page, options.kv_dtype)?;
+    let of_layer = (of_layer / heads.key_values * most) as u64;
+    let (mut full, mut window) = (0, 0);
+    for stage in 0..mesh.pp {
+        let layers = part(model.layers(), stage, mesh.pp);
+        let sees_window = |layer: &usize| model.decoder().mask(*layer).lookback().is_some();
+        let of_stage = layers.clone().filter(sees_window).count();
+        (full, window) = (full.max(layers.len() - of_stage), window.max(of_stage));
+    }
+    Ok(PerKind { full: of_layer * full as u64, window: of_layer * window as u64 })
 }
 
 /// The error with the number of the rank, if it does not name one.

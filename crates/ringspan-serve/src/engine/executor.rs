@@ -1,6 +1,6 @@
 //! What computes the steps of the engine on a rank.
 
-use super::step::Step;
+use super::step::{CachePage, Step};
 use crate::error::{Error, Result};
 use candle_core::{DType, Tensor};
 use ringspan::comm::Buffer;
@@ -46,19 +46,19 @@ pub trait Executor {
         None
     }
 
-    /// The first `rows` rows `[rows, W]` of a page of this rank.
+    /// The first `rows` rows `[rows, W]` of a page of this rank; zeros in layers that see a window, if these have no such page.
     ///
     /// # Errors
     /// A page that there is not, and caches that cannot be saved.
-    fn read_page(&self, page: u32, rows: usize) -> Result<Buffer> {
-        Err(Error::Step(format!("{rows} rows of page {page} cannot be saved")))
+    fn read_page(&self, page: CachePage, rows: usize) -> Result<Buffer> {
+        Err(Error::Step(format!("{rows} rows of {page:?} cannot be saved")))
     }
 
     /// Overwrites the first rows of a page of this rank with rows `[rows, W]`.
     ///
     /// # Errors
     /// As for [`read_page`](Self::read_page).
-    fn write_page(&mut self, page: u32, rows: &Buffer) -> Result<()> {
-        Err(Error::Step(format!("{} numbers for page {page} cannot be restored", rows.len())))
+    fn write_page(&mut self, page: CachePage, rows: &Buffer) -> Result<()> {
+        Err(Error::Step(format!("{} numbers for {page:?} cannot be restored", rows.len())))
     }
 }

@@ -9,7 +9,7 @@ use super::scheduler::{Pass, Scheduler};
 use super::sequence::Sequence;
 use super::session;
 use super::shared::{Command, Ending, Shared};
-use super::step::{Outputs, Step, StepSequence};
+use super::step::{Outputs, Step, StepSequence, WindowPages};
 use super::token_sampler::Drawn;
 use crate::error::{Error, Result};
 use candle_core::{DType, Tensor};
@@ -208,7 +208,9 @@ impl<'a> Lead<'a> {
     fn compute_one_token(&mut self, ranks: &mut EngineRank) -> Result<()> {
         // If all pages are in use, steps run through the ranks all the time.
         let Some(page) = self.scheduler.spare_page() else { return Ok(()) };
-        let sequence = StepSequence { start: 0, tokens: vec![0], pages: vec![page], outputs: Outputs::Last };
+        let window = WindowPages { first: 0, pages: page.window.into_iter().collect() };
+        let sequence =
+            StepSequence { start: 0, tokens: vec![0], pages: vec![page.full], window, outputs: Outputs::Last };
         let step = Step { copies: Vec::new(), sequences: vec![sequence] };
         ranks.order(&Order::Compute { passes: vec![(None, step)], blocks: Vec::new() })?;
         self.scheduler.give_back(page);
@@ -238,6 +240,7 @@ impl<'a> Lead<'a> {
     /// Tells the clients the engine's numbers.
     fn publish(&self) {
         let pages = self.scheduler.cache().pages();
+        let window = self.scheduler.cache().window().map(|window| window.pages());
         let limits = &self.shared.limits;
         let of_rank = |rank: usize| {
             // Neighbouring ranks have the parts of the same pages that belong to their heads, other stages those of their layers.
@@ -247,6 +250,8 @@ impl<'a> Lead<'a> {
             RankMetrics {
                 pages_used: pages.used(cp),
                 pages_cached: pages.cached(cp),
+                window_pages_used: window.map_or(0, |pages| pages.used(cp)),
+                window_pages_cached: window.map_or(0, |pages| pages.cached(cp)),
                 transfer_bytes,
                 wait_seconds: waited as f64 / 1e9,
             }

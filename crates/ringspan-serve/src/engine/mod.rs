@@ -19,6 +19,7 @@ mod model_shards;
 mod options;
 mod order;
 mod pace;
+mod page_plan;
 mod pages;
 mod prefix_cache;
 mod prompt_lookup;
@@ -30,6 +31,7 @@ mod session;
 mod session_file;
 mod shared;
 mod token_sampler;
+mod window_pages;
 
 #[cfg(test)]
 mod test;
@@ -39,5 +41,5 @@ pub use client::Client;
 pub use engine_handle::Engine;
 pub use executor::{Executor, Rows};
 pub use fingerprint::fingerprint;
-pub use options::{EngineOptions, EngineSizes, KvCache};
+pub use options::{EngineOptions, EngineSizes, KvCache, WindowSizes};
 pub use session::SessionSize;

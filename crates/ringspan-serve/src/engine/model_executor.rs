@@ -3,11 +3,11 @@
 use super::executor::{Executor, Rows};
 use super::model_shards::AdaptedModels;
 use super::request::Limits;
-use super::step::Step;
+use super::step::{CachePage, Step};
 use crate::error::{Error, Result};
 use crate::groups::Groups;
 use crate::model::Model;
-use crate::paged::{KvDtype, PagedCache, execute, to_first_stage};
+use crate::paged::{KvDtype, PagedCache, PerKind, execute, to_first_stage};
 use crate::place::within;
 use candle_core::{DType, Tensor};
 use ringspan::comm::Buffer;
@@ -43,7 +43,8 @@ impl<'a> ModelExecutor<'a> {
         limits: &Limits,
         kv_dtype: Option<KvDtype>,
     ) -> Result<Self> {
-        let cache = PagedCache::with_dtype(&model, limits.pages_per_rank, limits.page, kv_dtype)?;
+        let pages = PerKind { full: limits.pages_per_rank, window: limits.window_pages_per_rank };
+        let cache = PagedCache::with_dtype(&model, pages, limits.page, kv_dtype)?;
         let cache = cache.with_max_length(limits.max_model_len);
         let own = share(limits.vocabulary, groups, groups.rank());
         let head = model.head_rows(groups.rank(), own)?;
@@ -143,11 +144,11 @@ impl Executor for ModelExecutor<'_> {
         whole.then_some(Rows { dtype, width })
     }
 
-    fn read_page(&self, page: u32, rows: usize) -> Result<Buffer> {
+    fn read_page(&self, page: CachePage, rows: usize) -> Result<Buffer> {
         self.cache.read_page(page, rows)
     }
 
-    fn write_page(&mut self, page: u32, rows: &Buffer) -> Result<()> {
+    fn write_page(&mut self, page: CachePage, rows: &Buffer) -> Result<()> {
         self.cache.write_page(page, rows)
     }
 }

@@ -1,5 +1,6 @@
 //! Sizes of an engine: what was asked, and what fits.
 
+use super::page_plan::PagePlan;
 use super::request::Limits;
 use crate::error::{Error, Result};
 use crate::paged::KvDtype;
@@ -44,7 +45,7 @@ pub enum KvCache {
     Bytes(u64),
     /// Share of the machine's free memory, for all ranks of this machine together; from 0 to 1.
     Share(f64),
-    /// Pages on each rank.
+    /// Pages on each rank, of layers that see everything, and as many of layers that see a window.
     Pages(usize),
 }
 
@@ -82,10 +83,21 @@ pub struct EngineSizes {
     pub pp: usize,
     /// Number of ranks on this machine.
     pub local_ranks: usize,
-    /// Bytes of a page on one rank, of all layers.
+    /// Bytes of a page on one rank, in all layers that see everything.
     pub page_bytes: u64,
+    /// The layers that see a window, if there are some.
+    pub window: Option<WindowSizes>,
     /// Length of the texts that the model is made for.
     pub trained_length: Option<usize>,
+}
+
+/// The layers of a model that see a window.
+#[derive(Debug, Clone, Copy)]
+pub struct WindowSizes {
+    /// The largest number of tokens before its own that a token sees.
+    pub lookback: usize,
+    /// Bytes of a page on one rank, in all of these layers.
+    pub page_bytes: u64,
 }
 
 impl EngineOptions {
@@ -97,7 +109,7 @@ impl EngineOptions {
         self.limits_with(sizes, Ok)
     }
 
-    /// Like [`limits`](Self::limits); `agree` makes one number of the numbers of pages for which each process has room.
+    /// Like [`limits`](Self::limits); `agree` makes one number of the bytes, or pages, for which each process has room.
     ///
     /// # Errors
     /// Those of [`limits`](Self::limits) and of `agree`.
@@ -128,14 +140,29 @@ impl EngineOptions {
         {
             return wrong("kv-cache", share.to_string(), "a share of the free memory above 0 and up to 1");
         }
-        let pages_per_rank = usize::try_from(agree(self.pages(sizes)? as u64)?).unwrap_or(usize::MAX);
-        let holds = pages_per_rank.saturating_mul(sizes.cp).saturating_mul(page);
+        let pages = PagePlan::new(self, sizes);
+        let room = agree(self.room(sizes)?)?;
+        let longest = pages.longest(self.kv_cache, room, self.max_model_len.is_none());
+        let holds = longest.saturating_mul(sizes.cp as u64).saturating_mul(page as u64);
+        let holds = usize::try_from(holds).unwrap_or(usize::MAX);
         let asked = self.max_model_len.unwrap_or(holds.min(sizes.trained_length.unwrap_or(usize::MAX))).max(1);
+        let needed = asked.div_ceil(page).div_ceil(sizes.cp);
         if holds < asked {
-            let needed = asked.div_ceil(page).div_ceil(sizes.cp);
             let EngineSizes { ranks, page_bytes, .. } = *sizes;
-            return Err(Error::CacheTooSmall { asked, page, ranks, needed, pages_per_rank, page_bytes, holds });
+            let (pages_per_rank, window_bytes) = (longest as usize, pages.window_bytes(needed as u64));
+            return Err(Error::CacheTooSmall {
+                asked,
+                page,
+                ranks,
+                needed,
+                pages_per_rank,
+                page_bytes,
+                window_bytes,
+                holds,
+            });
         }
+        let pages = pages.divide(self.kv_cache, room, needed as u64, max_running as u64);
+        let window_page_bytes = sizes.window.map_or(0, |window| window.page_bytes);
         Ok(Limits {
             max_model_len: asked,
             vocabulary: sizes.vocabulary,
@@ -146,21 +173,23 @@ impl EngineOptions {
             cp: sizes.cp,
             pp: sizes.pp,
             page,
-            pages_per_rank,
-            cache_bytes: sizes.page_bytes.saturating_mul(pages_per_rank as u64),
+            pages_per_rank: pages.full as usize,
+            window_pages_per_rank: pages.window as usize,
+            window_lookback: sizes.window.map(|window| window.lookback),
+            cache_bytes: sizes.page_bytes * pages.full + window_page_bytes * pages.window,
         })
     }
 
-    fn pages(&self, sizes: &EngineSizes) -> Result<usize> {
-        let bytes = match self.kv_cache {
-            KvCache::Pages(pages) => return Ok(pages.min(u32::MAX as usize)),
-            KvCache::Bytes(bytes) => bytes,
+    /// Bytes, or pages if their number is given, for which this process has room on each of its ranks.
+    fn room(&self, sizes: &EngineSizes) -> Result<u64> {
+        match self.kv_cache {
+            KvCache::Pages(pages) => Ok(pages as u64),
+            KvCache::Bytes(bytes) => Ok(bytes),
             KvCache::Share(share) => {
                 let free = ringspan::memory::available().ok_or(Error::UnknownMemory)?;
-                (free as f64 * share / sizes.local_ranks.max(1) as f64) as u64
+                Ok((free as f64 * share / sizes.local_ranks.max(1) as f64) as u64)
             }
-        };
-        Ok(usize::try_from(bytes / sizes.page_bytes.max(1)).unwrap_or(usize::MAX).min(u32::MAX as usize))
+        }
     }
 }
 
@@ -177,6 +206,7 @@ mod tests {
             pp: 1,
             local_ranks: 3,
             page_bytes: 1000,
+            window: None,
             trained_length: Some(4096),
         }
     }
@@ -215,5 +245,36 @@ mod tests {
         assert!(refused(|options| options.prefill_chunk = 0).starts_with("prefill-chunk 0"));
         assert!(refused(|options| options.mixed_chunk = Some(0)).starts_with("mixed-chunk 0"));
         assert!(refused(|options| options.mixed_chunk = Some(513)).contains("at most prefill-chunk"));
+    }
+
+    /// Gemma 3 270M in f32: 18 layers of one head of 256, of which 15 see a window of 512 tokens.
+    #[test]
+    fn a_long_text_of_a_model_with_windows_takes_a_fifth_of_the_memory() {
+        let of_layer = 64 * 2 * 256 * 4;
+        let sizes = |full: u64, window: u64| EngineSizes {
+            ranks: 1,
+            cp: 1,
+            page_bytes: full * of_layer,
+            window: (window > 0).then_some(WindowSizes { lookback: 511, page_bytes: window * of_layer }),
+            trained_length: None,
+            ..sizes()
+        };
+        // The fewest bytes that hold one text.
+        let least = |sizes: EngineSizes, tokens| {
+            let fits = |bytes: &u64| {
+                let (kv_cache, max_model_len) = (KvCache::Bytes(*bytes), Some(tokens));
+                EngineOptions { kv_cache, max_model_len, ..EngineOptions::default() }.limits(&sizes).is_ok()
+            };
+            let (mut below, mut enough) = (0, 1 << 40);
+            while enough - below > 1 {
+                let middle = (below + enough) / 2;
+                if fits(&middle) { enough = middle } else { below = middle }
+            }
+            enough
+        };
+        for (tokens, whole, windows) in [(32_768, 1_207_959_552, 234_749_952), (131_072, 4_831_838_208, 838_729_728)] {
+            assert_eq!(least(sizes(18, 0), tokens), whole, "{tokens} tokens");
+            assert_eq!(least(sizes(3, 15), tokens), windows, "{tokens} tokens");
+        }
     }
 }

@@ -1,7 +1,7 @@
 //! What rank 0 tells the other ranks to do next, as a message of words.
 
 use super::prefix_cache::AdapterSlot;
-use super::step::{Outputs, PageCopy, Step, StepSequence};
+use super::step::{CachePage, Outputs, PageCopy, Step, StepSequence, WindowPages};
 use ringspan::comm::Buffer;
 use std::path::PathBuf;
 
@@ -19,9 +19,9 @@ pub(super) enum Order {
     /// Say how much has been sent and waited for.
     Count,
     /// The rank that has a page sends its first rows to rank 0.
-    ReadPage { rank: usize, page: u32, rows: usize },
+    ReadPage { rank: usize, page: CachePage, rows: usize },
     /// Rank 0 sends the rank that has a page its first rows.
-    WritePage { rank: usize, page: u32 },
+    WritePage { rank: usize, page: CachePage },
     /// End.
     End,
 }
@@ -56,9 +56,13 @@ impl Order {
             Self::Unload { slot } => words.0.extend([UNLOAD, *slot]),
             Self::Count => words.0.push(COUNT),
             Self::ReadPage { rank, page, rows } => {
-                words.0.extend([READ_PAGE, *rank as u64, u64::from(*page), *rows as u64]);
+                words.0.extend([READ_PAGE, *rank as u64, *rows as u64]);
+                words.page(*page);
             }
-            Self::WritePage { rank, page } => words.0.extend([WRITE_PAGE, *rank as u64, u64::from(*page)]),
+            Self::WritePage { rank, page } => {
+                words.0.extend([WRITE_PAGE, *rank as u64]);
+                words.page(*page);
+            }
             Self::End => words.0.push(END),
         }
         Buffer::U64(words.0)
@@ -84,8 +88,11 @@ impl Order {
             }
             UNLOAD => Self::Unload { slot: words.next()? },
             COUNT => Self::Count,
-            READ_PAGE => Self::ReadPage { rank: words.size()?, page: words.number()?, rows: words.size()? },
-            WRITE_PAGE => Self::WritePage { rank: words.size()?, page: words.number()? },
+            READ_PAGE => {
+                let (rank, rows) = (words.size()?, words.size()?);
+                Self::ReadPage { rank, page: words.page()?, rows }
+            }
+            WRITE_PAGE => Self::WritePage { rank: words.size()?, page: words.page()? },
             END => Self::End,
             _ => return None,
         };
@@ -101,9 +108,15 @@ impl Words {
         items.iter().for_each(|item| each(self, item));
     }
 
+    fn page(&mut self, page: CachePage) {
+        let window = page.window.map_or([0, 0], |page| [1, u64::from(page)]);
+        self.0.extend([u64::from(page.full), window[0], window[1]]);
+    }
+
     fn step(&mut self, step: &Step) {
         self.list(&step.copies, |words, copy| {
             words.0.extend([copy.rank as u64, copy.from.into(), copy.to.into(), copy.rows as u64]);
+            words.list(&copy.window.map_or(Vec::new(), Vec::from), |words, page| words.0.push(u64::from(*page)));
         });
         self.list(&step.sequences, |words, sequence| {
             let outputs = match sequence.outputs {
@@ -114,6 +127,8 @@ impl Words {
             words.0.extend([sequence.start as u64, outputs]);
             words.list(&sequence.tokens, |words, token| words.0.push(u64::from(*token)));
             words.list(&sequence.pages, |words, page| words.0.push(u64::from(*page)));
+            words.0.push(sequence.window.first as u64);
+            words.list(&sequence.window.pages, |words, page| words.0.push(u64::from(*page)));
         });
     }
 }
@@ -139,10 +154,16 @@ impl Reader<'_> {
         (0..self.size()?).map(|_| each(self)).collect()
     }
 
+    fn page(&mut self) -> Option<CachePage> {
+        let (full, has_window, window) = (self.number()?, self.next()?, self.number()?);
+        Some(CachePage { full, window: (has_window == 1).then_some(window) })
+    }
+
     fn step(&mut self) -> Option<Step> {
         let copies = self.list(|words| {
             let (rank, from, to, rows) = (words.size()?, words.number()?, words.number()?, words.size()?);
-            Some(PageCopy { rank, from, to, rows })
+            let window = words.list(Self::number)?.try_into().ok();
+            Some(PageCopy { rank, from, to, window, rows })
         })?;
         let sequences = self.list(|words| {
             let start = words.size()?;
@@ -153,7 +174,8 @@ impl Reader<'_> {
                 _ => return None,
             };
             let (tokens, pages) = (words.list(Self::number)?, words.list(Self::number)?);
-            Some(StepSequence { start, tokens, pages, outputs })
+            let window = WindowPages { first: words.size()?, pages: words.list(Self::number)? };
+            Some(StepSequence { start, tokens, pages, window, outputs })
         })?;
         Some(Step { copies, sequences })
     }
@@ -165,8 +187,15 @@ mod tests {
 
     #[test]
     fn orders_arrive_as_they_were_sent() {
-        let copies = vec![PageCopy { rank: 2, from: 3, to: 4, rows: 5 }];
-        let sequence = |outputs| StepSequence { start: 9, tokens: vec![1, 2, u32::MAX], pages: vec![7, 0], outputs };
+        let copies = [None, Some([8, 9])].map(|window| PageCopy { rank: 2, from: 3, to: 4, window, rows: 5 }).to_vec();
+        let window = WindowPages { first: 1, pages: vec![6] };
+        let sequence = |outputs| StepSequence {
+            start: 9,
+            tokens: vec![1, 2, u32::MAX],
+            pages: vec![7, 0],
+            window: window.clone(),
+            outputs,
+        };
         let sequences = [Outputs::None, Outputs::Last, Outputs::All].map(sequence).to_vec();
         let step = Step { copies, sequences };
         for order in [
@@ -175,8 +204,8 @@ mod tests {
             Order::Load { slot: 4, folder: "/tmp/größe".into() },
             Order::Unload { slot: 4 },
             Order::Count,
-            Order::ReadPage { rank: 2, page: 3, rows: 4 },
-            Order::WritePage { rank: 1, page: u32::MAX },
+            Order::ReadPage { rank: 2, page: CachePage { full: 3, window: Some(5) }, rows: 4 },
+            Order::WritePage { rank: 1, page: u32::MAX.into() },
             Order::End,
         ] {
             let buffer = order.to_buffer();

@@ -5,8 +5,13 @@
 //! neighbours of a text in the order of tokens are those with which it has most tokens in common.
 //!
 //! Rows that are in the tree never change. Whoever continues from the middle of a page copies its first rows.
+//!
+//! Layers that see a window have pages of their own, which a node may lose before it is removed. A hit ends where the pages that its
+//! next token sees are still there.
 
 use super::pages::Pages;
+use super::step::{CachePage, WindowPages as HeldWindow};
+use super::window_pages::WindowPages;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Bound;
 
@@ -20,6 +25,8 @@ pub(super) type AdapterSlot = Option<u64>;
 #[derive(Debug)]
 pub(super) struct PrefixCache {
     pages: Pages,
+    /// The pages of layers that see a window, if there are such layers.
+    window: Option<WindowPages>,
     /// Tokens of a page.
     page: usize,
     enabled: bool,
@@ -40,6 +47,8 @@ struct Node {
     tokens: Box<[u32]>,
     rank: usize,
     page: u32,
+    /// Its page in the layers that see a window, as long as it is there.
+    window: Option<u32>,
     /// Index of the page in the text, plus 1; 0 for a root.
     depth: usize,
     children: BTreeMap<Box<[u32]>, NodeId>,
@@ -54,7 +63,7 @@ pub(super) struct CachedPage<'a> {
     pub(super) parent: Option<usize>,
     pub(super) tokens: &'a [u32],
     pub(super) rank: usize,
-    pub(super) page: u32,
+    pub(super) page: CachePage,
     pub(super) last_used: u64,
 }
 
@@ -67,6 +76,10 @@ pub(super) struct Hit {
     pub(super) node: Option<NodeId>,
     /// The page behind them, and the number of its first rows that fit.
     pub(super) partial: Option<(u32, usize)>,
+    /// In layers that see a window, the full pages that the next token sees.
+    pub(super) window: HeldWindow,
+    /// The page behind them in these layers.
+    pub(super) partial_window: Option<u32>,
 }
 
 impl PrefixCache {
@@ -74,6 +87,7 @@ impl PrefixCache {
     pub(super) fn new(pages: Pages, page: usize, enabled: bool) -> Self {
         Self {
             pages,
+            window: None,
             page,
             enabled,
             nodes: Vec::new(),
@@ -83,6 +97,21 @@ impl PrefixCache {
             evictable: BTreeSet::new(),
             clock: 0,
         }
+    }
+
+    /// With pages of layers that see a window, `lookback` tokens before their own at most.
+    pub(super) fn with_window(self, pages: Pages, lookback: usize) -> Self {
+        Self { window: Some(WindowPages::new(pages, lookback)), ..self }
+    }
+
+    /// The pages of layers that see a window, if there are such layers.
+    pub(super) fn window(&self) -> Option<&WindowPages> {
+        self.window.as_ref()
+    }
+
+    /// Index of the first page of layers with a window that is needed behind `computed` tokens.
+    pub(super) fn first_in_window(&self, computed: usize) -> usize {
+        self.window.as_ref().map_or(0, |window| window.first_seen(computed)) / self.page
     }
 
     /// Tokens of a page.
@@ -96,11 +125,12 @@ impl PrefixCache {
         let roots = self.roots.iter().map(|(adapter, root)| (*adapter, *root, None));
         let mut open: Vec<(AdapterSlot, NodeId, Option<usize>)> = roots.collect();
         while let Some((adapter, node, parent)) = open.pop() {
-            let Node { tokens, rank, page, children, last_used, .. } = &self.nodes[node];
+            let Node { tokens, rank, page, window, children, last_used, .. } = &self.nodes[node];
             let mut index = parent;
             if !tokens.is_empty() {
                 index = Some(pages.len());
-                pages.push(CachedPage { adapter, parent, tokens, rank: *rank, page: *page, last_used: *last_used });
+                let page = CachePage { full: *page, window: *window };
+                pages.push(CachedPage { adapter, parent, tokens, rank: *rank, page, last_used: *last_used });
             }
             open.extend(children.values().map(|child| (adapter, *child, index)));
         }
@@ -121,25 +151,60 @@ impl PrefixCache {
         index % self.pages.ranks()
     }
 
-    /// Looks up the longest beginning of `tokens` that is in the cache, and holds its pages, the partial one included.
+    /// Looks up the longest beginning of `tokens` from whose end computation can go on, and holds its pages, the partial one included;
+    /// in layers that see a window, those that the next token sees.
     pub(super) fn hold_prefix(&mut self, adapter: AdapterSlot, tokens: &[u32]) -> Hit {
         let mut hit = Hit::default();
         let Some(&root) = self.roots.get(&adapter) else { return hit };
         self.clock += 1;
-        let mut node = root;
+        let (mut node, mut path) = (root, Vec::new());
         let mut rest = tokens;
         while rest.len() >= self.page
             && let Some(&child) = self.nodes[node].children.get(&rest[..self.page])
         {
             node = child;
             rest = &rest[self.page..];
-            hit.pages.push(self.hold_node(node));
+            path.push(node);
         }
-        hit.node = Some(node).filter(|node| *node != root);
-        if let Some((child, rows)) = self.most_in_common(node, &rest[..rest.len().min(self.page)]) {
-            hit.partial = Some((self.hold_node(child), rows));
+        let partial = self.most_in_common(node, &rest[..rest.len().min(self.page)]);
+        let full = path.len();
+        path.extend(partial.map(|(child, _)| child));
+        let end = self.end_of_hit(&path, full * self.page + partial.map_or(0, |(_, rows)| rows));
+        let (full, rows) = (end / self.page, end % self.page);
+        hit.node = full.checked_sub(1).map(|last| path[last]);
+        hit.pages = path[..full].iter().map(|node| self.hold_node(*node)).collect();
+        hit.window.first = self.first_in_window(end);
+        for node in &path[hit.window.first.min(full)..full] {
+            hit.window.pages.extend(self.hold_window(*node));
+        }
+        if rows > 0 {
+            hit.partial = Some((self.hold_node(path[full]), rows));
+            hit.partial_window = self.hold_window(path[full]);
         }
         hit
+    }
+
+    /// The number of first tokens of a path of nodes, up to `end`, behind which all pages are there that the next token sees.
+    fn end_of_hit(&self, path: &[NodeId], mut end: usize) -> usize {
+        if self.window.is_none() {
+            return end;
+        }
+        loop {
+            let mut needed = self.first_in_window(end)..end.div_ceil(self.page);
+            match needed.rfind(|index| self.nodes[path[*index]].window.is_none()) {
+                Some(missing) => end = missing * self.page,
+                None => return end,
+            }
+        }
+    }
+
+    /// Holds the page of a node in layers that see a window.
+    fn hold_window(&mut self, node: NodeId) -> Option<u32> {
+        let Node { rank, window: page, .. } = self.nodes[node];
+        if let (Some(window), Some(page)) = (&mut self.window, page) {
+            window.hold(rank, page);
+        }
+        page
     }
 
     /// The child of `node` that has most first tokens in common with `tokens`, and their number, if there is one.
@@ -172,6 +237,14 @@ impl PrefixCache {
         }
     }
 
+    /// Releases page `index` of a sequence in layers that see a window.
+    pub(super) fn release_window(&mut self, index: usize, page: u32) {
+        let rank = self.rank_of(index);
+        if let Some(window) = &mut self.window {
+            window.release(rank, page);
+        }
+    }
+
     /// Lists a node that can be evicted.
     fn note_evictable(&mut self, node: NodeId) {
         let Node { parent, children, rank, page, last_used, .. } = &self.nodes[node];
@@ -195,9 +268,23 @@ impl PrefixCache {
         }
     }
 
-    /// Removes a node without children whose page nobody holds.
+    /// The same for page `index` in layers that see a window; nodes lose theirs for it.
+    pub(super) fn allocate_window(&mut self, index: usize) -> Option<u32> {
+        let rank = self.rank_of(index);
+        let (page, loser) = self.window.as_mut()?.allocate(rank)?;
+        if let Some(node) = loser {
+            self.nodes[node].window = None;
+        }
+        Some(page)
+    }
+
+    /// Removes a node without children whose pages nobody holds.
     fn remove(&mut self, node: NodeId) {
-        let Node { parent, rank, page, .. } = self.nodes[node];
+        let Node { parent, rank, page, window, .. } = self.nodes[node];
+        if let (Some(pages), Some(page)) = (&mut self.window, window) {
+            pages.forget(rank, page);
+        }
+        self.nodes[node].window = None;
         let tokens = std::mem::take(&mut self.nodes[node].tokens);
         self.node_of.remove(&(rank, page));
         self.pages.forget(rank, page);
@@ -211,15 +298,16 @@ impl PrefixCache {
     /// Adds a page that a sequence holds behind `parent` (`None` at the beginning of a text). `tokens` are those whose rows are
     /// computed; the page may be full or not, but gets no more rows from this sequence.
     ///
-    /// If the tree has the same full page already, the sequence holds that one from now on, and its own is released. Returns the
-    /// node and page of the sequence then; `None` for a page that the tree does not keep.
+    /// If the tree has the same full page already, the sequence holds that one from now on, and its own is released; a node without a
+    /// page in layers that see a window gets the sequence's. Returns the node and page of the sequence then; `None` for a page that
+    /// the tree does not keep.
     pub(super) fn insert(
         &mut self,
         adapter: AdapterSlot,
         parent: Option<NodeId>,
         tokens: &[u32],
-        page: u32,
-    ) -> Option<(NodeId, u32)> {
+        page: CachePage,
+    ) -> Option<(NodeId, CachePage)> {
         if !self.enabled || tokens.is_empty() {
             return None;
         }
@@ -228,11 +316,19 @@ impl PrefixCache {
         let index = self.nodes[parent].depth;
         let rank = self.rank_of(index);
         if let Some(&same) = self.nodes[parent].children.get(tokens) {
-            if self.nodes[same].page == page {
-                return Some((same, page));
+            let mut kept = page;
+            if self.nodes[same].page != page.full {
+                kept.full = self.hold_node(same);
+                self.release(index, page.full);
             }
-            let kept = self.hold_node(same);
-            self.release(index, page);
+            match (self.nodes[same].window, page.window) {
+                (Some(there), Some(own)) if there != own => {
+                    kept.window = self.hold_window(same);
+                    self.release_window(index, own);
+                }
+                (None, Some(own)) => self.keep_window(same, own),
+                _ => {}
+            }
             return Some((same, kept));
         }
         let children = &self.nodes[parent].children;
@@ -250,19 +346,31 @@ impl PrefixCache {
             self.evictable.remove(&(self.nodes[shorter].last_used, shorter));
             self.remove(shorter);
         }
-        self.pages.keep(rank, page);
+        self.pages.keep(rank, page.full);
         let node = self.add(Node {
             parent: Some(parent),
             tokens: tokens.into(),
             rank,
-            page,
+            page: page.full,
+            window: None,
             depth: index + 1,
             children: BTreeMap::new(),
             last_used: self.clock,
         });
         self.nodes[parent].children.insert(tokens.into(), node);
-        self.node_of.insert((rank, page), node);
+        self.node_of.insert((rank, page.full), node);
+        if let Some(page) = page.window {
+            self.keep_window(node, page);
+        }
         Some((node, page))
+    }
+
+    /// Gives a node a page in layers that see a window, which a sequence holds.
+    fn keep_window(&mut self, node: NodeId, page: u32) {
+        if let Some(window) = &mut self.window {
+            window.keep(self.nodes[node].rank, page, node);
+            self.nodes[node].window = Some(page);
+        }
     }
 
     fn root(&mut self, adapter: AdapterSlot) -> NodeId {
@@ -270,7 +378,8 @@ impl PrefixCache {
             return root;
         }
         let (tokens, children) = (Box::default(), BTreeMap::new());
-        let root = self.add(Node { parent: None, tokens, rank: 0, page: 0, depth: 0, children, last_used: 0 });
+        let root =
+            self.add(Node { parent: None, tokens, rank: 0, page: 0, window: None, depth: 0, children, last_used: 0 });
         self.roots.insert(adapter, root);
         root
     }
@@ -309,5 +418,13 @@ impl PrefixCache {
             }
         }
         assert_eq!(listed, self.evictable.len());
+        if let Some(window) = &self.window {
+            window.check(|node| (self.nodes[node].rank, self.nodes[node].window));
+            for id in self.node_of.values() {
+                let Node { rank, page, window: of_node, .. } = self.nodes[*id];
+                let held = of_node.is_some_and(|page| window.pages().is_held(rank, page));
+                assert!(!held || self.pages.is_held(rank, page), "node {id} is held in a window alone");
+            }
+        }
     }
 }

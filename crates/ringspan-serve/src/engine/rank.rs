@@ -2,6 +2,7 @@
 
 use super::executor::Executor;
 use super::order::Order;
+use super::step::CachePage;
 use crate::error::{Error, Result};
 use crate::groups::Groups;
 use candle_core::Tensor;
@@ -43,7 +44,7 @@ impl<'a> EngineRank<'a> {
     }
 
     /// The first rows of a page of any rank; rank 0 calls this.
-    pub(super) fn read_page(&mut self, rank: usize, page: u32, rows: usize) -> Result<Arc<Buffer>> {
+    pub(super) fn read_page(&mut self, rank: usize, page: CachePage, rows: usize) -> Result<Arc<Buffer>> {
         self.order(&Order::ReadPage { rank, page, rows })?;
         match rank {
             0 => Ok(Arc::new(self.executor.read_page(page, rows)?)),
@@ -52,7 +53,7 @@ impl<'a> EngineRank<'a> {
     }
 
     /// Overwrites the first rows of a page of any rank; rank 0 calls this.
-    pub(super) fn write_page(&mut self, rank: usize, page: u32, rows: Buffer) -> Result<()> {
+    pub(super) fn write_page(&mut self, rank: usize, page: CachePage, rows: Buffer) -> Result<()> {
         self.order(&Order::WritePage { rank, page })?;
         if rank == 0 {
             return self.executor.write_page(page, &rows);

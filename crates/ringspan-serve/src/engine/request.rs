@@ -244,8 +244,27 @@ pub struct Limits {
     pub page: usize,
     /// Pages that each rank has.
     pub pages_per_rank: usize,
+    /// Pages that each rank has for layers that see a window; 0 if there are no such layers. [`pages_per_rank`](Self::pages_per_rank)
+    /// are those of the other layers; without any, they take no memory, and only say which tokens are in the cache.
+    pub window_pages_per_rank: usize,
+    /// The largest number of tokens before its own that a token sees in layers that see a window; `None` if there are none.
+    pub window_lookback: Option<usize>,
     /// Bytes of the keys and values in the pages of a rank.
     pub cache_bytes: u64,
+}
+
+impl Limits {
+    /// Number of tokens that the pages of all ranks hold.
+    pub fn cache_tokens(&self) -> usize {
+        self.pages_per_rank.saturating_mul(self.cp).saturating_mul(self.page)
+    }
+
+    /// Share of the pages of all ranks that running requests hold: of the kind of which there are fewer left.
+    pub fn usage(&self, ranks: &[RankMetrics]) -> f64 {
+        let share = |used: usize, each: usize| used as f64 / each.saturating_mul(ranks.len()).max(1) as f64;
+        let used = share(ranks.iter().map(|rank| rank.pages_used).sum(), self.pages_per_rank);
+        used.max(share(ranks.iter().map(|rank| rank.window_pages_used).sum(), self.window_pages_per_rank))
+    }
 }
 
 /// Counters (since the start) and gauges (now) of the engine.
@@ -284,6 +303,10 @@ pub struct RankMetrics {
     pub pages_used: usize,
     /// Pages that only the prefix cache holds.
     pub pages_cached: usize,
+    /// The same of the pages of layers that see a window.
+    pub window_pages_used: usize,
+    /// The same of the pages of layers that see a window.
+    pub window_pages_cached: usize,
     /// Bytes that the rank has sent to others.
     pub transfer_bytes: u64,
     /// Time that the rank has waited for others.

@@ -2,6 +2,7 @@
 
 use super::prefix_cache::{AdapterSlot, NodeId};
 use super::request::{Event, FinishReason, Pooling, Request, TokenLogprobs};
+use super::step::{CachePage, WindowPages};
 use super::token_sampler::TokenSampler;
 use tokio::sync::mpsc::UnboundedSender;
 
@@ -49,6 +50,8 @@ pub(super) struct Placed {
     pub(super) computed: usize,
     /// The pages of the sequence; page i is on rank i mod P.
     pub(super) pages: Vec<u32>,
+    /// The last of them in layers that see a window.
+    pub(super) window: WindowPages,
     /// Number of first pages that are in the prefix cache, and the node of the last of them.
     pub(super) inserted: usize,
     pub(super) node: Option<NodeId>,
@@ -61,7 +64,24 @@ pub(super) struct Placed {
 pub(super) struct CopiedFrom {
     pub(super) index: usize,
     pub(super) page: u32,
+    pub(super) window: Option<u32>,
     pub(super) rows: usize,
+}
+
+impl Placed {
+    /// Page `index` of the sequence.
+    pub(super) fn page(&self, index: usize) -> CachePage {
+        CachePage { full: self.pages[index], window: self.window.get(index) }
+    }
+
+    /// Replaces page `index`.
+    pub(super) fn set_page(&mut self, index: usize, page: CachePage) {
+        self.pages[index] = page.full;
+        let in_window = index.checked_sub(self.window.first).and_then(|at| self.window.pages.get_mut(at));
+        if let (Some(to), Some(page)) = (in_window, page.window) {
+            *to = page;
+        }
+    }
 }
 
 impl Sequence {

@@ -3,6 +3,7 @@
 use super::prefix_cache::PrefixCache;
 use super::rank::EngineRank;
 use super::session_file::{RowFormat, SessionIndex, SessionPage, SessionReader, SessionWriter};
+use super::step::CachePage;
 use crate::error::Result;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -52,6 +53,7 @@ pub(super) fn save(
             parent: page.parent.and_then(|parent| number[parent]),
             adapter: page.adapter.and_then(|slot| names.binary_search(&slot).ok()),
             last_used: page.last_used,
+            in_window: page.page.window.is_some(),
             tokens: page.tokens.to_vec(),
         });
         places.push((page.rank, page.page, page.tokens.len()));
@@ -134,29 +136,39 @@ fn restore_text(
     if let Some((page, _)) = hit.partial {
         cache.release(hit.pages.len(), page);
     }
+    let in_window = (hit.window.first..).zip(hit.window.pages);
+    in_window.chain(hit.partial_window.map(|page| (hit.pages.len(), page))).for_each(|(index, page)| {
+        cache.release_window(index, page);
+    });
     let (mut held, mut node, mut restored, mut problem) = (hit.pages, hit.node, 0, None);
     let size = cache.page();
     while held.len() * size < text.len() {
         let index = held.len();
         let range = index * size..text.len().min((index + 1) * size);
-        let Some(page) = cache.allocate(index) else { break };
+        let Some(page) = cache.allocate(index).map(CachePage::from) else { break };
         let mut rows = Vec::new();
         let read = sources[range.clone()].iter().try_for_each(|(page, row)| reader.append_row(*page, *row, &mut rows));
         if let Err(error) = read {
-            cache.release(index, page);
+            cache.release(index, page.full);
             problem = Some(error);
             break;
         }
+        // The pages that were used last stay longest: those before them make room, if there is too little.
+        let has_window = sources[range.clone()].iter().all(|(page, _)| reader.index.pages[*page].in_window);
+        let window = if has_window { cache.allocate_window(index) } else { None };
+        let page = CachePage { window, ..page };
         ranks.write_page(cache.rank_of(index), page, reader.message(&rows))?;
         match cache.insert(adapter, node, &text[range.clone()], page) {
             Some((inserted, kept)) => {
-                held.push(kept);
+                held.push(kept.full);
+                kept.window.into_iter().for_each(|page| cache.release_window(index, page));
                 node = Some(inserted);
                 restored += range.len();
             }
             // A longer text with these tokens is there, or there is no prefix cache.
             None => {
-                cache.release(index, page);
+                cache.release(index, page.full);
+                page.window.into_iter().for_each(|page| cache.release_window(index, page));
                 break;
             }
         }

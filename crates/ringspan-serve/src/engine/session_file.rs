@@ -3,7 +3,8 @@
 //! Shape letters: N pages, T tokens of all pages, W numbers of a token's keys and values in all layers.
 //!
 //! Tensors: `parents` `[N]` (the page before in the same text, -1 at a text's beginning; a page comes after its parent), `adapters`
-//! `[N]` (index into the list of adapters, -1 for the base model), `lengths` `[N]` (tokens), `last_used` `[N]`, `tokens` `[T]`,
+//! `[N]` (index into the list of adapters, -1 for the base model), `lengths` `[N]` (tokens), `last_used` `[N]`, `in_window` `[N]` (1 if
+//! the rows have the layers that see a window, 0 if they are zeros there), `tokens` `[T]`,
 //! `rows` `[T, W]`, `checksums` `[N]` (CRC-32 of the rows of each page). The metadata say for which model they were computed, and
 //! have a CRC-32 of the tensors before `rows`. Nothing depends on the ranks or on the size of their pages.
 
@@ -15,7 +16,7 @@ use std::io::{BufWriter, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 /// The version of the format.
-const FORMAT: &str = "ringspan-session-1";
+const FORMAT: &str = "ringspan-session-2";
 
 /// A header that is longer than this is none: it has a few hundred bytes, and the names of adapters.
 const LONGEST_HEADER: u64 = 1 << 24;
@@ -46,6 +47,8 @@ pub(super) struct SessionPage {
     /// Index of the adapter with which they were computed.
     pub(super) adapter: Option<usize>,
     pub(super) last_used: u64,
+    /// Whether the rows have the layers that see a window.
+    pub(super) in_window: bool,
     pub(super) tokens: Vec<u32>,
 }
 
@@ -76,6 +79,7 @@ impl SessionIndex {
             ("adapters", "I64", pages, of_pages(&|page| index(page.adapter))),
             ("lengths", "I64", pages, of_pages(&|page| page.tokens.len() as i64)),
             ("last_used", "I64", pages, of_pages(&|page| page.last_used as i64)),
+            ("in_window", "I64", pages, of_pages(&|page| page.in_window.into())),
             ("tokens", "U32", self.tokens(), tokens.flat_map(|token| token.to_le_bytes()).collect()),
         ]
     }
@@ -95,7 +99,7 @@ fn header(format: &RowFormat, adapters: &[String], pages: u64, tokens: u64, crc:
         all.insert(name.to_owned(), json!({"dtype": dtype, "shape": shape, "data_offsets": [at, at + bytes]}));
         at += bytes;
     };
-    for name in ["parents", "adapters", "lengths", "last_used"] {
+    for name in ["parents", "adapters", "lengths", "last_used", "in_window"] {
         tensor(name, "I64", json!([pages]), 8 * pages);
     }
     tensor("tokens", "U32", json!([tokens]), 4 * tokens);
@@ -199,7 +203,7 @@ impl SessionReader {
         let shape = |name: &str| json[name]["shape"][0].as_u64().unwrap_or(0);
         let (pages, tokens) = (shape("parents"), shape("tokens"));
         let crc: u32 = metadata("crc32").parse().map_err(|_| damaged("it has no checksum"))?;
-        let before = 8u64.checked_add(length).and_then(|at| pages.checked_mul(32)?.checked_add(at));
+        let before = 8u64.checked_add(length).and_then(|at| pages.checked_mul(40)?.checked_add(at));
         let before = before.and_then(|at| tokens.checked_mul(4)?.checked_add(at));
         let after = before.and_then(|at| tokens.checked_mul(format.row_bytes())?.checked_add(at));
         let end = after.and_then(|at| pages.checked_mul(4)?.checked_add(at));
@@ -264,11 +268,12 @@ fn index(bytes: &[u8], pages: usize, adapters: Vec<String>, vocabulary: usize) -
     let number = |at: usize| {
         bytes.get(8 * at..8 * at + 8).map(|number| i64::from_le_bytes(number.try_into().unwrap_or_default()))
     };
-    let mut tokens = words(bytes.get(32 * pages..)?);
+    let mut tokens = words(bytes.get(40 * pages..)?);
     let mut index = SessionIndex { adapters, pages: Vec::with_capacity(pages) };
     for page in 0..pages {
-        let [parent, adapter, length, last_used] =
-            [number(page)?, number(pages + page)?, number(2 * pages + page)?, number(3 * pages + page)?];
+        let column = |column: usize| number(column * pages + page);
+        let [parent, adapter, length, last_used] = [column(0)?, column(1)?, column(2)?, column(3)?];
+        let in_window = column(4)? == 1;
         let before = |number: i64, end: usize| match usize::try_from(number) {
             Ok(number) if number < end => Some(Some(number)),
             _ => (number == -1).then_some(None),
@@ -283,7 +288,7 @@ fn index(bytes: &[u8], pages: usize, adapters: Vec<String>, vocabulary: usize) -
             return None;
         }
         let last_used = u64::try_from(last_used).ok()?;
-        index.pages.push(SessionPage { parent, adapter, last_used, tokens: of_page });
+        index.pages.push(SessionPage { parent, adapter, last_used, in_window, tokens: of_page });
     }
     tokens.next().is_none().then_some(index)
 }

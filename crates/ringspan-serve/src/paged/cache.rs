@@ -2,17 +2,18 @@
 
 use super::elements::{Elements, of_message};
 use super::kv_dtype::KvDtype;
+use super::layer_kind::{LayerKind, PageTable, PerKind, window_lookback};
 use super::page_map::PageMap;
 use crate::error::{Error, Result};
 use crate::model::Model;
-use crate::step::{PageCopy, Step, StepSequence};
+use crate::step::{CachePage, PageCopy, Step, StepSequence};
 use candle_core::DType;
 use ringspan::comm::Buffer;
 use ringspan::kernel::{Data, View};
 use std::collections::HashSet;
 
-/// The pages that one rank holds: for each layer, keys `[pages, page, G, D]` and values `[pages, page, G, Dv]`. A page takes memory
-/// when it is first written.
+/// The pages that one rank holds: for each layer, keys `[pages, page, G, D]` and values `[pages, page, G, Dv]`. Layers that see a window
+/// have other pages than those that see everything, and another number of them. A page takes memory when it is first written.
 #[derive(Debug)]
 pub struct PagedCache {
     layers: Vec<Layer>,
@@ -20,15 +21,18 @@ pub struct PagedCache {
     dtype: KvDtype,
     /// The type in which the model computes, and in which ranks send new keys and values.
     computed: DType,
-    pages: usize,
+    pages: PerKind<usize>,
     page: usize,
     max_length: Option<usize>,
     /// The model's layer that is the first one of the cache.
     first_layer: usize,
+    /// The largest number of tokens before its own that a token sees in layers with a window.
+    lookback: Option<usize>,
 }
 
 #[derive(Debug)]
 struct Layer {
+    kind: LayerKind,
     keys: Elements,
     values: Elements,
 }
@@ -59,7 +63,7 @@ impl PagedCache {
     ///
     /// # Errors
     /// No pages, pages without tokens, more rows than can be numbered, and a model on a GPU.
-    pub fn new(model: &Model, pages: usize, page: usize) -> Result<Self> {
+    pub fn new(model: &Model, pages: impl Into<PerKind<usize>>, page: usize) -> Result<Self> {
         Self::with_dtype(model, pages, page, None)
     }
 
@@ -67,31 +71,42 @@ impl PagedCache {
     ///
     /// # Errors
     /// As for [`new`](Self::new), and heads that the type does not allow.
-    pub fn with_dtype(model: &Model, pages: usize, page: usize, dtype: Option<KvDtype>) -> Result<Self> {
+    pub fn with_dtype(
+        model: &Model,
+        pages: impl Into<PerKind<usize>>,
+        page: usize,
+        dtype: Option<KvDtype>,
+    ) -> Result<Self> {
+        let pages = pages.into();
         if let Some(weight) = model.weights(0).values().find(|weight| !weight.device().is_cpu()) {
             return Err(Error::Step(format!(
                 "the paged cache is in the memory of the CPU, and the model's weights are on {:?}",
                 weight.device()
             )));
         }
-        let rows = pages.checked_mul(page).filter(|rows| u32::try_from(*rows).is_ok() && *rows > 0);
         let (shape, dtype) = (Shape::of(model), dtype.map_or_else(|| KvDtype::of(model), Ok)?);
         dtype.check(model)?;
         let [k_width, v_width] = shape.widths();
-        let of_token = bytes_per_token(model, dtype);
-        let bytes = |rows: usize| rows.checked_mul(of_token).filter(|bytes| isize::try_from(*bytes).is_ok());
-        let Some(rows) = rows.filter(|rows| bytes(*rows).is_some()) else {
-            return Err(Error::Step(format!(
-                "a cache of {pages} pages of {page} tokens: possible is 1 to {} tokens in all, as far as there is memory",
-                u32::MAX
-            )));
+        let of_token = model.layers() * bytes_per_token(model, dtype);
+        let layer = |layer: usize| {
+            let kind = LayerKind::of(model, layer);
+            let pages = *pages.of(kind);
+            let rows = pages.checked_mul(page).filter(|rows| u32::try_from(*rows).is_ok() && *rows > 0);
+            let bytes = |rows: &usize| rows.checked_mul(of_token).filter(|bytes| isize::try_from(*bytes).is_ok());
+            let Some(rows) = rows.filter(|rows| bytes(rows).is_some()) else {
+                return Err(Error::Step(format!(
+                    "a cache of {pages} pages of {page} tokens: possible is 1 to {} tokens in all, as far as there is memory",
+                    u32::MAX
+                )));
+            };
+            let zeros = |width: usize| Elements::zeros(dtype, rows * width);
+            Ok(Layer { kind, keys: zeros(k_width), values: zeros(v_width) })
         };
-        let zeros = |width: usize| Elements::zeros(dtype, rows * width);
-        let layer = |_| Layer { keys: zeros(k_width), values: zeros(v_width) };
-        let layers = (0..model.layers()).map(layer).collect();
+        let layers = model.layer_range().map(layer).collect::<Result<_>>()?;
         let max_length = model.decoder().config().max_position_embeddings;
         let first_layer = model.layer_range().start;
-        Ok(Self { layers, shape, dtype, computed: model.computed_in(), pages, page, max_length, first_layer })
+        let (computed, lookback) = (model.computed_in(), window_lookback(model));
+        Ok(Self { layers, shape, dtype, computed, pages, page, max_length, first_layer, lookback })
     }
 
     /// Sets the most tokens that a sequence may have. Rotary embeddings that depend on a length are made for this one, so that a
@@ -107,9 +122,9 @@ impl PagedCache {
         self.max_length
     }
 
-    /// Number of pages.
+    /// Numbers of pages.
     #[must_use]
-    pub fn pages(&self) -> usize {
+    pub fn pages(&self) -> PerKind<usize> {
         self.pages
     }
 
@@ -123,7 +138,8 @@ impl PagedCache {
     #[must_use]
     pub fn bytes(&self) -> usize {
         let numbers: usize = self.shape.widths().iter().sum();
-        self.layers.len() * self.pages * self.page * self.dtype.bytes(numbers)
+        let pages: usize = self.layers.iter().map(|layer| *self.pages.of(layer.kind)).sum();
+        pages * self.page * self.dtype.bytes(numbers)
     }
 
     /// Bytes of a page of `page` tokens, over all layers, in this type; `None` for that in which the model computes.
@@ -131,9 +147,33 @@ impl PagedCache {
     /// # Errors
     /// Heads that the type does not allow, and a model that computes in a type in which no cache is.
     pub fn bytes_per_page(model: &Model, page: usize, dtype: Option<KvDtype>) -> Result<usize> {
+        Ok(model.layers() * Self::bytes_per_page_and_layer(model, page, dtype)?)
+    }
+
+    /// Bytes of a page of `page` tokens in one layer.
+    ///
+    /// # Errors
+    /// As for [`bytes_per_page`](Self::bytes_per_page).
+    pub(crate) fn bytes_per_page_and_layer(model: &Model, page: usize, dtype: Option<KvDtype>) -> Result<usize> {
         let dtype = dtype.map_or_else(|| KvDtype::of(model), Ok)?;
         dtype.check(model)?;
         Ok(page.saturating_mul(bytes_per_token(model, dtype)))
+    }
+
+    /// The kind of one of the model's layers, which must be in this cache.
+    pub(super) fn kind(&self, layer: usize) -> Result<LayerKind> {
+        Ok(self.layer(layer)?.kind)
+    }
+
+    fn layer(&self, layer: usize) -> Result<&Layer> {
+        let own = layer.checked_sub(self.first_layer).and_then(|layer| self.layers.get(layer));
+        own.ok_or_else(|| Error::Step(format!("layer {layer} of a cache of {} layers", self.layers.len())))
+    }
+
+    /// Whether there are layers of each kind.
+    pub(super) fn kinds(&self) -> PerKind<bool> {
+        let has = |kind| self.layers.iter().any(|layer| layer.kind == kind);
+        PerKind { full: has(LayerKind::Full), window: has(LayerKind::Window) }
     }
 
     /// The type in which the model computes.
@@ -157,9 +197,15 @@ impl PagedCache {
     /// Checks that a step can be executed with this cache, in the same way on all ranks.
     pub(super) fn check(&self, map: &PageMap, step: &Step) -> Result<()> {
         for copy in &step.copies {
-            let &PageCopy { rank, from, to, rows } = copy;
-            if rank >= map.ranks || self.pages <= from.max(to) as usize || rows > self.page {
-                let Self { pages, page, .. } = self;
+            let &PageCopy { rank, from, to, window, rows } = copy;
+            let Self { pages, page, .. } = self;
+            let is_beyond = |[from, to]: [u32; 2], pages| pages <= from.max(to) as usize;
+            if rank >= map.ranks
+                || self.has(LayerKind::Full) && is_beyond([from, to], pages.full)
+                || self.has(LayerKind::Window) && window.is_some_and(|window| is_beyond(window, pages.window))
+                || rows > *page
+            {
+                let pages = pages.full;
                 return Err(Error::Step(format!(
                     "{copy:?}, with {} ranks of {pages} pages of {page} tokens",
                     map.ranks
@@ -167,7 +213,8 @@ impl PagedCache {
             }
         }
         let mut written = HashSet::new();
-        for (number, StepSequence { start, tokens, pages, .. }) in step.sequences.iter().enumerate() {
+        for (number, sequence) in step.sequences.iter().enumerate() {
+            let StepSequence { start, tokens, .. } = sequence;
             let wrong = |what: String| Err(Error::Step(format!("sequence {number} of the step {what}")));
             if tokens.is_empty() {
                 return wrong("has no new tokens".into());
@@ -176,30 +223,49 @@ impl PagedCache {
             if let Some(most) = self.max_length.filter(|most| end > *most) {
                 return wrong(format!("grows to {end} tokens; possible are {most}"));
             }
-            if pages.len() != end.div_ceil(self.page) {
-                let (given, needed) = (pages.len(), end.div_ceil(self.page));
-                return wrong(format!("has {given} pages; {end} tokens need {needed} of {} tokens", self.page));
-            }
-            if let Some(page) = pages.iter().find(|page| **page as usize >= self.pages) {
-                return wrong(format!("has page {page}; a rank has {}", self.pages));
-            }
-            for (index, page) in pages.iter().enumerate().skip(start / self.page) {
-                if !written.insert((index % map.ranks, *page)) {
-                    let owner = index % map.ranks;
-                    return wrong(format!("writes page {page} of rank {owner}, which is written already"));
+            for kind in LayerKind::ALL.into_iter().filter(|kind| self.has(*kind)) {
+                let (table, most) = (PageTable::of(sequence, kind), *self.pages.of(kind));
+                let first_needed = match (kind, self.lookback) {
+                    (LayerKind::Window, Some(lookback)) => start.saturating_sub(lookback) / self.page,
+                    _ => 0,
+                };
+                if table.end() != end.div_ceil(self.page) {
+                    let (given, needed) = (table.end(), end.div_ceil(self.page));
+                    return wrong(format!("has {given} pages; {end} tokens need {needed} of {} tokens", self.page));
+                }
+                if table.first > first_needed {
+                    return wrong(format!(
+                        "has pages from {} on; its window begins in page {first_needed}",
+                        table.first
+                    ));
+                }
+                if let Some(page) = table.pages.iter().find(|page| **page as usize >= most) {
+                    return wrong(format!("has page {page}; a rank has {most}"));
+                }
+                for index in start / self.page..table.end() {
+                    let (page, owner) = (table.page(index), index % map.ranks);
+                    if !written.insert((kind == LayerKind::Window, owner, page)) {
+                        return wrong(format!("writes page {page} of rank {owner}, which is written already"));
+                    }
                 }
             }
         }
         Ok(())
     }
 
+    fn has(&self, kind: LayerKind) -> bool {
+        *self.kinds().of(kind)
+    }
+
     /// Executes the copies of this rank's pages.
     pub(super) fn copy(&mut self, rank: usize, copies: &[PageCopy]) {
         let widths = self.shape.widths();
-        for PageCopy { from, to, rows, .. } in copies.iter().filter(|copy| copy.rank == rank) {
-            for Layer { keys, values } in &mut self.layers {
+        for PageCopy { from, to, window, rows, .. } in copies.iter().filter(|copy| copy.rank == rank) {
+            for Layer { kind, keys, values } in &mut self.layers {
+                let pages = if *kind == LayerKind::Window { *window } else { Some([*from, *to]) };
+                let Some([from, to]) = pages else { continue };
                 for (elements, width) in [keys, values].into_iter().zip(widths) {
-                    let (from, to) = (*from as usize * self.page * width, *to as usize * self.page * width);
+                    let (from, to) = (from as usize * self.page * width, to as usize * self.page * width);
                     elements.copy_within(from..from + rows * width, to);
                 }
             }
@@ -212,14 +278,23 @@ impl PagedCache {
         (dtype, self.layers.len() * self.shape.widths().iter().sum::<usize>())
     }
 
-    /// The first rows of a page, `[rows, W]`: for each token and layer its keys, then its values.
-    pub(crate) fn read_page(&self, page: u32, rows: usize) -> Result<Buffer> {
-        let first = self.check_page(page, rows)?;
+    /// The first rows of a page, `[rows, W]`: for each token and layer its keys, then its values. In layers that see a window they are
+    /// zeros if these have no such page any more.
+    pub(crate) fn read_page(&self, page: CachePage, rows: usize) -> Result<Buffer> {
+        let first = self.first_rows(page, rows)?;
         let (dtype, width) = self.row_format();
         let mut all = Elements::with_capacity(dtype, rows * width);
-        for row in first..first + rows {
-            for Layer { keys, values } in &self.layers {
+        for row in 0..rows {
+            for Layer { kind, keys, values } in &self.layers {
                 for (elements, width) in [keys, values].into_iter().zip(self.shape.widths()) {
+                    let Some(first) = first.of(*kind) else {
+                        match dtype {
+                            DType::BF16 => all.extend(Data::Bf16(&vec![half::bf16::ZERO; width]))?,
+                            _ => all.extend(Data::F32(&vec![0.0; width]))?,
+                        }
+                        continue;
+                    };
+                    let row = first + row;
                     match elements.data().slice(row * width..(row + 1) * width) {
                         blocks @ Data::Q8_0(_) => all.extend(Data::F32(&blocks.to_f32()))?,
                         numbers => all.extend(numbers)?,
@@ -231,17 +306,19 @@ impl PagedCache {
     }
 
     /// Overwrites the first rows of a page with what [`read_page`](Self::read_page) returns.
-    pub(crate) fn write_page(&mut self, page: u32, rows: &Buffer) -> Result<()> {
+    pub(crate) fn write_page(&mut self, page: CachePage, rows: &Buffer) -> Result<()> {
         let (dtype, width) = self.row_format();
         let all = of_message(rows, dtype)?;
         let count = all.len() / width.max(1);
-        let first = self.check_page(page, count)?;
+        let first = self.first_rows(page, count)?;
         let widths = self.shape.widths();
         let mut at = 0;
-        for row in first..first + count {
-            for Layer { keys, values } in &mut self.layers {
+        for row in 0..count {
+            for Layer { kind, keys, values } in &mut self.layers {
                 for (elements, width) in [keys, values].into_iter().zip(widths) {
-                    elements.write(row * width, all.slice(at..at + width));
+                    if let Some(first) = first.of(*kind) {
+                        elements.write((first + row) * width, all.slice(at..at + width));
+                    }
                     at += width;
                 }
             }
@@ -249,13 +326,20 @@ impl PagedCache {
         Ok(())
     }
 
-    /// The first row of a page that is there and has so many rows.
-    fn check_page(&self, page: u32, rows: usize) -> Result<usize> {
-        let Self { pages, page: most, .. } = *self;
-        if page as usize >= pages || rows > most {
-            return Err(Error::Step(format!("{rows} rows of page {page}; there are {pages} pages of {most} rows")));
-        }
-        Ok(page as usize * most)
+    /// The first row of a page that is there and has so many rows, in layers of each kind.
+    fn first_rows(&self, page: CachePage, rows: usize) -> Result<PerKind<Option<usize>>> {
+        let most = self.page;
+        let first = |page: u32, kind| {
+            let pages = *self.pages.of(kind);
+            if self.has(kind) && page as usize >= pages || rows > most {
+                return Err(Error::Step(format!("{rows} rows of page {page}; there are {pages} pages of {most} rows")));
+            }
+            Ok(page as usize * most)
+        };
+        Ok(PerKind {
+            full: Some(first(page.full, LayerKind::Full)?),
+            window: page.window.map(|page| first(page, LayerKind::Window)).transpose()?,
+        })
     }
 
     /// Writes keys `[n, G, D]` and values `[n, G, Dv]` to rows of a layer: `pairs` gives the row in `keys` and `values`, and the row
@@ -283,20 +367,19 @@ impl PagedCache {
     /// Keys `[n, G, D]` and values `[n, G, Dv]` of a layer that are in these rows of the cache.
     pub(super) fn views<'a>(&'a self, layer: usize, rows: &'a [u32]) -> Result<(View<'a>, View<'a>)> {
         let Shape { heads, dim, v_dim } = self.shape;
-        let tokens = self.pages * self.page;
+        let layer = self.layer(layer)?;
+        let tokens = self.pages.of(layer.kind) * self.page;
         let view = |elements: &'a Elements, dim| {
             let view = View::stored(elements.data(), tokens, heads, dim)?;
             Some(view.with_rows(rows))
         };
-        let layer = layer.checked_sub(self.first_layer).and_then(|layer| self.layers.get(layer));
-        layer
-            .and_then(|layer| Some((view(&layer.keys, dim)?, view(&layer.values, v_dim)?)))
-            .ok_or_else(|| Error::Step(format!("a layer beyond the {} of the cache", self.layers.len())))
+        let both = view(&layer.keys, dim).and_then(|keys| Some((keys, view(&layer.values, v_dim)?)));
+        both.ok_or_else(|| Error::Step(format!("{tokens} rows of keys and values, which a layer of the cache has not")))
     }
 }
 
-/// Bytes of a token's keys and values in all layers.
+/// Bytes of a token's keys and values in one layer.
 fn bytes_per_token(model: &Model, dtype: KvDtype) -> usize {
     let numbers: usize = Shape::of(model).widths().iter().sum();
-    model.layers() * dtype.bytes(numbers)
+    dtype.bytes(numbers)
 }

@@ -2,6 +2,7 @@
 
 use super::cache::PagedCache;
 use super::elements::{Elements, of_message};
+use super::layer_kind::{LayerKind, PageTable};
 use super::page_map::PageMap;
 use crate::error::{Error, Result};
 use crate::step::StepSequence;
@@ -14,7 +15,7 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
 
-/// The sequences of a step with several new tokens, as one rank sees them; each is a document.
+/// The sequences of a step with several new tokens, as one rank sees them in layers of one kind; each is a document.
 ///
 /// Each rank computes an early and a late part of each chunk (zigzag), so that causal work is even. Keys and values are with the
 /// owners of their pages.
@@ -35,28 +36,34 @@ pub(super) struct Chunks {
 const STRATEGIES: [StrategyKind; 3] = [StrategyKind::Ring, StrategyKind::Halo, StrategyKind::PassQ];
 
 impl Chunks {
-    pub(super) fn new(map: &PageMap, sequences: &[&StepSequence]) -> Result<Self> {
+    pub(super) fn new(map: &PageMap, sequences: &[&StepSequence], kind: LayerKind) -> Result<Self> {
         let continued: Vec<(usize, usize)> =
             sequences.iter().map(|sequence| (sequence.start, sequence.tokens.len())).collect();
         let lengths: Vec<usize> = continued.iter().map(|(start, tokens)| start + tokens).collect();
+        let tables: Vec<PageTable> = sequences.iter().map(|sequence| PageTable::of(sequence, kind)).collect();
+        let held: Vec<(usize, usize)> = tables
+            .iter()
+            .zip(&lengths)
+            .map(|(table, length)| (table.first * map.page, length - table.first * map.page))
+            .collect();
         let query = Layout::new(LayoutKind::PerDocumentZigzag, &Documents::continued(&continued)?, map.ranks)?;
-        let key = Layout::paged(&Documents::packed(&lengths), map.page, map.ranks)?;
+        let key = Layout::paged(&Documents::continued(&held)?, map.page, map.ranks)?;
         let mut cache_rows = Vec::with_capacity(key.tokens(map.rank));
-        for (sequence, length) in sequences.iter().zip(&lengths) {
-            map.push_rows(&sequence.pages, *length, &mut cache_rows);
+        for (table, length) in tables.iter().zip(&lengths) {
+            map.push_rows(table, *length, &mut cache_rows);
         }
         let (mut outgoing, mut own) = (vec![Vec::new(); map.ranks], Vec::new());
         let mut incoming = vec![Vec::new(); map.ranks];
         for (from, incoming) in incoming.iter_mut().enumerate() {
             let mut row = 0;
             for run in query.runs(from) {
-                let pages = &sequences[run.document].pages;
+                let table = &tables[run.document];
                 for position in run.positions() {
                     let owner = map.owner(position);
                     match (from == map.rank, owner == map.rank) {
-                        (true, true) => own.push((row, map.row(pages, position))),
+                        (true, true) => own.push((row, map.row(table, position))),
                         (true, false) => outgoing[owner].push(row),
-                        (false, true) => incoming.push(map.row(pages, position)),
+                        (false, true) => incoming.push(map.row(table, position)),
                         (false, false) => {}
                     }
                     row += 1;

@@ -1,6 +1,7 @@
 //! The sequences of a step with few new tokens, mostly one, which every rank computes.
 
 use super::cache::PagedCache;
+use super::layer_kind::{LayerKind, PageTable};
 use super::page_map::PageMap;
 use crate::error::Result;
 use crate::step::StepSequence;
@@ -11,7 +12,7 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
 
-/// The sequences with few new tokens, as one rank sees them; each is a document. Each token is a query of its own, so its attention
+/// The sequences with few new tokens, as one rank sees them in layers of one kind; each is a document. Each token is a query of its own, so its attention
 /// has the same bits however many are computed together.
 ///
 /// Each rank attends to its own pages, and one exchange a layer merges the results, whose size does not depend on the context.
@@ -28,19 +29,20 @@ pub(super) struct Decodes {
 }
 
 impl Decodes {
-    pub(super) fn new(map: &PageMap, sequences: &[&StepSequence]) -> Self {
+    pub(super) fn new(map: &PageMap, sequences: &[&StepSequence], kind: LayerKind) -> Self {
         let (mut queries, mut keys, mut cache_rows, mut own) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         let mut longest = 0;
-        for (document, StepSequence { start, tokens, pages, .. }) in sequences.iter().enumerate() {
+        for (document, sequence) in sequences.iter().enumerate() {
+            let (StepSequence { start, tokens, .. }, table) = (sequence, PageTable::of(sequence, kind));
             let end = start + tokens.len();
             for position in *start..end {
                 if map.owner(position) == map.rank {
-                    own.push((queries.len(), map.row(pages, position)));
+                    own.push((queries.len(), map.row(&table, position)));
                 }
                 queries.push(Run { document, start: position, len: 1, step: 1 });
             }
-            keys.extend(map.runs(document, end));
-            map.push_rows(pages, end, &mut cache_rows);
+            keys.extend(map.runs(&table, document, end));
+            map.push_rows(&table, end, &mut cache_rows);
             longest = longest.max(end);
         }
         Self { queries, keys, cache_rows, own, tiles: RefCell::default(), longest }

@@ -26,7 +26,7 @@ pub fn execute(groups: &Groups, model: &Model, cache: &mut PagedCache, step: &St
     if step.sequences.is_empty() {
         return Ok(None);
     }
-    let plan = StepPlan::new(&map, step)?;
+    let plan = StepPlan::new(&map, step, cache.kinds())?;
     let experts = groups.experts(model.decoder().experts())?;
     let rows = groups.tensor().shard_range(plan.tokens.len()).len();
     let before = match groups.stages() {

@@ -1,5 +1,6 @@
 //! Where the tokens of a sequence are: the rank of each page, and the rows of this rank's pages.
 
+use super::layer_kind::PageTable;
 use ringspan::Run;
 
 /// The pages of a cache that is sharded over ranks, as one of them sees it.
@@ -19,27 +20,35 @@ impl PageMap {
         position / self.page % self.ranks
     }
 
-    /// The row of a position in the cache of the rank that has it, where a page of the sequence is `pages[i]`.
-    pub(super) fn row(&self, pages: &[u32], position: usize) -> u32 {
-        pages[position / self.page] * self.page as u32 + (position % self.page) as u32
+    /// The row of a position in the cache of the rank that has it.
+    pub(super) fn row(&self, table: &PageTable, position: usize) -> u32 {
+        table.page(position / self.page) * self.page as u32 + (position % self.page) as u32
     }
 
-    /// The runs of this rank's tokens among the first `tokens` of a document, in ascending order.
-    pub(super) fn runs(&self, document: usize, tokens: usize) -> Vec<Run> {
+    /// The indices of this rank's pages in a table, of a sequence of `tokens` tokens.
+    fn own(&self, table: &PageTable, tokens: usize) -> impl Iterator<Item = usize> + use<> {
+        let before = (self.rank + self.ranks - table.first % self.ranks) % self.ranks;
+        (table.first + before..tokens.div_ceil(self.page)).step_by(self.ranks)
+    }
+
+    /// The runs of this rank's tokens among those of a document that a table has, up to `tokens`, in ascending order.
+    pub(super) fn runs(&self, table: &PageTable, document: usize, tokens: usize) -> Vec<Run> {
         if self.ranks == 1 {
-            return vec![Run { document, start: 0, len: tokens, step: 1 }];
+            let start = table.first * self.page;
+            return vec![Run { document, start, len: tokens - start, step: 1 }];
         }
         let run = |number: usize| {
             let start = number * self.page;
             Run { document, start, len: self.page.min(tokens - start), step: 1 }
         };
-        (self.rank..tokens.div_ceil(self.page)).step_by(self.ranks).map(run).collect()
+        self.own(table, tokens).map(run).collect()
     }
 
-    /// Appends the cache rows of this rank's tokens among the first `tokens`, in the order of [`runs`](Self::runs).
-    pub(super) fn push_rows(&self, pages: &[u32], tokens: usize, rows: &mut Vec<u32>) {
-        for number in (self.rank..tokens.div_ceil(self.page)).step_by(self.ranks) {
-            let (first, len) = (pages[number] * self.page as u32, self.page.min(tokens - number * self.page) as u32);
+    /// Appends the cache rows of this rank's tokens, in the order of [`runs`](Self::runs).
+    pub(super) fn push_rows(&self, table: &PageTable, tokens: usize, rows: &mut Vec<u32>) {
+        for number in self.own(table, tokens) {
+            let (first, len) =
+                (table.page(number) * self.page as u32, self.page.min(tokens - number * self.page) as u32);
             rows.extend(first..first + len);
         }
     }

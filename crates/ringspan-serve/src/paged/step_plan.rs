@@ -2,8 +2,9 @@
 
 use super::chunks::Chunks;
 use super::decodes::Decodes;
+use super::layer_kind::{LayerKind, PerKind};
 use super::page_map::PageMap;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::step::{Outputs, Step, StepSequence};
 
 /// The rows that a rank computes in a step: its share of the chunks' tokens, then the new tokens of all decoding sequences.
@@ -12,17 +13,37 @@ pub(super) struct StepPlan {
     pub(super) positions: Vec<usize>,
     /// Number of rows that are tokens of chunks.
     pub(super) chunk_rows: usize,
-    pub(super) chunks: Option<Chunks>,
-    pub(super) decodes: Option<Decodes>,
+    /// Attention in layers of each kind; `None` for a kind that this rank's part of the model has not.
+    attended: PerKind<Option<Attended>>,
     /// For each hidden state that rank 0 needs, in the order of sequences and tokens, a rank that has it and its row there.
     pub(super) outputs: Vec<(usize, usize)>,
 }
 
+/// How tokens attend in layers of one kind.
+pub(super) struct Attended {
+    pub(super) chunks: Option<Chunks>,
+    pub(super) decodes: Option<Decodes>,
+}
+
+impl Attended {
+    fn new(map: &PageMap, chunked: &[&StepSequence], decoded: &[&StepSequence], kind: LayerKind) -> Result<Self> {
+        let chunks = if chunked.is_empty() { None } else { Some(Chunks::new(map, chunked, kind)?) };
+        Ok(Self { chunks, decodes: (!decoded.is_empty()).then(|| Decodes::new(map, decoded, kind)) })
+    }
+}
+
 impl StepPlan {
-    /// The plan of a rank. The step must have passed [`PagedCache::check`](super::cache::PagedCache::check).
-    pub(super) fn new(map: &PageMap, step: &Step) -> Result<Self> {
+    /// The plan of a rank whose layers are of these kinds. The step must have passed [`PagedCache::check`](super::cache::PagedCache::check).
+    pub(super) fn new(map: &PageMap, step: &Step, kinds: PerKind<bool>) -> Result<Self> {
         let (chunked, decoded): (Vec<_>, Vec<_>) = step.sequences.iter().partition(|sequence| sequence.is_chunk());
-        let chunks = if chunked.is_empty() { None } else { Some(Chunks::new(map, &chunked)?) };
+        let of_kind = |has: bool, kind| match has {
+            true => Attended::new(map, &chunked, &decoded, kind).map(Some),
+            false => Ok(None),
+        };
+        let attended =
+            PerKind { full: of_kind(kinds.full, LayerKind::Full)?, window: of_kind(kinds.window, LayerKind::Window)? };
+        // Which tokens a rank computes does not depend on the kind of a layer.
+        let chunks = [&attended.full, &attended.window].into_iter().flatten().find_map(|kind| kind.chunks.as_ref());
         let (mut tokens, mut positions) = (Vec::new(), Vec::new());
         for run in chunks.iter().flat_map(|chunks| chunks.layout().runs(map.rank)) {
             let StepSequence { start, tokens: new, .. } = chunked[run.document];
@@ -34,9 +55,14 @@ impl StepPlan {
             tokens.extend(&sequence.tokens);
             positions.extend(sequence.start..sequence.start + sequence.tokens.len());
         }
-        let decodes = (!decoded.is_empty()).then(|| Decodes::new(map, &decoded));
-        let outputs = outputs(step, chunks.as_ref(), map.ranks);
-        Ok(Self { tokens, positions, chunk_rows, chunks, decodes, outputs })
+        let outputs = outputs(step, chunks, map.ranks);
+        Ok(Self { tokens, positions, chunk_rows, attended, outputs })
+    }
+
+    /// How the tokens attend in layers of a kind.
+    pub(super) fn attended(&self, kind: LayerKind) -> Result<&Attended> {
+        let missing = || Error::Step(format!("no layer of this rank was of the kind {kind:?}"));
+        self.attended.of(kind).as_ref().ok_or_else(missing)
     }
 }
 

@@ -85,6 +85,7 @@ fn start(accident: Accident, at: (usize, usize)) -> Engine {
         pp: 1,
         local_ranks: 3,
         page_bytes: 1,
+        window: None,
         trained_length: None,
     };
     let made = Engine::start_with(mesh, &options, &sizes, move |groups, _| {
@@ -194,6 +195,7 @@ fn a_factory_that_fails_on_a_rank_is_an_error_of_the_start() {
         pp: 1,
         local_ranks: 2,
         page_bytes: 1,
+        window: None,
         trained_length: None,
     };
     let made = Engine::start_with(mesh, &options, &sizes, |groups, _| match groups.rank() {

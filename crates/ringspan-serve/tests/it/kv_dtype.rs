@@ -64,13 +64,19 @@ fn a_cache_in_blocks_takes_17_bytes_where_bf16_takes_32() {
 #[test]
 fn more_tokens_fit_into_the_same_memory() {
     let model = Arc::new(wide_heads());
-    let pages = |kv_dtype| {
+    let limits = |kv_dtype| {
         let options = EngineOptions { kv_cache: KvCache::Bytes(1 << 20), kv_dtype, max_model_len: None, ..small() };
         let engine = start(&model, 2, &options);
-        ringspan_serve::engine::request::EngineClient::limits(&engine.client()).pages_per_rank
+        ringspan_serve::engine::request::EngineClient::limits(&engine.client())
     };
-    let (f32, q8_0) = (pages(None), pages(Some(KvDtype::Q8_0)));
-    assert_eq!((f32, q8_0), ((1 << 20) / 8192, (1 << 20) / 2176));
+    // A page of one of the two layers takes 4096 and 1088 bytes; the layer with a window has fewer pages than the other.
+    for (kv_dtype, page_bytes) in [(None, 4096), (Some(KvDtype::Q8_0), 1088)] {
+        let limits = limits(kv_dtype);
+        let (full, window) = (limits.pages_per_rank as u64, limits.window_pages_per_rank as u64);
+        assert_eq!(limits.cache_bytes, page_bytes * (full + window), "{kv_dtype:?}");
+        assert_eq!(full + window, (1 << 20) / page_bytes, "{kv_dtype:?}");
+        assert!(full > window, "{kv_dtype:?}: {limits:?}");
+    }
 }
 
 #[test]

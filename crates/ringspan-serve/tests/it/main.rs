@@ -10,6 +10,7 @@ mod engine_models;
 mod engine_parallel;
 mod engine_sessions;
 mod engine_speculation;
+mod engine_windows;
 mod generate;
 mod known_failures;
 mod kv_dtype;

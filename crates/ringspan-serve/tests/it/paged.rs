@@ -5,7 +5,7 @@ use candle_core::{DType, Tensor};
 use proptest::prelude::*;
 use ringspan::{Documents, Group, Layout, LayoutKind, StrategyKind};
 use ringspan_candle::{Context, Weight};
-use ringspan_serve::engine::step::{Outputs, PageCopy, Step, StepSequence};
+use ringspan_serve::engine::step::{Outputs, PageCopy, Step, StepSequence, WindowPages};
 use ringspan_serve::paged::{PagedCache, execute};
 use ringspan_serve::{Error, Groups, Model, Result};
 use std::sync::{Arc, Mutex};
@@ -66,7 +66,8 @@ impl Text {
         let (start, end) = (self.done, self.done + count);
         self.done = end;
         pages.extend(&mut self.pages, end);
-        StepSequence { start, tokens: self.tokens[start..end].to_vec(), pages: self.pages.clone(), outputs }
+        let window = WindowPages { first: 0, pages: self.pages.clone() };
+        StepSequence { start, tokens: self.tokens[start..end].to_vec(), pages: self.pages.clone(), window, outputs }
     }
 }
 
@@ -253,7 +254,13 @@ fn copied_and_shared_pages_continue_a_common_beginning() {
         second.pages = first.pages[..2].to_vec();
         pages.extend(&mut second.pages, 10);
         second.done = 10;
-        let copy = PageCopy { rank: 2 % ranks, from: first.pages[2], to: second.pages[2], rows: 2 };
+        let copy = PageCopy {
+            rank: 2 % ranks,
+            from: first.pages[2],
+            to: second.pages[2],
+            window: Some([first.pages[2], second.pages[2]]),
+            rows: 2,
+        };
         let both = vec![second.next(24, Outputs::Last, &mut pages), first.next(13, Outputs::Last, &mut pages)];
         let got = executed(&model, (ranks, 1), (60, 4), &[read, Step { copies: vec![copy], sequences: both }]);
         let wanted: Vec<f32> =
@@ -270,7 +277,8 @@ type Change<'a> = &'a dyn Fn(&mut Step);
 fn steps_that_do_not_fit_are_refused_on_all_ranks() {
     let model = qwen3();
     let refused = |change: Change| {
-        let sequence = StepSequence { start: 5, tokens: vec![1, 2], pages: vec![0, 0], outputs: Outputs::Last };
+        let (tokens, window) = (vec![1, 2], WindowPages::default());
+        let sequence = StepSequence { start: 5, tokens, pages: vec![0, 0], window, outputs: Outputs::Last };
         let mut step = Step { copies: Vec::new(), sequences: vec![sequence] };
         change(&mut step);
         let result = mesh(2, 1).run(|group| {
@@ -288,7 +296,10 @@ fn steps_that_do_not_fit_are_refused_on_all_ranks() {
         (&|step| step.sequences[0].start = 19, "grows to 21 tokens; possible are 20"),
         (&|step| step.sequences[0].start = usize::MAX, "possible are 20"),
         (&|step| step.sequences.push(step.sequences[0].clone()), "writes page 0 of rank 1, which is written already"),
-        (&|step| step.copies.push(PageCopy { rank: 1, from: 0, to: 4, rows: 1 }), "2 ranks of 4 pages of 4 tokens"),
+        (
+            &|step| step.copies.push(PageCopy { rank: 1, from: 0, to: 4, window: None, rows: 1 }),
+            "2 ranks of 4 pages of 4 tokens",
+        ),
     ];
     for (change, wanted) in cases {
         let message = refused(change);

@@ -219,6 +219,13 @@ impl Mask {
         }
     }
 
+    /// The largest number of positions before its own at which a query sees a key, where queries and keys are counted in the same
+    /// length; `None` if nothing limits it.
+    pub fn lookback(&self) -> Option<usize> {
+        let of_chunk = self.chunk.map(|size| size.saturating_sub(1));
+        self.left.into_iter().chain(of_chunk).min()
+    }
+
     /// Whether the mask limits the keys ahead of a query; without this limit a prefix has no effect.
     pub fn limits_ahead(&self) -> bool {
         self.right.is_some()

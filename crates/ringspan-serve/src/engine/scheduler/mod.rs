@@ -5,16 +5,17 @@
 //! waits while another reads the same beginning, and then finds it in the cache. A sequence holds pages for all of its tokens from its
 //! admission on; if a further page is missing, the youngest sequence is put back into the queue and computed again later, from its
 //! tokens. A sequence that generates may also compute drafts, guesses of its next tokens; they take pages only as long as there are
-//! some.
+//! some. In layers that see a window, a sequence holds the pages that its next tokens see, and those of the tokens that it computes next.
 
 mod results;
 
 use super::pace::PrefillPace;
-use super::prefix_cache::{AdapterSlot, PrefixCache};
+use super::pages::Pages;
+use super::prefix_cache::{AdapterSlot, Hit, PrefixCache};
 use super::prompt_lookup::propose;
 use super::request::Event;
 use super::sequence::{CopiedFrom, Placed, Sequence};
-use super::step::{Outputs, PageCopy, Step, StepSequence};
+use super::step::{CachePage, Outputs, PageCopy, Step, StepSequence, WindowPages};
 use std::collections::{BTreeMap, VecDeque};
 
 /// Sizes that bound a step.
@@ -116,12 +117,21 @@ impl Scheduler {
     }
 
     /// A page that no sequence has, on rank 0, if there is one; it is given back with [`give_back`](Self::give_back).
-    pub(super) fn spare_page(&mut self) -> Option<u32> {
-        self.cache.allocate(0)
+    pub(super) fn spare_page(&mut self) -> Option<CachePage> {
+        let page = CachePage::from(self.cache.allocate(0)?);
+        if self.cache.window().is_none() {
+            return Some(page);
+        }
+        let window = self.cache.allocate_window(0);
+        if window.is_none() {
+            self.cache.release(0, page.full);
+        }
+        window.map(|window| CachePage { window: Some(window), ..page })
     }
 
-    pub(super) fn give_back(&mut self, page: u32) {
-        self.cache.release(0, page);
+    pub(super) fn give_back(&mut self, page: CachePage) {
+        self.cache.release(0, page.full);
+        page.window.into_iter().for_each(|page| self.cache.release_window(0, page));
     }
 
     /// Ends every request with a failure.
@@ -139,10 +149,16 @@ impl Scheduler {
         let mut chunks: Vec<usize> = Vec::with_capacity(self.running.len());
         let generating = self.running.iter().filter(|sequence| sequence.remaining() == 1).count();
         let mut budget = self.pace.tokens(generating);
+        // Tokens of a sequence for which it has pages in layers that see a window.
+        let (has_window, page) = (self.cache.window().is_some(), self.bounds.page);
+        let in_window = |sequence: &Sequence| match has_window {
+            true => sequence.tokens.len().min(sequence.placed.window.end() * page),
+            false => sequence.tokens.len(),
+        };
         let chunk_of = |sequence: &Sequence, budget: &mut usize| match sequence.remaining() {
             1 => 1,
             remaining => {
-                let chunk = remaining.min(*budget);
+                let chunk = remaining.min(*budget).min(in_window(sequence) - sequence.placed.computed);
                 *budget -= chunk;
                 chunk
             }
@@ -150,7 +166,7 @@ impl Scheduler {
         chunks.extend(self.running.iter().map(|sequence| chunk_of(sequence, &mut budget)));
         while budget > 0 && self.running.len() < self.bounds.max_running {
             let Some(mut sequence) = self.waiting.pop_front() else { break };
-            match self.place(&sequence) {
+            match self.place(&sequence, budget) {
                 Some(placed) => {
                     self.count_found(&mut sequence, placed.computed);
                     sequence.placed = placed;
@@ -178,11 +194,17 @@ impl Scheduler {
             // Behind all drafts, one more token is drawn.
             let most = num_speculative_tokens.min(sequence.longest.saturating_sub(tokens + 1));
             let mut drafts = propose(&sequence.tokens, most).to_vec();
-            let pages = &mut sequence.placed.pages;
+            let Placed { pages, window, .. } = &mut sequence.placed;
             while pages.len() * page < tokens + drafts.len() {
                 match self.cache.allocate(pages.len()) {
                     Some(page) => pages.push(page),
                     None => drafts.truncate(pages.len() * page - tokens),
+                }
+            }
+            while self.cache.window().is_some() && window.end() * page < tokens + drafts.len() {
+                match self.cache.allocate_window(window.end()) {
+                    Some(page) => window.pages.push(page),
+                    None => drafts.truncate(window.end() * page - tokens),
                 }
             }
             self.counts.drafts += u64::from(!drafts.is_empty());
@@ -204,18 +226,18 @@ impl Scheduler {
         }
     }
 
-    /// Gives every running sequence pages for all of its tokens; if they do not suffice, the youngest sequences give theirs.
+    /// Gives every running sequence pages for all of its tokens, and in layers that see a window for those that it may compute next; if
+    /// they do not suffice, the youngest sequences give theirs.
     fn grow(&mut self) {
+        let generating = self.running.iter().filter(|sequence| sequence.remaining() == 1).count();
+        let chunk = self.pace.tokens(generating).max(1);
         let mut index = 0;
         while index < self.running.len() {
-            let placed = &self.running[index].placed;
-            if placed.pages.len() * self.bounds.page >= self.running[index].tokens.len() {
-                index += 1;
-                continue;
-            }
-            match self.cache.allocate(placed.pages.len()) {
-                Some(page) => self.running[index].placed.pages.push(page),
-                None => self.preempt_youngest(),
+            let sequence = &mut self.running[index];
+            let next = sequence.placed.computed + sequence.remaining().min(chunk);
+            match extend(&mut self.cache, &mut sequence.placed, sequence.tokens.len(), next) {
+                true => index += 1,
+                false => self.preempt_youngest(),
             }
         }
     }
@@ -231,50 +253,52 @@ impl Scheduler {
         self.waiting.insert(at, sequence);
     }
 
-    /// The pages of a waiting sequence, those of the prefix cache first; `None` if there are not enough, or it should wait.
-    fn place(&mut self, sequence: &Sequence) -> Option<Placed> {
+    /// The place of a sequence that continues the longest beginning of `known` that is in the prefix cache.
+    fn found(&mut self, adapter: AdapterSlot, known: &[u32]) -> Placed {
+        let Hit { pages, node, partial, window, partial_window } = self.cache.hold_prefix(adapter, known);
+        let (index, rows) = (pages.len(), partial.map_or(0, |(_, rows)| rows));
+        Placed {
+            computed: index * self.bounds.page + rows,
+            inserted: index,
+            node,
+            pages,
+            window,
+            copied_from: partial.map(|(page, rows)| CopiedFrom { index, page, window: partial_window, rows }),
+        }
+    }
+
+    /// The pages of a waiting sequence that computes up to `chunk` tokens next, those of the prefix cache first; `None` if there are not
+    /// enough, or it should wait.
+    fn place(&mut self, sequence: &Sequence, chunk: usize) -> Option<Placed> {
         let page = self.bounds.page;
+        let tokens = sequence.tokens.len();
         let mut placed = Placed::default();
+        // The last token's hidden state is needed, so it is always computed.
+        let known = &sequence.tokens[..tokens - 1];
         if !sequence.needs_whole_prompt() {
-            // The last token's hidden state is needed, so it is always computed.
-            let known = &sequence.tokens[..sequence.tokens.len() - 1];
-            let hit = self.cache.hold_prefix(sequence.adapter, known);
-            (placed.inserted, placed.node) = (hit.pages.len(), hit.node);
-            placed.computed = hit.pages.len() * page;
-            if let Some((from, rows)) = hit.partial {
-                placed.copied_from = Some(CopiedFrom { index: hit.pages.len(), page: from, rows });
-                placed.computed += rows;
-            }
-            placed.pages = hit.pages;
+            placed = self.found(sequence.adapter, known);
             if self.is_being_read(sequence, placed.computed) {
                 self.release_pages(&mut placed);
                 return None;
             }
         }
-        let pages = sequence.tokens.len().div_ceil(page);
         // While others run, a page of each rank is left to them, so that they do not have to be put back at once.
         let spare = usize::from(!self.running.is_empty());
-        if !self.has_room(placed.pages.len()..pages, spare) {
+        let next = |placed: &Placed| tokens.min(placed.computed.saturating_add(chunk));
+        if placed.copied_from.is_some() && !self.has_room(&placed, tokens, next(&placed), spare) {
             // A page of which rows are copied is held beside the copy: perhaps it is that page which is missing.
-            if let Some(from) = placed.copied_from.take() {
-                self.cache.release(from.index, from.page);
-                placed.computed -= from.rows;
-            }
-            if !self.has_room(placed.pages.len()..pages, spare) {
-                self.release_pages(&mut placed);
-                return None;
-            }
+            let whole = placed.pages.len() * page;
+            self.release_pages(&mut placed);
+            placed = self.found(sequence.adapter, &known[..whole]);
         }
-        for index in placed.pages.len()..pages {
-            match self.cache.allocate(index) {
-                Some(page) => placed.pages.push(page),
-                None => {
-                    self.release_pages(&mut placed);
-                    return None;
-                }
-            }
+        let window_tokens = next(&placed);
+        if self.has_room(&placed, tokens, window_tokens, spare)
+            && extend(&mut self.cache, &mut placed, tokens, window_tokens)
+        {
+            return Some(placed);
         }
-        Some(placed)
+        self.release_pages(&mut placed);
+        None
     }
 
     /// Counts the tokens of a prompt that were found in the cache when it is first admitted.
@@ -300,12 +324,20 @@ impl Scheduler {
             })
     }
 
-    /// Whether the ranks have the pages with these indices, and `spare` more each.
-    fn has_room(&self, pages: std::ops::Range<usize>, spare: usize) -> bool {
-        let ranks = self.cache.pages().ranks();
-        let mut needed = vec![0; ranks];
-        pages.for_each(|index| needed[index % ranks] += 1);
-        (0..ranks).all(|rank| needed[rank] == 0 || self.cache.pages().available(rank) >= needed[rank] + spare)
+    /// Whether the ranks have the pages that a sequence lacks for `tokens` tokens, and in layers that see a window for `window_tokens`, and
+    /// `spare` more each.
+    fn has_room(&self, placed: &Placed, tokens: usize, window_tokens: usize, spare: usize) -> bool {
+        let page = self.bounds.page;
+        let have = |pages: &Pages, lacking: std::ops::Range<usize>| {
+            let mut needed = vec![0; pages.ranks()];
+            lacking.for_each(|index| needed[self.cache.rank_of(index)] += 1);
+            needed.iter().enumerate().all(|(rank, needed)| *needed == 0 || pages.available(rank) >= needed + spare)
+        };
+        have(self.cache.pages(), placed.pages.len()..tokens.div_ceil(page))
+            && self
+                .cache
+                .window()
+                .is_none_or(|window| have(window.pages(), placed.window.end()..window_tokens.div_ceil(page)))
     }
 
     /// Makes the passes of a step in which each running sequence computes `chunks` tokens.
@@ -313,9 +345,10 @@ impl Scheduler {
         let mut passes: BTreeMap<AdapterSlot, Pass> = BTreeMap::new();
         let mut copies = Vec::new();
         for (sequence, &chunk) in self.running.iter().zip(chunks).filter(|(_, chunk)| **chunk > 0) {
-            let Placed { computed: start, ref pages, copied_from, .. } = sequence.placed;
-            if let Some(CopiedFrom { index, page, rows }) = copied_from {
-                copies.push(PageCopy { rank: self.cache.rank_of(index), from: page, to: pages[index], rows });
+            let Placed { computed: start, ref pages, ref window, copied_from, .. } = sequence.placed;
+            if let Some(CopiedFrom { index, page, window: from, rows }) = copied_from {
+                let window = from.zip(window.get(index)).map(|(from, to)| [from, to]);
+                copies.push(PageCopy { rank: self.cache.rank_of(index), from: page, to: pages[index], window, rows });
             }
             let end = start + chunk;
             let drafts = sequence.drafts.as_slice();
@@ -329,10 +362,13 @@ impl Scheduler {
             let pass = passes.entry(adapter);
             let pass = pass.or_insert_with(|| Pass { adapter, step: Step::default(), arrivals: Vec::new() });
             pass.arrivals.push(sequence.arrival);
+            let number = (end + drafts.len()).div_ceil(self.bounds.page);
+            let in_window = window.pages.len().min(number.saturating_sub(window.first));
             pass.step.sequences.push(StepSequence {
                 start,
                 tokens: [&sequence.tokens[start..end], drafts].concat(),
-                pages: pages[..(end + drafts.len()).div_ceil(self.bounds.page)].to_vec(),
+                pages: pages[..number].to_vec(),
+                window: WindowPages { first: window.first, pages: window.pages[..in_window].to_vec() },
                 outputs,
             });
         }
@@ -357,6 +393,9 @@ impl Scheduler {
     #[cfg(test)]
     pub(super) fn check(&self) {
         self.cache.check();
+        if let Some(window) = self.cache.window() {
+            self.check_window(window.pages());
+        }
         let mut holders: BTreeMap<(usize, u32), u32> = BTreeMap::new();
         for sequence in &self.running {
             let Placed { pages, copied_from, computed, inserted, .. } = &sequence.placed;
@@ -377,4 +416,42 @@ impl Scheduler {
         assert!(self.waiting.iter().all(|sequence| sequence.placed.pages.is_empty()));
         assert!(self.running.is_sorted_by_key(|sequence| sequence.arrival));
     }
+
+    /// The same for layers that see a window.
+    #[cfg(test)]
+    fn check_window(&self, pages: &Pages) {
+        let mut holders: BTreeMap<(usize, u32), u32> = BTreeMap::new();
+        for sequence in &self.running {
+            let Placed { window, copied_from, computed, .. } = &sequence.placed;
+            assert!(
+                window.end() * self.bounds.page >= *computed && window.first <= self.cache.first_in_window(*computed)
+            );
+            let copied = copied_from.and_then(|from| Some((from.index, from.window?)));
+            for (index, page) in (window.first..).zip(window.pages.iter().copied()).chain(copied) {
+                *holders.entry((self.cache.rank_of(index), page)).or_default() += 1;
+            }
+        }
+        for rank in 0..pages.ranks() {
+            let used = holders.keys().filter(|(of, _)| *of == rank).count();
+            assert_eq!(pages.used(rank), used, "window pages of rank {rank}");
+        }
+        for ((rank, page), count) in holders {
+            assert_eq!(pages.holders(rank, page), count, "window page {page} of rank {rank}");
+        }
+    }
+}
+
+/// Gives a sequence the pages that it lacks for `tokens` tokens, and in layers that see a window for `window_tokens`, as long as there
+/// are some; returns whether it has all.
+fn extend(cache: &mut PrefixCache, placed: &mut Placed, tokens: usize, window_tokens: usize) -> bool {
+    let page = cache.page();
+    while placed.pages.len() * page < tokens {
+        let Some(page) = cache.allocate(placed.pages.len()) else { return false };
+        placed.pages.push(page);
+    }
+    while cache.window().is_some() && placed.window.end() * page < window_tokens {
+        let Some(page) = cache.allocate_window(placed.window.end()) else { return false };
+        placed.window.pages.push(page);
+    }
+    true
 }

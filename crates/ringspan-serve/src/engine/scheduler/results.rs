@@ -1,7 +1,7 @@
 //! Takes in the results of a step: the cache has new rows, texts have new tokens, and requests end.
 
 use super::super::request::{Event, FinishReason};
-use super::super::sequence::{Placed, Sequence};
+use super::super::sequence::{CopiedFrom, Placed, Sequence};
 use super::super::token_sampler::Drawn;
 use super::{Pass, Scheduler};
 use std::time::Duration;
@@ -19,23 +19,29 @@ impl Scheduler {
         for (arrival, sequence) in passes.iter().flat_map(|pass| pass.arrivals.iter().zip(&pass.step.sequences)) {
             let Some(index) = self.find(*arrival) else { continue };
             let Sequence { placed, drafts, .. } = &mut self.running[index];
-            if let Some(from) = placed.copied_from.take() {
-                self.cache.release(from.index, from.page);
-            }
+            let copied = placed.copied_from.take();
             placed.computed += sequence.tokens.len() - drafts.len();
+            copied.into_iter().for_each(|from| self.release_copied(from));
             self.insert_full_pages(index);
         }
     }
 
-    /// Adds the pages of a running sequence that have become full to the prefix cache.
+    /// Adds the pages of a running sequence that have become full to the prefix cache, and releases those that have left its windows.
     fn insert_full_pages(&mut self, index: usize) {
         let page = self.bounds.page;
         let Sequence { placed, tokens, adapter, .. } = &mut self.running[index];
         while (placed.inserted + 1) * page <= placed.computed {
             let at = placed.inserted;
             let of_page = &tokens[at * page..(at + 1) * page];
-            let Some((node, kept)) = self.cache.insert(*adapter, placed.node, of_page, placed.pages[at]) else { break };
-            (placed.pages[at], placed.node, placed.inserted) = (kept, Some(node), at + 1);
+            let Some((node, kept)) = self.cache.insert(*adapter, placed.node, of_page, placed.page(at)) else { break };
+            placed.set_page(at, kept);
+            (placed.node, placed.inserted) = (Some(node), at + 1);
+        }
+        let window = &mut placed.window;
+        let left = self.cache.first_in_window(placed.computed).saturating_sub(window.first).min(window.pages.len());
+        for page in window.pages.drain(..left) {
+            self.cache.release_window(window.first, page);
+            window.first += 1;
         }
     }
 
@@ -111,19 +117,28 @@ impl Scheduler {
         // Not all full pages may be in the tree: then what follows them cannot be, either.
         if placed.inserted == full && placed.computed > full * page {
             let rows = &sequence.tokens[full * page..placed.computed];
-            if let Some((_, kept)) = self.cache.insert(sequence.adapter, placed.node, rows, placed.pages[full]) {
-                placed.pages[full] = kept;
+            if let Some((_, kept)) = self.cache.insert(sequence.adapter, placed.node, rows, placed.page(full)) {
+                placed.set_page(full, kept);
             }
         }
         self.release_pages(placed);
     }
 
     pub(super) fn release_pages(&mut self, placed: &mut Placed) {
-        if let Some(from) = placed.copied_from.take() {
-            self.cache.release(from.index, from.page);
+        let Placed { pages, window, copied_from, .. } = std::mem::take(placed);
+        copied_from.into_iter().for_each(|from| self.release_copied(from));
+        for (index, page) in (window.first..).zip(window.pages) {
+            self.cache.release_window(index, page);
         }
-        for (index, page) in std::mem::take(placed).pages.into_iter().enumerate() {
+        for (index, page) in pages.into_iter().enumerate() {
             self.cache.release(index, page);
         }
+    }
+
+    fn release_copied(&mut self, from: CopiedFrom) {
+        if let Some(page) = from.window {
+            self.cache.release_window(from.index, page);
+        }
+        self.cache.release(from.index, from.page);
     }
 }

@@ -8,8 +8,8 @@ fn keep(cache: &mut PrefixCache, adapter: Option<u64>, text: &[u32]) -> Option<V
     let (mut node, mut pages) = (None, Vec::new());
     for (index, tokens) in text.chunks(4).enumerate() {
         let mut page = cache.allocate(index)?;
-        if let Some((inserted, kept)) = cache.insert(adapter, node, tokens, page) {
-            (node, page) = (Some(inserted), kept);
+        if let Some((inserted, kept)) = cache.insert(adapter, node, tokens, page.into()) {
+            (node, page) = (Some(inserted), kept.full);
         }
         pages.push(page);
     }

@@ -6,9 +6,10 @@ use super::super::prefix_cache::{AdapterSlot, PrefixCache};
 use super::super::request::{Event, Events, FinishReason, Request, TokenLogprobs};
 use super::super::scheduler::{Bounds, Pass, Scheduler};
 use super::super::sequence::Sequence;
-use super::super::step::Outputs;
+use super::super::step::{Outputs, WindowPages};
 use super::request;
 use proptest::prelude::*;
+use std::ops::Range;
 use tokio::sync::mpsc::error::TryRecvError;
 use tokio::sync::mpsc::unbounded_channel;
 
@@ -17,6 +18,9 @@ const VOCABULARY: u32 = 5;
 /// The cache of all ranks.
 struct Memory {
     page: usize,
+    /// The largest number of tokens before its own that a token sees in layers with a window, and the rows of these layers.
+    lookback: Option<usize>,
+    window: Vec<Vec<Option<(u32, AdapterSlot)>>>,
     /// For each rank and row, the token and the adapter with which it was computed.
     rows: Vec<Vec<Option<(u32, AdapterSlot)>>>,
 }
@@ -29,6 +33,11 @@ impl Memory {
                     let from = self.rows[copy.rank][copy.from as usize * self.page + row];
                     assert!(from.is_some(), "{copy:?} reads a row that nobody wrote");
                     self.rows[copy.rank][copy.to as usize * self.page + row] = from;
+                    if let Some([from, to]) = copy.window {
+                        let from = self.window[copy.rank][from as usize * self.page + row];
+                        assert!(from.is_some(), "{copy:?} reads a row of a window that nobody wrote");
+                        self.window[copy.rank][to as usize * self.page + row] = from;
+                    }
                 }
             }
             for sequence in &pass.step.sequences {
@@ -37,6 +46,11 @@ impl Memory {
                     let page = sequence.pages[position / self.page];
                     let rank = (position / self.page) % self.rows.len();
                     self.rows[rank][page as usize * self.page + position % self.page] = Some((*token, pass.adapter));
+                    if self.lookback.is_some() {
+                        let page = sequence.window.get(position / self.page).expect("a page of the window");
+                        self.window[rank][page as usize * self.page + position % self.page] =
+                            Some((*token, pass.adapter));
+                    }
                 }
             }
         }
@@ -52,6 +66,18 @@ impl Memory {
             token
         };
         (0..len).map(row).collect()
+    }
+
+    /// The tokens that layers with a window find at these positions.
+    fn read_window(&self, pages: &WindowPages, positions: Range<usize>, adapter: AdapterSlot) -> Vec<u32> {
+        let row = |position: usize| {
+            let page = pages.get(position / self.page).expect("a page of the window") as usize;
+            let row = self.window[(position / self.page) % self.rows.len()][page * self.page + position % self.page];
+            let (token, of) = row.expect("a row that was written");
+            assert_eq!(of, adapter, "a row of another adapter");
+            token
+        };
+        positions.map(row).collect()
     }
 }
 
@@ -93,10 +119,20 @@ struct Client {
 
 impl Harness {
     fn new(ranks: usize, pages: u32, bounds: Bounds, prefix_cache: bool) -> Self {
-        let cache = PrefixCache::new(Pages::new(ranks, pages), bounds.page, prefix_cache);
+        Self::with_window(ranks, pages, bounds, prefix_cache, None)
+    }
+
+    /// With layers that see a window: the largest number of tokens before its own that a token sees there, and pages of these layers.
+    fn with_window(ranks: usize, pages: u32, bounds: Bounds, prefix_cache: bool, window: Option<(usize, u32)>) -> Self {
+        let mut cache = PrefixCache::new(Pages::new(ranks, pages), bounds.page, prefix_cache);
+        if let Some((lookback, pages)) = window {
+            cache = cache.with_window(Pages::new(ranks, pages), lookback);
+        }
+        let rows = |pages: u32| vec![vec![None; pages as usize * bounds.page]; ranks];
+        let (lookback, window_pages) = window.unzip();
         Self {
             scheduler: Scheduler::new(cache, bounds),
-            memory: Memory { page: bounds.page, rows: vec![vec![None; pages as usize * bounds.page]; ranks] },
+            memory: Memory { page: bounds.page, lookback, window: rows(window_pages.unwrap_or(0)), rows: rows(pages) },
             clients: Vec::new(),
             max_model_len: ranks * pages as usize * bounds.page,
             bounds,
@@ -154,6 +190,11 @@ impl Harness {
                 let text = self.memory.read(&sequence.pages, end, pass.adapter);
                 let one = &self.scheduler.running()[index];
                 assert_eq!(text, [one.tokens.as_slice(), &one.drafts].concat()[..end], "sequence {arrival}");
+                if let Some(lookback) = self.memory.lookback {
+                    let first = sequence.start.saturating_sub(lookback);
+                    let seen = self.memory.read_window(&sequence.window, first..end, pass.adapter);
+                    assert_eq!(seen, text[first..], "the window of sequence {arrival}");
+                }
             }
         }
         self.scheduler.computed(&passes);
@@ -295,11 +336,18 @@ proptest! {
         prefill_chunk in 1usize..12,
         prefix_cache in any::<bool>(),
         num_speculative_tokens in 0usize..5,
+        window in proptest::option::of((0usize..12, 0u32..6)),
     ) {
         // The longest of the sequences just fits.
         let longest = arrivals.iter().map(|one| one.shared + one.own.len() + one.max_tokens).max().expect("one");
         let pages = longest.div_ceil(page).div_ceil(ranks) as u32 + extra;
-        let mut harness = Harness::new(ranks, pages, Bounds { page, max_running, prefill_chunk, mixed_chunk: Some(prefill_chunk.div_ceil(2)), num_speculative_tokens }, prefix_cache);
+        let bounds = Bounds { page, max_running, prefill_chunk, mixed_chunk: Some(prefill_chunk.div_ceil(2)), num_speculative_tokens };
+        // The window and a chunk of one sequence just fit.
+        let window = window.map(|(lookback, extra)| {
+            let one = ((lookback + prefill_chunk).div_ceil(page) + 1).div_ceil(ranks) as u32;
+            (lookback, one.min(pages) + extra)
+        });
+        let mut harness = Harness::with_window(ranks, pages, bounds, prefix_cache, window);
         let beginning: Vec<u32> = (0..12).map(|i| i * i % VOCABULARY).collect();
         for at in 0..60 {
             for one in arrivals.iter().filter(|one| one.at == at) {
@@ -313,6 +361,9 @@ proptest! {
         let harness = harness.finish();
         let pages = harness.scheduler.cache().pages();
         prop_assert!(prefix_cache || (0..ranks).all(|rank| pages.cached(rank) == 0));
+        if let Some(pages) = harness.scheduler.cache().window().map(|window| window.pages()) {
+            prop_assert!((0..ranks).all(|rank| pages.used(rank) == 0 && (prefix_cache || pages.cached(rank) == 0)));
+        }
         let logprobs = harness.clients.iter().zip(arrivals.iter().filter(|one| one.at < 60));
         prop_assert!(logprobs.count() == arrivals.len());
     }
@@ -440,4 +491,44 @@ fn drafts_that_are_drawn_save_steps_and_never_put_a_request_back() {
         assert!(counts.accepted_tokens > 0 && counts.accepted_tokens < counts.draft_tokens, "{counts:?}");
         assert_eq!(steps, 100 - counts.accepted_tokens);
     }
+}
+
+/// A sequence holds the pages of its window, however long its text is; those behind it stay in the prefix cache as long as there is
+/// room, and a hit ends where they are.
+#[test]
+fn windows_hold_as_many_pages_behind_a_long_text_as_behind_a_short_one() {
+    for ranks in 1..5 {
+        let mut harness = Harness::with_window(ranks, 100, bounds(4), true, Some((19, 30)));
+        harness.submit(request(&[2; 90], 200), None, None);
+        let most = (20usize.div_ceil(4)).div_ceil(ranks) + 2;
+        while harness.step() {
+            let pages = harness.scheduler.cache().window().expect("windows").pages();
+            assert!((0..ranks).all(|rank| pages.used(rank) <= most), "{ranks} ranks");
+        }
+        let mut harness = harness.finish();
+        let text = [harness.clients[0].prompt.clone(), harness.clients[0].heard.clone()].concat();
+        harness.submit(request(&text, 1), None, None);
+        let passes = harness.scheduler.next();
+        let sequence = &passes[0].step.sequences[0];
+        assert_eq!(sequence.start, 289, "the end of the text is there");
+        assert_eq!(sequence.window.first, (289 - 19) / 4);
+    }
+}
+
+#[test]
+fn a_hit_ends_where_the_pages_of_its_window_are_gone() {
+    let mut harness = Harness::with_window(1, 200, bounds(4), true, Some((7, 5)));
+    let text: Vec<u32> = (0..40).map(|i| i * i % VOCABULARY).collect();
+    harness.submit(request(&text, 1), None, None);
+    let mut harness = harness.finish();
+    // The beginning has lost its window to what came behind it: nothing of it helps, except where the window begins the text.
+    harness.submit(request(&text[..21], 1), None, None);
+    let start = harness.scheduler.next()[0].step.sequences[0].start;
+    assert_eq!(start, 0);
+    harness.scheduler.fail_all("over");
+    let mut harness = Harness::with_window(1, 200, bounds(4), true, Some((7, 80)));
+    harness.submit(request(&text, 1), None, None);
+    let mut harness = harness.finish();
+    harness.submit(request(&text[..21], 1), None, None);
+    assert_eq!(harness.scheduler.next()[0].step.sequences[0].start, 20);
 }
