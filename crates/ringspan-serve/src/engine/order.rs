@@ -18,10 +18,11 @@ pub(super) enum Order {
     Unload { slot: u64 },
     /// Say how much has been sent and waited for.
     Count,
-    /// The rank that has a page sends its first rows to rank 0.
-    ReadPage { rank: usize, page: u32, rows: usize },
-    /// Rank 0 sends the rank that has a page its first rows.
-    WritePage { rank: usize, page: u32 },
+    /// The ranks that have parts of a page of a context-parallel rank send its first rows to rank 0; of ranks with the same part, the
+    /// first.
+    ReadPage { cp_rank: usize, page: u32, rows: usize },
+    /// Rank 0 sends the ranks that have parts of a page of a context-parallel rank its first rows.
+    WritePage { cp_rank: usize, page: u32 },
     /// End.
     End,
 }
@@ -55,10 +56,10 @@ impl Order {
             }
             Self::Unload { slot } => words.0.extend([UNLOAD, *slot]),
             Self::Count => words.0.push(COUNT),
-            Self::ReadPage { rank, page, rows } => {
-                words.0.extend([READ_PAGE, *rank as u64, u64::from(*page), *rows as u64]);
+            Self::ReadPage { cp_rank, page, rows } => {
+                words.0.extend([READ_PAGE, *cp_rank as u64, u64::from(*page), *rows as u64]);
             }
-            Self::WritePage { rank, page } => words.0.extend([WRITE_PAGE, *rank as u64, u64::from(*page)]),
+            Self::WritePage { cp_rank, page } => words.0.extend([WRITE_PAGE, *cp_rank as u64, u64::from(*page)]),
             Self::End => words.0.push(END),
         }
         Buffer::U64(words.0)
@@ -84,8 +85,8 @@ impl Order {
             }
             UNLOAD => Self::Unload { slot: words.next()? },
             COUNT => Self::Count,
-            READ_PAGE => Self::ReadPage { rank: words.size()?, page: words.number()?, rows: words.size()? },
-            WRITE_PAGE => Self::WritePage { rank: words.size()?, page: words.number()? },
+            READ_PAGE => Self::ReadPage { cp_rank: words.size()?, page: words.number()?, rows: words.size()? },
+            WRITE_PAGE => Self::WritePage { cp_rank: words.size()?, page: words.number()? },
             END => Self::End,
             _ => return None,
         };
@@ -175,8 +176,8 @@ mod tests {
             Order::Load { slot: 4, folder: "/tmp/größe".into() },
             Order::Unload { slot: 4 },
             Order::Count,
-            Order::ReadPage { rank: 2, page: 3, rows: 4 },
-            Order::WritePage { rank: 1, page: u32::MAX },
+            Order::ReadPage { cp_rank: 2, page: 3, rows: 4 },
+            Order::WritePage { cp_rank: 1, page: u32::MAX },
             Order::End,
         ] {
             let buffer = order.to_buffer();
