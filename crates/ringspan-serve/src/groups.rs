@@ -103,6 +103,16 @@ impl Groups {
         Ok(stage.broadcast(0, crossed)?)
     }
 
+    /// The ranks that have parts of the pages of a context-parallel rank: stage by stage, the tensor-parallel ranks.
+    pub(crate) fn sharing_pages(&self, cp_rank: usize) -> impl Iterator<Item = usize> + use<> {
+        let (stages, tp) = (self.place.stage.1.max(1), self.place.shard.tp.1.max(1));
+        let stage_size = self.world.size() / stages;
+        (0..stages).flat_map(move |stage| {
+            let first = stage * stage_size + cp_rank * tp;
+            first..first + tp
+        })
+    }
+
     /// Whether this is the first rank of its pipeline stage.
     pub(crate) fn leads_stage(&self) -> bool {
         self.pipeline.as_ref().map_or(self.rank(), |[stage, _]| stage.rank()) == 0

@@ -1,5 +1,6 @@
 //! What computes the steps of the engine on a rank.
 
+use super::row_parts::RowPart;
 use super::step::{CachePage, Step};
 use crate::error::{Error, Result};
 use candle_core::{DType, Tensor};
@@ -7,12 +8,15 @@ use ringspan::comm::Buffer;
 use std::path::Path;
 
 /// The form of the keys and values of a page, as a session has them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rows {
     /// Type of the numbers.
     pub dtype: DType,
-    /// Numbers W of a token in all layers: for each layer its keys, then its values.
+    /// Numbers W of a token in all layers, on all ranks that share heads and layers: for each layer its keys, then its values.
     pub width: usize,
+    /// Which of them are on each of the ranks that have parts of the same pages: stage by stage, the tensor-parallel ranks. Ranks with equal
+    /// parts have the same numbers.
+    pub parts: Vec<RowPart>,
 }
 
 /// Computes steps on one rank. The engine calls the same methods in the same order on all ranks.
@@ -41,12 +45,12 @@ pub trait Executor {
     /// Forgets an adapter.
     fn unload_adapter(&mut self, slot: u64);
 
-    /// The form of the rows in the cache; `None` if sessions cannot be saved.
+    /// The form of rows of keys and values; `None` if sessions cannot be saved.
     fn rows(&self) -> Option<Rows> {
         None
     }
 
-    /// The first `rows` rows `[rows, W]` of a page of this rank; zeros in layers that see a window, if these have no such page.
+    /// This rank's part of the first `rows` rows of a page; zeros in layers that see a window, if these have no such page.
     ///
     /// # Errors
     /// A page that there is not, and caches that cannot be saved.
@@ -54,7 +58,7 @@ pub trait Executor {
         Err(Error::Step(format!("{rows} rows of {page:?} cannot be saved")))
     }
 
-    /// Overwrites the first rows of a page of this rank with rows `[rows, W]`.
+    /// Overwrites the first rows of a page with this rank's part of them.
     ///
     /// # Errors
     /// As for [`read_page`](Self::read_page).

@@ -3,6 +3,7 @@
 use super::executor::{Executor, Rows};
 use super::model_shards::AdaptedModels;
 use super::request::Limits;
+use super::row_parts::{RowPart, row_parts};
 use super::step::{CachePage, Step};
 use crate::error::{Error, Result};
 use crate::groups::Groups;
@@ -31,6 +32,8 @@ pub(super) struct ModelExecutor<'a> {
     /// The output head's rows for this rank's share of the vocabulary, under the head's name.
     head: StoredWeights,
     vocabulary: usize,
+    /// Which keys and values of a token are on the ranks that share heads and layers.
+    row_parts: Vec<RowPart>,
 }
 
 impl<'a> ModelExecutor<'a> {
@@ -49,7 +52,8 @@ impl<'a> ModelExecutor<'a> {
         let own = share(limits.vocabulary, groups, groups.rank());
         let head = model.head_rows(groups.rank(), own)?;
         let head = StoredWeights::from([(model.decoder().head_name().to_owned(), head)]);
-        Ok(Self { groups, adapted, devices, cache, head, vocabulary: limits.vocabulary, model })
+        let row_parts = row_parts(&model, groups.place().stage.1, groups.place().shard.tp.1)?;
+        Ok(Self { groups, adapted, devices, cache, head, vocabulary: limits.vocabulary, model, row_parts })
     }
 
     /// Brings the hidden states `[n, C]` of rank 0 to this rank.
@@ -138,10 +142,10 @@ impl Executor for ModelExecutor<'_> {
     }
 
     fn rows(&self) -> Option<Rows> {
-        // A rank that shares heads or layers with others has only its part of a row.
-        let whole = self.groups.size() == self.groups.cp().size();
-        let (dtype, width) = self.cache.row_format();
-        whole.then_some(Rows { dtype, width })
+        let decoder = self.model.decoder();
+        let [dim, v_dim] = decoder.head_dims();
+        let width = decoder.config().num_hidden_layers * decoder.head_counts().key_values * (dim + v_dim);
+        Some(Rows { dtype: self.cache.row_format().0, width, parts: self.row_parts.clone() })
     }
 
     fn read_page(&self, page: CachePage, rows: usize) -> Result<Buffer> {

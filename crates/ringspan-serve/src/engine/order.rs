@@ -18,10 +18,11 @@ pub(super) enum Order {
     Unload { slot: u64 },
     /// Say how much has been sent and waited for.
     Count,
-    /// The rank that has a page sends its first rows to rank 0.
-    ReadPage { rank: usize, page: CachePage, rows: usize },
-    /// Rank 0 sends the rank that has a page its first rows.
-    WritePage { rank: usize, page: CachePage },
+    /// The ranks that have parts of a page of a context-parallel rank send its first rows to rank 0; of ranks with the same part, the
+    /// first.
+    ReadPage { cp_rank: usize, page: CachePage, rows: usize },
+    /// Rank 0 sends the ranks that have parts of a page of a context-parallel rank its first rows.
+    WritePage { cp_rank: usize, page: CachePage },
     /// End.
     End,
 }
@@ -55,12 +56,12 @@ impl Order {
             }
             Self::Unload { slot } => words.0.extend([UNLOAD, *slot]),
             Self::Count => words.0.push(COUNT),
-            Self::ReadPage { rank, page, rows } => {
-                words.0.extend([READ_PAGE, *rank as u64, *rows as u64]);
+            Self::ReadPage { cp_rank, page, rows } => {
+                words.0.extend([READ_PAGE, *cp_rank as u64, *rows as u64]);
                 words.page(*page);
             }
-            Self::WritePage { rank, page } => {
-                words.0.extend([WRITE_PAGE, *rank as u64]);
+            Self::WritePage { cp_rank, page } => {
+                words.0.extend([WRITE_PAGE, *cp_rank as u64]);
                 words.page(*page);
             }
             Self::End => words.0.push(END),
@@ -89,10 +90,10 @@ impl Order {
             UNLOAD => Self::Unload { slot: words.next()? },
             COUNT => Self::Count,
             READ_PAGE => {
-                let (rank, rows) = (words.size()?, words.size()?);
-                Self::ReadPage { rank, page: words.page()?, rows }
+                let (cp_rank, rows) = (words.size()?, words.size()?);
+                Self::ReadPage { cp_rank, page: words.page()?, rows }
             }
-            WRITE_PAGE => Self::WritePage { rank: words.size()?, page: words.page()? },
+            WRITE_PAGE => Self::WritePage { cp_rank: words.size()?, page: words.page()? },
             END => Self::End,
             _ => return None,
         };
@@ -204,8 +205,8 @@ mod tests {
             Order::Load { slot: 4, folder: "/tmp/größe".into() },
             Order::Unload { slot: 4 },
             Order::Count,
-            Order::ReadPage { rank: 2, page: CachePage { full: 3, window: Some(5) }, rows: 4 },
-            Order::WritePage { rank: 1, page: u32::MAX.into() },
+            Order::ReadPage { cp_rank: 2, page: CachePage { full: 3, window: Some(5) }, rows: 4 },
+            Order::WritePage { cp_rank: 1, page: u32::MAX.into() },
             Order::End,
         ] {
             let buffer = order.to_buffer();

@@ -1,11 +1,12 @@
 //! A rank of the engine: it carries out the orders of rank 0.
 
-use super::executor::Executor;
+use super::executor::{Executor, Rows};
 use super::order::Order;
+use super::row_parts::RowPart;
 use super::step::CachePage;
 use crate::error::{Error, Result};
 use crate::groups::Groups;
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use ringspan::comm::{Buffer, timed::Timed};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -43,23 +44,47 @@ impl<'a> EngineRank<'a> {
         self.ordered.elapsed()
     }
 
-    /// The first rows of a page of any rank; rank 0 calls this.
-    pub(super) fn read_page(&mut self, rank: usize, page: CachePage, rows: usize) -> Result<Arc<Buffer>> {
-        self.order(&Order::ReadPage { rank, page, rows })?;
-        match rank {
-            0 => Ok(Arc::new(self.executor.read_page(page, rows)?)),
-            _ => self.groups.world().receive(rank, PAGES)?.wait()?.ok_or_else(|| self.unexpected("a page")),
+    /// The first rows `[rows, W]` of a page of any context-parallel rank, put together from the ranks that share heads and layers; rank 0
+    /// calls this.
+    pub(super) fn read_page(&mut self, format: &Rows, cp_rank: usize, page: CachePage, rows: usize) -> Result<Buffer> {
+        self.order(&Order::ReadPage { cp_rank, page, rows })?;
+        let mut whole = match format.dtype {
+            DType::BF16 => Buffer::U16(vec![0; rows * format.width]),
+            _ => Buffer::F32(vec![0.0; rows * format.width]),
+        };
+        for (rank, part) in self.holders(format, cp_rank) {
+            let own = match rank {
+                0 => Arc::new(self.executor.read_page(page, rows)?),
+                _ => {
+                    let sent = self.groups.world().receive(rank, PAGES)?.wait()?;
+                    sent.ok_or_else(|| self.unexpected("a page"))?
+                }
+            };
+            part.paste(&own, &mut whole, format.width).ok_or_else(|| self.unexpected("rows of a page"))?;
         }
+        Ok(whole)
     }
 
-    /// Overwrites the first rows of a page of any rank; rank 0 calls this.
-    pub(super) fn write_page(&mut self, rank: usize, page: CachePage, rows: Buffer) -> Result<()> {
-        self.order(&Order::WritePage { rank, page })?;
-        if rank == 0 {
-            return self.executor.write_page(page, &rows);
+    /// Overwrites the first rows of a page of any context-parallel rank with rows `[rows, W]`; rank 0 calls this.
+    pub(super) fn write_page(&mut self, format: &Rows, cp_rank: usize, page: CachePage, rows: &Buffer) -> Result<()> {
+        self.order(&Order::WritePage { cp_rank, page })?;
+        let mut sends = Vec::new();
+        for (rank, part) in self.groups.sharing_pages(cp_rank).zip(&format.parts) {
+            let own = part.cut(rows, format.width).ok_or_else(|| self.unexpected("rows of a page"))?;
+            match rank {
+                0 => self.executor.write_page(page, &own)?,
+                _ => sends.push(self.groups.world().send(rank, PAGES, Arc::new(own))?),
+            }
         }
-        self.groups.world().send(rank, PAGES, Arc::new(rows))?.wait()?;
+        sends.into_iter().try_for_each(|send| send.wait().map(|_| ()))?;
         Ok(())
+    }
+
+    /// The ranks whose parts make up the pages of a context-parallel rank: of ranks with the same part, the first.
+    fn holders<'f>(&self, format: &'f Rows, cp_rank: usize) -> Vec<(usize, &'f RowPart)> {
+        let all = self.groups.sharing_pages(cp_rank).zip(&format.parts).enumerate();
+        let is_first = |(at, (_, part)): &(usize, (usize, &RowPart))| !format.parts[..*at].contains(part);
+        all.filter(is_first).map(|(_, holder)| holder).collect()
     }
 
     /// Carries out orders until the one to end.
@@ -91,15 +116,19 @@ impl<'a> EngineRank<'a> {
         match order {
             Order::Wait | Order::End => Ok(Outcome::Done),
             // Rank 0 deals with its own pages where it gives these orders.
-            Order::ReadPage { rank, page, rows } => {
-                if *rank == self.groups.rank() && *rank > 0 {
+            Order::ReadPage { cp_rank, page, rows } => {
+                let own = self.groups.rank();
+                let format =
+                    self.executor.rows().ok_or_else(|| self.unexpected("an order of a cache without sessions"))?;
+                if own > 0 && self.holders(&format, *cp_rank).iter().any(|(rank, _)| *rank == own) {
                     let rows = self.executor.read_page(*page, *rows)?;
                     self.groups.world().send(0, PAGES, Arc::new(rows))?.wait()?;
                 }
                 Ok(Outcome::Done)
             }
-            Order::WritePage { rank, page } => {
-                if *rank == self.groups.rank() && *rank > 0 {
+            Order::WritePage { cp_rank, page } => {
+                let own = self.groups.rank();
+                if own > 0 && self.groups.sharing_pages(*cp_rank).any(|rank| rank == own) {
                     let rows = self.groups.world().receive(0, PAGES)?.wait()?;
                     let rows = rows.ok_or_else(|| self.unexpected("a page"))?;
                     self.executor.write_page(*page, &rows)?;

@@ -1,5 +1,6 @@
 //! Sessions: what is in the prefix cache outlives the engine.
 
+use super::executor::Rows;
 use super::prefix_cache::PrefixCache;
 use super::rank::EngineRank;
 use super::session_file::{RowFormat, SessionIndex, SessionPage, SessionReader, SessionWriter};
@@ -17,10 +18,10 @@ pub struct SessionSize {
     pub bytes: u64,
 }
 
-/// The form of the rows on all ranks, if sessions are possible.
-fn row_format(model: String, ranks: &EngineRank) -> Result<RowFormat, String> {
+/// The form of the rows in the file and on all ranks, if sessions are possible.
+fn row_format(model: String, ranks: &EngineRank) -> Result<(RowFormat, Rows), String> {
     let rows = ranks.executor.rows().ok_or("the engine's cache cannot be saved")?;
-    Ok(RowFormat { model, dtype: rows.dtype, width: rows.width })
+    Ok((RowFormat { model, dtype: rows.dtype, width: rows.width }, rows))
 }
 
 fn size(format: &RowFormat, tokens: usize) -> SessionSize {
@@ -35,8 +36,8 @@ pub(super) fn save(
     adapters: &BTreeMap<u64, String>,
     ranks: &mut EngineRank,
 ) -> Result<Result<SessionSize, String>> {
-    let format = match row_format(model, ranks) {
-        Ok(format) => format,
+    let (format, parts) = match row_format(model, ranks) {
+        Ok(formats) => formats,
         Err(problem) => return Ok(Err(problem)),
     };
     let failed = |error: std::io::Error| format!("{} cannot be written: {error}", file.display());
@@ -63,7 +64,7 @@ pub(super) fn save(
         Err(error) => return Ok(Err(failed(error))),
     };
     for (rank, page, rows) in &places {
-        let rows = ranks.read_page(*rank, *page, *rows)?;
+        let rows = ranks.read_page(&parts, *rank, *page, *rows)?;
         if let Err(error) = writer.page(&rows) {
             return Ok(Err(failed(error)));
         }
@@ -82,15 +83,16 @@ pub(super) fn restore(
     adapters: &BTreeMap<u64, String>,
     ranks: &mut EngineRank,
 ) -> Result<Result<SessionSize, String>> {
-    let opened = row_format(model, ranks)
-        .and_then(|format| SessionReader::open(file, &format, vocabulary).map(|reader| (format, reader)));
-    let (format, mut reader) = match opened {
+    let opened = row_format(model, ranks).and_then(|(format, parts)| {
+        SessionReader::open(file, &format, vocabulary).map(|reader| (format, parts, reader))
+    });
+    let (format, parts, mut reader) = match opened {
         Ok(opened) => opened,
         Err(problem) => return Ok(Err(problem)),
     };
     let mut tokens = 0;
     for leaf in leaves(&reader.index) {
-        match restore_text(leaf, &mut reader, cache, adapters, ranks)? {
+        match restore_text(leaf, &mut reader, cache, adapters, (ranks, &parts))? {
             Ok(restored) => tokens += restored,
             Err(problem) => return Ok(Err(problem)),
         }
@@ -113,7 +115,7 @@ fn restore_text(
     reader: &mut SessionReader,
     cache: &mut PrefixCache,
     adapters: &BTreeMap<u64, String>,
-    ranks: &mut EngineRank,
+    (ranks, parts): (&mut EngineRank, &Rows),
 ) -> Result<Result<usize, String>> {
     let adapter = match reader.index.pages[leaf].adapter {
         None => None,
@@ -157,7 +159,7 @@ fn restore_text(
         let has_window = sources[range.clone()].iter().all(|(page, _)| reader.index.pages[*page].in_window);
         let window = if has_window { cache.allocate_window(index) } else { None };
         let page = CachePage { window, ..page };
-        ranks.write_page(cache.rank_of(index), page, reader.message(&rows))?;
+        ranks.write_page(parts, cache.rank_of(index), page, &reader.message(&rows))?;
         match cache.insert(adapter, node, &text[range.clone()], page) {
             Some((inserted, kept)) => {
                 held.push(kept.full);

@@ -12,11 +12,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// A mesh of (ring, ulysses, tp, ep).
-type Sizes = (usize, usize, usize, usize);
+pub(super) type Sizes = (usize, usize, usize, usize);
 
 const ONE: Sizes = (1, 1, 1, 1);
 
-fn of_sizes((ring, ulysses, tp, ep): Sizes) -> Mesh {
+pub(super) fn of_sizes((ring, ulysses, tp, ep): Sizes) -> Mesh {
     Mesh { ring, ulysses, tp, ep, deadline: Duration::from_secs(60), ..Mesh::single() }
 }
 
@@ -29,7 +29,7 @@ fn start(model: &Arc<Model>, sizes: Sizes, options: &EngineOptions) -> Engine {
     start_on(model, of_sizes(sizes), options)
 }
 
-fn start_on(model: &Arc<Model>, mesh: Mesh, options: &EngineOptions) -> Engine {
+pub(super) fn start_on(model: &Arc<Model>, mesh: Mesh, options: &EngineOptions) -> Engine {
     Engine::start(model.clone(), mesh.clone(), options).unwrap_or_else(|error| panic!("{mesh}: {error}"))
 }
 

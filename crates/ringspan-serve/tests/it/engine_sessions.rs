@@ -1,7 +1,9 @@
 //! What an engine has cached outlives it: another engine, on another mesh with other pages, continues from there.
 
 use super::engine::{ask, close, greedy, small, start};
+use super::engine_parallel::{of_sizes, start_on};
 use crate::support::*;
+use ringspan_serve::Mesh;
 use ringspan_serve::engine::{EngineOptions, KvCache};
 use ringspan_serve::paged::KvDtype;
 use std::path::Path;
@@ -46,6 +48,58 @@ fn a_session_is_restored_on_another_mesh_with_other_pages() {
             // What was restored is saved again, with what came since.
             let again = engine.client().save_session(&file.with_extension("again"), name).expect("saved");
             assert!(again.tokens > saved.tokens);
+            engine.shutdown(true).expect("ends");
+        }
+    }
+}
+
+/// A mesh of (pp, ring, tp).
+fn of_axes((pp, ring, tp): (usize, usize, usize)) -> Mesh {
+    Mesh { pp, ..of_sizes((ring, 1, tp, 1)) }
+}
+
+/// Ranks that share heads and layers have parts of a token's keys and values; more ranks than key-value heads have some of them twice.
+#[test]
+fn a_session_is_restored_where_other_ranks_share_heads_and_layers() {
+    let meshes = [(1, 2, 2), (1, 1, 1), (2, 1, 1), (1, 1, 2), (1, 1, 4), (2, 2, 2), (1, 3, 1)];
+    // Keys and values of latent attention have other widths.
+    for (name, model) in [("qwen3", qwen3()), ("gemma3", gemma3()), ("deepseek_v3", of_fixture("deepseek_v3"))] {
+        let vocabulary = model.vocabulary() as u32;
+        let model = Arc::new(model);
+        let of_seed = |n, seed| tokens(n, seed).into_iter().map(|token| token % vocabulary).collect::<Vec<u32>>();
+        let options = EngineOptions { max_model_len: Some(80), ..small() };
+        let cold = start_on(&model, of_axes((1, 1, 1)), &EngineOptions { prefix_cache: false, ..options.clone() });
+        let prompt = of_seed(30, 3);
+        let text = [prompt.clone(), ask(&cold, greedy(&prompt, 9)).tokens].concat();
+        let longer = [text.as_slice(), &of_seed(5, 7)].concat();
+        let expected = ask(&cold, greedy(&longer, 9));
+        let mut bytes = None;
+        for (from, to) in meshes.iter().zip(meshes.iter().cycle().skip(1)) {
+            let what = format!("{name}, (pp, ring, tp) {from:?} to {to:?}");
+            let folder = tempfile::tempdir().expect("a folder");
+            let file = folder.path().join("session.safetensors");
+            let first = start_on(&model, of_axes(*from), &options);
+            assert_eq!(ask(&first, greedy(&prompt, 9)).tokens, text[prompt.len()..], "{what}");
+            let saved = first.client().save_session(&file, name).expect("saved");
+            assert_eq!(saved.tokens, text.len() - 1, "{what}");
+            // No mesh writes a key or a value twice.
+            let size = std::fs::metadata(&file).expect("a file").len();
+            assert!(size > saved.bytes && size < saved.bytes + 4096, "{what}: {size} bytes of {saved:?}");
+            assert_eq!(*bytes.get_or_insert(saved.bytes), saved.bytes, "{what}");
+            first.shutdown(true).expect("ends");
+
+            let engine = start_on(&model, of_axes(*to), &EngineOptions { page: 7, ..options.clone() });
+            let mut damaged = std::fs::read(&file).expect("a file");
+            let middle = damaged.len() / 2;
+            damaged[middle] ^= 0x15;
+            let other = folder.path().join("damaged");
+            std::fs::write(&other, damaged).expect("a file");
+            let said = engine.client().restore_session(&other, name).expect_err("refused").to_string();
+            assert!(said.contains("damaged"), "{what}: {said}");
+            engine.client().restore_session(&file, name).expect("restored");
+            let heard = ask(&engine, greedy(&longer, 9));
+            assert_eq!((heard.cached, &heard.tokens), (text.len() - 1, &expected.tokens), "{what}");
+            close(&heard.logprobs, &expected.logprobs);
             engine.shutdown(true).expect("ends");
         }
     }
