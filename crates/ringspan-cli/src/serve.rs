@@ -79,8 +79,8 @@ pub(crate) struct ServeArgs {
     /// texts stay the same, and those that repeat themselves come faster
     #[arg(long, default_value_t = 0, value_name = "N", value_parser = speculative_tokens, help_heading = "Engine")]
     num_speculative_tokens: usize,
-    /// Save the cached keys and values to this folder when the server ends, and restore them when it starts, on any mesh without
-    /// --tp and --pp; a session of another model is left out, with a message
+    /// Save the cached keys and values to this folder when the server ends, and restore them when it starts, on any mesh; a
+    /// session of another model is left out, with a message
     #[arg(long, value_name = "DIR", conflicts_with = "no_prefix_cache", help_heading = "Engine")]
     session_dir: Option<PathBuf>,
     /// A LoRA adapter (a PEFT folder) and the name by which clients ask for it; may be given more than once
@@ -110,12 +110,6 @@ pub(crate) fn run(args: &ServeArgs, ranks: &Ranks) -> Result<()> {
         drain: Duration::from_secs(args.drain),
         ..Settings::default()
     };
-    ensure!(
-        args.session_dir.is_none() || (args.tp, args.pp) == (1, 1),
-        "--session-dir with --tp {} and --pp {}: a session has whole keys and values, so both must be 1",
-        args.tp,
-        args.pp
-    );
     let path = &args.model.path;
     let axes = ModelAxes { tp: args.tp, ep: args.ep, pp: args.pp };
     let mesh = model::mesh_sharing_model(&args.mesh, axes, &args.model, ranks)?;

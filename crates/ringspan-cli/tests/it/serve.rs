@@ -112,6 +112,8 @@ fn a_session_outlives_the_server() {
         (&["--ring", "3"][..], false),
         (&["--ring", "2", "--ulysses", "2", "--page", "7", "--num-speculative-tokens", "3"], true),
         (&["--page", "64"], true),
+        (&["--tp", "2", "--ring", "2"], true),
+        (&["--pp", "2"], true),
         (&["--dtype", "bf16"], false),
     ] {
         let mut served = Served::start(&bench, &[flags, &["--session-dir", folder]].concat());
