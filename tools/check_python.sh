@@ -24,3 +24,4 @@ fi
 python3 tools/check_load.py "$ringspan"
 python3 tools/check_load.py "$ringspan" -- --ring 2 --num-speculative-tokens 4
 "$clients/bin/python" tools/check_clients.py --scripted "$target/debug/examples/scripted_engine" --schemathesis --ringspan "$ringspan"
+"$clients/bin/python" tools/check_page.py "$ringspan"

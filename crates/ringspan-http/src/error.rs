@@ -126,8 +126,8 @@ impl From<Refusal> for ApiError {
     }
 }
 
-/// A message of the engine without the backtrace that errors of the tensor library have where RUST_BACKTRACE is set: clients have no
-/// use for it, and where a rank has failed, the process prints the whole error when it ends.
+/// A message of the engine without the backtrace that errors of the tensor library have where RUST_BACKTRACE is set: clients
+/// have no use for it, and where a rank has failed, the process prints the whole error when it ends.
 fn without_backtrace(message: &str) -> String {
     let is_frame = |line: &&str| {
         let text = line.trim_start();
