@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import openai
@@ -113,6 +114,28 @@ def check_any(client, model):
         *_, last = stream
         assert last.type in ("response.completed", "response.incomplete") and last.response.output_text == response.output_text
 
+    assert client.responses.retrieve(response.id).output_text == response.output_text
+    assert [item.content[0].text for item in client.responses.input_items.list(response.id)] == ["Hello"]
+    following = client.responses.create(model=model, input="And then?", previous_response_id=response.id, max_output_tokens=8, temperature=0)
+    turns = [("user", "Hello"), ("assistant", response.output_text), ("user", "And then?")]
+    whole = [{"role": role, "content": text} for role, text in turns]
+    whole = client.responses.create(model=model, input=whole, max_output_tokens=8, temperature=0, store=False)
+    assert following.usage.input_tokens == whole.usage.input_tokens and following.output_text == whole.output_text
+    client.responses.delete(response.id)
+    expect(openai.NotFoundError, 404, lambda: client.responses.retrieve(response.id))
+    begun = client.responses.create(model=model, input="Hello", max_output_tokens=8, temperature=0, background=True)
+    while (later := client.responses.retrieve(begun.id)).status in ("queued", "in_progress"):
+        time.sleep(0.02)
+    assert later.output_text == response.output_text
+    assert client.responses.cancel(begun.id).status == later.status
+    long = client.responses.create(model=model, input="Hello", max_output_tokens=3000, background=True, extra_body={"ignore_eos": True})
+    assert client.responses.cancel(long.id).status == client.responses.retrieve(long.id).status == "cancelled"
+
+    opened = [*user("Hello"), {"role": "assistant", "content": text.choices[0].text}]
+    fields = {"continue_final_message": True, "add_generation_prompt": False}
+    continued = client.chat.completions.create(model=model, messages=opened, max_tokens=4, extra_body=fields)
+    assert continued.usage.prompt_tokens > chat.usage.prompt_tokens
+
     expect(openai.NotFoundError, 404, lambda: client.completions.create(model="nothing", prompt="x"), code="model_not_found")
     expect(openai.BadRequestError, 400, lambda: client.completions.create(model=model, prompt="x", temperature=-1), param="temperature")
     expect(openai.BadRequestError, 400, lambda: client.completions.create(model=model, prompt="x", suffix="y"), param="suffix")
@@ -124,6 +147,7 @@ def check_any(client, model):
     )
     expect(openai.BadRequestError, 400, lambda: client.chat.completions.create(model=model, messages=[]), param="messages")
     expect(openai.NotFoundError, 404, lambda: client.responses.retrieve("resp_1"))
+    expect(openai.BadRequestError, 400, lambda: client.responses.create(model=model, input="x", previous_response_id="resp_1"))
 
 
 def check_scripted(client, model):

@@ -25,3 +25,4 @@ python3 tools/bench_serving.py "$ringspan" --tiny --depths 0,64 --tokens 4 --str
 python3 tools/check_load.py "$ringspan"
 python3 tools/check_load.py "$ringspan" -- --ring 2 --num-speculative-tokens 4
 "$clients/bin/python" tools/check_clients.py --scripted "$target/debug/examples/scripted_engine" --schemathesis --ringspan "$ringspan"
+"$clients/bin/python" tools/check_page.py "$ringspan"

@@ -47,6 +47,9 @@ pub(crate) struct ServeArgs {
     /// Largest body of a request, such as 64MiB
     #[arg(long, default_value = "64MiB", value_name = "BYTES", value_parser = bytes, help_heading = "Server")]
     max_body: u64,
+    /// Memory for stored responses of /v1/responses, such as 64MiB: the oldest make room for new ones; 0 stores none
+    #[arg(long, default_value = "64MiB", value_name = "BYTES", value_parser = bytes_or_none, help_heading = "Server")]
+    response_store: u64,
     /// Seconds that the server waits for the requests that run when it is asked to end
     #[arg(long, default_value_t = 60, value_name = "SECONDS", help_heading = "Server")]
     drain: u64,
@@ -107,6 +110,7 @@ pub(crate) fn run(args: &ServeArgs, ranks: &Ranks) -> Result<()> {
         max_body: usize::try_from(args.max_body).context("--max-body")?,
         api_keys: args.api_key_file.as_deref().map(read_keys).transpose()?.unwrap_or_default(),
         allow_origin: args.allow_origin.clone(),
+        response_store: usize::try_from(args.response_store).context("--response-store")?,
         drain: Duration::from_secs(args.drain),
         ..Settings::default()
     };
@@ -227,6 +231,11 @@ pub(crate) fn speculative_tokens(text: &str) -> Result<usize> {
     Ok(tokens)
 }
 
+/// A number of bytes, or 0.
+fn bytes_or_none(text: &str) -> Result<u64> {
+    if text == "0" { Ok(0) } else { bytes(text) }
+}
+
 /// A number of bytes, such as 1000, 64MiB or 1.5GB.
 fn bytes(text: &str) -> Result<u64> {
     let split = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
@@ -255,6 +264,8 @@ mod tests {
         assert_eq!(bytes("64MiB").expect("bytes"), 64 << 20);
         assert_eq!(bytes("1.5 GB").expect("bytes"), 1_500_000_000);
         assert_eq!(bytes("12").expect("bytes"), 12);
+        assert_eq!(bytes_or_none("0").expect("none"), 0);
+        assert_eq!(bytes_or_none("1kB").expect("bytes"), 1000);
         for wrong in ["", "x", "0", "-1GB", "1TBx", "nan"] {
             assert!(bytes(wrong).is_err(), "{wrong}");
         }

@@ -4,6 +4,7 @@ use crate::error::{ApiError, Result};
 use crate::fields::Fields;
 use crate::grammar::{Grammar, Grammars};
 use crate::metrics::ServerMetrics;
+use crate::response_store::ResponseStore;
 use crate::sampling::Sampling;
 use crate::tools::ToolFormat;
 use crate::vocabulary::Vocabulary;
@@ -82,6 +83,7 @@ pub(crate) struct App {
     pub(crate) end_tokens: Vec<u32>,
     pub(crate) defaults: Sampling,
     pub(crate) metrics: ServerMetrics,
+    pub(crate) responses: ResponseStore,
     /// When the server started, in seconds since 1970.
     pub(crate) created: u64,
     grammars: OnceLock<std::result::Result<Grammars, String>>,
@@ -96,7 +98,8 @@ impl std::fmt::Debug for App {
 }
 
 impl App {
-    pub(crate) fn new(model: ServedModel) -> std::result::Result<Arc<Self>, ServeError> {
+    /// `response_store` is the memory for stored responses, in bytes.
+    pub(crate) fn new(model: ServedModel, response_store: usize) -> std::result::Result<Arc<Self>, ServeError> {
         let ServedModel { engine, name, tokenizer, template, end_tokens, generation_config } = model;
         let defaults = Sampling::defaults(generation_config).map_err(|e| ServeError::GenerationConfig(e.message))?;
         let special = SpecialTokens::of(&tokenizer).map_err(|e| ServeError::Tokenizer(e.to_string()))?;
@@ -113,6 +116,7 @@ impl App {
             end_tokens,
             defaults,
             metrics,
+            responses: ResponseStore::new(response_store),
             created: now(),
             grammars: OnceLock::new(),
             ids: RandomState::new(),

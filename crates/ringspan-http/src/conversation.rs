@@ -25,6 +25,39 @@ pub(crate) struct Conversation {
     pub(crate) parallel_calls: bool,
     /// Further variables of the template.
     pub(crate) variables: Map<String, Value>,
+    /// Where the prompt ends.
+    pub(crate) end: PromptEnd,
+}
+
+/// Where the prompt of a conversation ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) enum PromptEnd {
+    /// Behind what the template writes before an answer.
+    #[default]
+    GenerationPrompt,
+    /// Behind the last message.
+    Messages,
+    /// Behind the text of the last message, which the answer continues.
+    FinalMessage,
+}
+
+impl PromptEnd {
+    /// Takes `add_generation_prompt` and `continue_final_message` (fields of Hugging Face and vLLM).
+    ///
+    /// # Errors
+    /// Values of the wrong type, and both fields being true.
+    pub(crate) fn take(fields: &mut Fields) -> Result<Self> {
+        let add = fields.boolean("add_generation_prompt")?;
+        match (add, fields.boolean("continue_final_message")?.unwrap_or(false)) {
+            (Some(true), true) => Err(ApiError::field(
+                "continue_final_message",
+                "contradicts add_generation_prompt: true, which begins a new message",
+            )),
+            (_, true) => Ok(Self::FinalMessage),
+            (Some(false), false) => Ok(Self::Messages),
+            (_, false) => Ok(Self::GenerationPrompt),
+        }
+    }
 }
 
 /// How the model may use its tools.
@@ -57,15 +90,24 @@ impl Conversation {
         messages.into_iter().enumerate().map(each).collect()
     }
 
-    /// The tokens of the prompt, which end with the beginning of an answer unless `add_generation_prompt` is false.
+    /// The role of the message that the answer is, or continues.
+    pub(crate) fn role(&self) -> &str {
+        let last = self.messages.last().and_then(|message| message["role"].as_str());
+        match self.end {
+            PromptEnd::GenerationPrompt => "assistant",
+            PromptEnd::Messages | PromptEnd::FinalMessage => last.unwrap_or("assistant"),
+        }
+    }
+
+    /// The tokens of the prompt.
     ///
     /// # Errors
     /// A model without a template, what the template itself raises, and tools that it does not know.
-    pub(crate) fn prompt(&self, app: &App, add_generation_prompt: bool) -> Result<Vec<u32>> {
-        app.encode(&self.text(app, add_generation_prompt)?, false)
+    pub(crate) fn prompt(&self, app: &App) -> Result<Vec<u32>> {
+        app.encode(&self.text(app)?, false)
     }
 
-    fn text(&self, app: &App, add_generation_prompt: bool) -> Result<String> {
+    fn text(&self, app: &App) -> Result<String> {
         let Some(template) = &app.template else {
             return Err(ApiError::invalid(format!(
                 "the model `{}` has no chat template, so it is not known how it reads conversations; use /v1/completions",
@@ -83,11 +125,17 @@ impl Conversation {
             true => Value::Null,
             false => Value::from(self.tools.clone()),
         };
-        let rendered =
-            Rendered { messages: &self.messages, tools: &tools, add_generation_prompt, variables: &self.variables };
-        template
-            .render(&rendered)
-            .map_err(|error| ApiError::field("messages", format!("the chat template says: {error}")))
+        let rendered = Rendered {
+            messages: &self.messages,
+            tools: &tools,
+            add_generation_prompt: self.end == PromptEnd::GenerationPrompt,
+            variables: &self.variables,
+        };
+        let text = match self.end {
+            PromptEnd::FinalMessage => template.render_unfinished(&rendered),
+            PromptEnd::GenerationPrompt | PromptEnd::Messages => template.render(&rendered),
+        };
+        text.map_err(|error| ApiError::field("messages", format!("the chat template says: {error}")))
     }
 
     /// What the tools mean for the text, and the grammar that they need.
@@ -134,7 +182,7 @@ impl Conversation {
     /// # Errors
     /// As for [`Conversation::prompt`], and those of [`generation::start`].
     pub(crate) fn start(&self, app: &Arc<App>, target: &Target, sampling: &Sampling) -> Result<Reply> {
-        let prompt = self.prompt(app, true)?;
+        let prompt = self.prompt(app)?;
         let (mode, grammar) = self.tool_mode(app)?;
         let mut sampling = sampling.clone();
         if grammar.is_some() {
@@ -345,7 +393,7 @@ pub(crate) fn tool_choice(value: Option<Value>) -> Result<ToolChoice> {
 /// Values of the wrong type.
 pub(crate) fn variables(fields: &mut Fields) -> Result<Map<String, Value>> {
     let mut variables = fields.object("chat_template_kwargs")?.unwrap_or_default();
-    for own in ["messages", "tools", "add_generation_prompt"] {
+    for own in ["messages", "tools", "add_generation_prompt", "continue_final_message"] {
         if variables.contains_key(own) {
             return Err(ApiError::field("chat_template_kwargs", format!("cannot replace `{own}`")));
         }

@@ -50,7 +50,7 @@ impl ApiError {
 
     /// A failure that is not the client's.
     pub(crate) fn failed(message: impl Into<String>) -> Self {
-        Self::new(StatusCode::INTERNAL_SERVER_ERROR, message)
+        Self::new(StatusCode::INTERNAL_SERVER_ERROR, without_backtrace(&message.into()))
     }
 
     /// OpenAI's word for the kind of error.
@@ -115,7 +115,7 @@ impl IntoResponse for ApiError {
 
 impl From<Refusal> for ApiError {
     fn from(refusal: Refusal) -> Self {
-        let message = refusal.to_string();
+        let message = without_backtrace(&refusal.to_string());
         match refusal {
             Refusal::Invalid(_) => Self::invalid(message),
             Refusal::Busy { .. } => {
@@ -123,5 +123,36 @@ impl From<Refusal> for ApiError {
             }
             Refusal::Stopped(_) => Self::new(StatusCode::SERVICE_UNAVAILABLE, message),
         }
+    }
+}
+
+/// A message of the engine without the backtrace that errors of the tensor library have where RUST_BACKTRACE is set: clients
+/// have no use for it, and where a rank has failed, the process prints the whole error when it ends.
+fn without_backtrace(message: &str) -> String {
+    let is_frame = |line: &&str| {
+        let text = line.trim_start();
+        let number = text.split_once(": ").map_or("", |(number, _)| number);
+        let is_function = !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit());
+        text.len() < line.len() && (is_function || text.starts_with("at "))
+    };
+    message.lines().filter(|line| !is_frame(line)).collect::<Vec<_>>().join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::backtrace::Backtrace;
+
+    #[test]
+    fn clients_get_no_backtraces() {
+        let backtrace = Backtrace::force_capture().to_string();
+        assert!(backtrace.lines().count() > 3, "{backtrace}");
+        let problem = format!("rank 1: shapes differ\n{backtrace}");
+        for error in
+            [ApiError::failed(&problem), Refusal::Invalid(problem.clone()).into(), Refusal::Stopped(problem).into()]
+        {
+            assert_eq!(error.message, "rank 1: shapes differ");
+        }
+        assert_eq!(without_backtrace("one: 1\nat 2: two"), "one: 1\nat 2: two");
     }
 }

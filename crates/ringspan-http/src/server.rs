@@ -32,6 +32,8 @@ pub struct Settings {
     pub api_keys: Vec<String>,
     /// Origins whose pages may call the server from a browser; `*` for all.
     pub allow_origin: Vec<String>,
+    /// Memory for responses of `/v1/responses` that are stored, in bytes: the oldest make room for new ones. 0 stores none.
+    pub response_store: usize,
     /// Longest silence of a client that is sending a body.
     pub body_timeout: Duration,
     /// How long a server that stops waits for the requests that run.
@@ -46,6 +48,7 @@ impl Default for Settings {
             max_body: 64 << 20,
             api_keys: Vec::new(),
             allow_origin: Vec::new(),
+            response_store: 64 << 20,
             body_timeout: Duration::from_secs(60),
             drain: Duration::from_secs(60),
         }
@@ -133,6 +136,9 @@ fn router(model: ServedModel, settings: &Settings) -> Result<Router, ServeError>
         .route("/v1/completions", post(completions::create))
         .route("/v1/embeddings", post(embeddings::create))
         .route("/v1/responses", post(responses::create))
+        .route("/v1/responses/{id}", get(responses::retrieve).delete(responses::delete))
+        .route("/v1/responses/{id}/cancel", post(responses::cancel))
+        .route("/v1/responses/{id}/input_items", get(responses::input_items))
         .route("/v1/messages", post(messages::create))
         .route("/v1/messages/count_tokens", post(messages::count_tokens))
         .route("/v1/load_lora_adapter", post(adapters::load))
@@ -153,7 +159,7 @@ fn router(model: ServedModel, settings: &Settings) -> Result<Router, ServeError>
         .layer(DefaultBodyLimit::max(settings.max_body))
         .layer(RequestBodyTimeoutLayer::new(settings.body_timeout))
         .layer(middleware::from_fn(in_shape_of_route))
-        .with_state(App::new(model)?);
+        .with_state(App::new(model, settings.response_store)?);
     Ok(match cors(&settings.allow_origin)? {
         Some(cors) => router.layer(cors),
         None => router,
@@ -165,8 +171,9 @@ fn cors(origins: &[String]) -> Result<Option<CorsLayer>, ServeError> {
     if origins.is_empty() {
         return Ok(None);
     }
-    let layer =
-        CorsLayer::new().allow_methods([Method::GET, Method::POST]).allow_headers(AllowHeaders::mirror_request());
+    let layer = CorsLayer::new()
+        .allow_methods([Method::GET, Method::POST, Method::DELETE])
+        .allow_headers(AllowHeaders::mirror_request());
     if origins.iter().any(|origin| origin == "*") {
         return Ok(Some(layer.allow_origin(tower_http::cors::Any)));
     }

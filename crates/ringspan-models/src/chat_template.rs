@@ -12,6 +12,10 @@ use std::path::{Path, PathBuf};
 /// Markers around the text of a `{% generation %}` block in a text of [`ChatTemplate::render_marked`]; data may not hold them.
 pub const GENERATION_MARKERS: [char; 2] = ['\u{10fffe}', '\u{10ffff}'];
 
+/// Stands behind a message that is to be continued, to find its end in what the template writes. The space shows whether the template
+/// trims texts.
+const UNFINISHED: &str = "CONTINUE_FINAL_MESSAGE ";
+
 /// The file of a template that has one of its own.
 const CHAT_TEMPLATE: &str = "chat_template.jinja";
 
@@ -177,6 +181,28 @@ impl ChatTemplate {
         Ok(if self.has_generation_blocks { text.replace(GENERATION_MARKERS, "") } else { text })
     }
 
+    /// The text of a conversation up to the end of its last message's content, which an answer goes on from, as `transformers`
+    /// writes it with `continue_final_message`. `add_generation_prompt` must be false.
+    ///
+    /// # Errors
+    /// The template's own error, a last message without a text, and a template that does not write it.
+    pub fn render_unfinished(&self, conversation: &Conversation<'_>) -> std::result::Result<String, String> {
+        let mut messages = conversation.messages.to_vec();
+        let content = messages.last_mut().and_then(|last| last.get_mut("content"));
+        let Some((content, Value::String(text))) = content.map(|content| (content.clone(), content)) else {
+            return Err("the last message has no text that could be continued".into());
+        };
+        text.push_str(UNFINISHED);
+        let rendered = self.render(&Conversation { messages: &messages, ..*conversation })?;
+        let said = content.as_str().unwrap_or_default().trim();
+        let end = rendered.rfind(UNFINISHED.trim_end()).filter(|_| rendered.contains(said));
+        let end =
+            end.ok_or("the template does not write the last message's text as it is, so it cannot be continued")?;
+        // A template that trims texts would have trimmed this one, too.
+        let trims = !rendered[end..].starts_with(UNFINISHED);
+        Ok(if trims { rendered[..end].trim_end().to_owned() } else { rendered[..end].to_owned() })
+    }
+
     /// The text of a conversation, with [`GENERATION_MARKERS`] around each generation block.
     ///
     /// # Errors
@@ -295,6 +321,28 @@ mod tests {
                       {% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}";
         assert_eq!(text(source, json!({}), true), Ok("hi<a>".into()));
         assert_eq!(text(source, json!({"enable_thinking": false}), false), Ok("hi<think></think>".into()));
+    }
+
+    #[test]
+    fn an_unfinished_message_has_no_end() {
+        let unfinished = |source: &str, text: &str| {
+            let template = ChatTemplate::parse(source.into(), Map::new(), Path::new("t.jinja")).expect("a template");
+            let messages = [json!({"role": "user", "content": text}), json!({"role": "assistant", "content": text})];
+            let (tools, variables) = (Value::Null, Map::new());
+            template.render_unfinished(&Conversation {
+                messages: &messages,
+                tools: &tools,
+                add_generation_prompt: false,
+                variables: &variables,
+            })
+        };
+        let plain = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>\n{% endfor %}";
+        assert_eq!(unfinished(plain, " a\n"), Ok("<user> a\n</s>\n<assistant> a\n".into()));
+        assert_eq!(unfinished(plain, ""), Ok("<user></s>\n<assistant>".into()));
+        let trims = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</s>\n{% endfor %}";
+        assert_eq!(unfinished(trims, " a\n"), Ok("<user>a</s>\n<assistant>a".into()));
+        let silent = "{% for m in messages %}{{ m.role }}{% endfor %}";
+        assert!(unfinished(silent, "a").is_err_and(|error| error.contains("does not write")));
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use crate::app::{App, Target, now};
 use crate::body::Body;
-use crate::conversation::{self, Conversation, Reply, ReplyPart};
+use crate::conversation::{self, Conversation, PromptEnd, Reply, ReplyPart};
 use crate::error::{ApiError, Result};
 use crate::fields::Fields;
 use crate::generation::End;
@@ -48,10 +48,9 @@ impl Asked {
             choice: conversation::tool_choice(fields.value("tool_choice"))?,
             parallel_calls: fields.boolean("parallel_tool_calls")?.unwrap_or(true),
             variables: conversation::variables(&mut fields)?,
+            end: PromptEnd::take(&mut fields)?,
         };
         let (stream, include_usage) = streaming(&mut fields)?;
-        fields.only("add_generation_prompt", &[json!(true)], "an answer begins as the template says")?;
-        fields.only("continue_final_message", &[json!(false)], "an answer is a message of its own")?;
         fields.only("echo", &[json!(false)], "it belongs to /v1/completions")?;
         fields.only("add_special_tokens", &[json!(false)], "the template writes them")?;
         fields.only("modalities", &[json!(["text"])], "this server answers with text")?;
@@ -151,7 +150,7 @@ impl Answer {
             } else {
                 Value::Null
             };
-            let mut said = json!({"role": "assistant", "content": content, "refusal": null});
+            let mut said = json!({"role": self.asked.conversation.role(), "content": content, "refusal": null});
             if !message.calls.is_empty() {
                 said["tool_calls"] = message.calls.into();
             }
@@ -192,7 +191,8 @@ impl Answer {
 
     async fn stream(self, mut reply: Reply, writer: sse::Writer) -> Result<()> {
         for index in 0..self.asked.sampling.n {
-            let mut first = self.delta(index, json!({"role": "assistant", "content": ""}), &[]);
+            let role = self.asked.conversation.role();
+            let mut first = self.delta(index, json!({"role": role, "content": ""}), &[]);
             if self.asked.sampling.return_token_ids {
                 first["prompt_token_ids"] = reply.prompt.clone().into();
             }

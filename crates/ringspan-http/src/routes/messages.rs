@@ -41,7 +41,14 @@ fn conversation(fields: &mut Fields) -> Result<Conversation> {
         thinking.finish()?;
     }
     let variables = fields.object("chat_template_kwargs")?.unwrap_or_default();
-    Ok(Conversation { messages: Conversation::read(messages)?, tools, choice, parallel_calls, variables })
+    Ok(Conversation {
+        messages: Conversation::read(messages)?,
+        tools,
+        choice,
+        parallel_calls,
+        variables,
+        ..Conversation::default()
+    })
 }
 
 /// The messages that a message of Anthropic's form stands for: results of tools are messages of their own.
@@ -167,7 +174,7 @@ pub(crate) async fn count_tokens(State(app): State<Arc<App>>, Body(body): Body) 
         app.target(&mut fields)?;
         let conversation = conversation(&mut fields)?;
         fields.finish()?;
-        Ok(conversation.prompt(app, true)?.len())
+        Ok(conversation.prompt(app)?.len())
     };
     let tokens = app.work(count).await?;
     Ok(Json(json!({"input_tokens": tokens})).into_response())

@@ -2,7 +2,7 @@
 
 use crate::app::App;
 use crate::body::Body;
-use crate::conversation::{self, Conversation};
+use crate::conversation::{self, Conversation, PromptEnd};
 use crate::error::{ApiError, Result};
 use crate::fields::Fields;
 use axum::Json;
@@ -25,11 +25,10 @@ pub(crate) async fn tokenize(State(app): State<Arc<App>>, Body(body): Body) -> R
                     messages: Conversation::read(messages)?,
                     tools: conversation::tools(fields.list("tools")?.unwrap_or_default())?,
                     variables: conversation::variables(&mut fields)?,
+                    end: PromptEnd::take(&mut fields)?,
                     ..Conversation::default()
                 };
-                let generation_prompt = fields.boolean("add_generation_prompt")?.unwrap_or(true);
-                fields.only("continue_final_message", &[json!(false)], "an answer is a message of its own")?;
-                let tokens = conversation.prompt(app, generation_prompt)?;
+                let tokens = conversation.prompt(app)?;
                 if special == Some(true) { app.special.begin(tokens) } else { tokens }
             }
             _ => return Err(ApiError::invalid("give either `prompt` or `messages`")),

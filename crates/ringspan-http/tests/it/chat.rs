@@ -210,3 +210,50 @@ fn what_a_template_raises_is_the_answer() {
     let error = server.chat("x", json!({})).error(400);
     assert!(error["message"].as_str().unwrap().contains("roles must alternate"), "{error}");
 }
+
+#[test]
+fn a_prompt_ends_where_the_request_says() {
+    let template = "{% for m in messages %}<|user|>{{ m.role }}: {{ m.content }};{% endfor %}\
+        {% if add_generation_prompt %}<|assistant|>{% endif %}";
+    let server = start_with(Settings::default(), Some(template));
+    let messages = json!([{"role": "user", "content": "Count."}, {"role": "assistant", "content": "say:one, "}]);
+    let ask = |more: Value| {
+        let mut body = json!({"messages": messages, "return_token_ids": true, "max_tokens": 3});
+        body.as_object_mut().unwrap().extend(more.as_object().cloned().unwrap());
+        server.post("/v1/chat/completions", body)
+    };
+    let prompt = |answer: &Value| {
+        let tokens = answer["prompt_token_ids"].as_array().unwrap();
+        let byte = |token: &Value| u8::try_from(token.as_u64().unwrap()).unwrap_or(b'|');
+        String::from_utf8(tokens.iter().map(byte).collect()).unwrap()
+    };
+    let answer = ask(json!({"continue_final_message": true})).json();
+    assert_eq!(prompt(&answer), "|user: Count.;|assistant: say:one, ");
+    assert_eq!(answer["choices"][0]["message"], json!({"role": "assistant", "content": "one", "refusal": null}));
+    assert_eq!(prompt(&ask(json!({"add_generation_prompt": false})).json()), "|user: Count.;|assistant: say:one, ;");
+    assert_eq!(prompt(&ask(json!({})).json()), "|user: Count.;|assistant: say:one, ;|");
+    let both = json!({"continue_final_message": true, "add_generation_prompt": true});
+    assert_eq!(ask(both).error(400)["param"], "continue_final_message");
+    let tokens = server.post("/tokenize", json!({"messages": messages, "continue_final_message": true})).json();
+    assert_eq!(tokens["tokens"], answer["prompt_token_ids"]);
+    // A message of the user's can be continued as well.
+    let user = json!([{"role": "user", "content": "say:yes"}]);
+    let body = json!({"messages": user, "continue_final_message": true, "stream": true});
+    let chunks = server.post("/v1/chat/completions", body).chunks();
+    assert_eq!(chunks[0]["choices"][0]["delta"]["role"], "user");
+}
+
+#[test]
+fn a_continued_message_is_trimmed_where_the_template_trims() {
+    let tokens = |template: &str, text: &str| {
+        let server = start_with(Settings::default(), Some(template));
+        let messages = json!([{"role": "user", "content": text}, {"role": "assistant", "content": text}]);
+        server.post("/tokenize", json!({"messages": messages, "continue_final_message": true}))
+    };
+    let count = |template: &str, text: &str| tokens(template, text).json()["count"].as_u64().unwrap();
+    let plain = "{% for m in messages %}<{{ m.content }}>{% endfor %}";
+    assert_eq!((count(plain, " a\n"), count(plain, "")), (9, 3));
+    assert_eq!(count("{% for m in messages %}<{{ m.content | trim }}>{% endfor %}", " a\n"), 5);
+    let error = tokens("{% for m in messages %}{{ m.role }}{% endfor %}", "a").error(400);
+    assert!(error["message"].to_string().contains("does not write"), "{error}");
+}

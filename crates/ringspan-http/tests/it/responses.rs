@@ -1,6 +1,7 @@
 //! OpenAI's Responses interface.
 
-use crate::client::start;
+use crate::client::{TEMPLATE, start, start_with};
+use ringspan_http::Settings;
 use serde_json::{Value, json};
 
 #[test]
@@ -73,7 +74,128 @@ fn schemas_stand_in_text_format() {
 }
 
 #[test]
-fn what_needs_stored_responses_is_refused() {
+fn a_response_is_continued_by_its_id() {
+    let server = start();
+    let tools = json!([{"type": "function", "name": "f", "parameters": {"type": "object"}}]);
+    let call = "say:Hm<tool_call>{\"name\": \"f\", \"arguments\": {}}</tool_call>";
+    let first = server.post("/v1/responses", json!({"input": call, "tools": tools, "instructions": "be brief"})).json();
+    let (said, called) = (&first["output"][0], &first["output"][1]);
+    let output = json!({"type": "function_call_output", "call_id": called["call_id"], "output": "say:done"});
+    let more = json!({"input": [output], "previous_response_id": first["id"], "tools": tools});
+    let next = server.post("/v1/responses", more).json();
+    assert_eq!(next["output"][0]["content"][0]["text"], "done");
+    assert_eq!((&next["previous_response_id"], &next["store"]), (&first["id"], &json!(true)));
+    // The same conversation as a whole: all of its prompt but the last token is cached. Instructions are not carried over.
+    let user = json!({"role": "user", "content": call});
+    let whole = json!({"input": [user, said, called, output], "tools": tools, "store": false});
+    let whole = server.post("/v1/responses", whole).json();
+    let tokens = |response: &Value, name: &str| response["usage"][name].as_u64().unwrap();
+    let details = &whole["usage"]["input_tokens_details"];
+    assert_eq!(tokens(&next, "input_tokens"), tokens(&whole, "input_tokens"));
+    assert_eq!(details["cached_tokens"].as_u64().unwrap(), tokens(&next, "input_tokens") - 1);
+    // Streams are stored, too, and can be asked for once they have ended.
+    let events = server.post("/v1/responses", json!({"input": "say:hi", "stream": true})).events();
+    let last = &events.last().unwrap().1["response"];
+    assert_eq!(server.get(&format!("/v1/responses/{}", last["id"].as_str().unwrap())).json(), *last);
+}
+
+#[test]
+fn a_stored_response_is_read_listed_and_deleted() {
+    let server = start();
+    let first = server.post("/v1/responses", json!({"input": "say:one"})).json();
+    let more = json!({"input": [{"role": "user", "content": "say:two"}], "previous_response_id": first["id"]});
+    let second = server.post("/v1/responses", more).json();
+    let path = format!("/v1/responses/{}", second["id"].as_str().unwrap());
+    assert_eq!(server.get(&path).json(), second);
+    assert_eq!(server.get(&format!("{path}?include[]=a&include[]=b&stream=false")).json(), second);
+    assert_eq!(server.get(&format!("{path}?stream=true")).error(400)["param"], "stream");
+    let list = server.get(&format!("{path}/input_items?order=asc&limit=2")).json();
+    assert_eq!((&list["data"][0]["content"][0]["text"], &list["has_more"]), (&json!("say:one"), &json!(true)));
+    assert_eq!(list["data"][1], first["output"][0]);
+    let after = list["last_id"].as_str().unwrap();
+    let rest = server.get(&format!("{path}/input_items?order=asc&after={after}")).json();
+    assert_eq!((&rest["data"][0]["content"], &rest["has_more"]), (&json!("say:two"), &json!(false)));
+    assert_eq!(server.get(&format!("{path}/input_items")).json()["data"][0], rest["data"][0], "the newest comes first");
+    for wrong in ["limit=0", "limit=x", "order=up", "after=nothing"] {
+        assert_eq!(server.get(&format!("{path}/input_items?{wrong}")).status, 400, "{wrong}");
+    }
+    let cancelled = server.post(&format!("{path}/cancel"), json!({})).error(400);
+    assert!(cancelled["message"].to_string().contains("background"), "{cancelled}");
+    let deleted = server.request("DELETE", &path, "", b"");
+    assert_eq!((deleted.status, &deleted.json()["deleted"]), (200, &json!(true)));
+    for (method, path) in [("GET", path.clone()), ("DELETE", path.clone()), ("POST", format!("{path}/cancel"))] {
+        server.request(method, &path, "", b"").error(404);
+    }
+    let more = json!({"input": "x", "previous_response_id": second["id"]});
+    let error = server.post("/v1/responses", more).error(400);
+    assert_eq!(
+        (&error["param"], &error["code"]),
+        (&json!("previous_response_id"), &json!("previous_response_not_found"))
+    );
+}
+
+#[test]
+fn a_response_in_the_background_is_asked_for_and_can_be_cancelled() {
+    let server = start();
+    let begin = |input: &str| {
+        let begun = server.post("/v1/responses", json!({"input": input, "background": true})).json();
+        assert_eq!((&begun["status"], &begun["background"]), (&json!("in_progress"), &json!(true)));
+        format!("/v1/responses/{}", begun["id"].as_str().unwrap())
+    };
+    let ended = |path: &str| loop {
+        let response = server.get(path).json();
+        if response["status"] != "in_progress" {
+            return response;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    };
+    let path = begin("say:hi");
+    let response = ended(&path);
+    assert_eq!(
+        (&response["status"], &response["output"][0]["content"][0]["text"]),
+        (&json!("completed"), &json!("hi"))
+    );
+    assert_eq!(server.post(&format!("{path}/cancel"), json!({})).json(), response, "what has ended stays as it is");
+    let failed = ended(&begin("FAIL"));
+    assert_eq!(failed["status"], "failed");
+    assert!(failed["error"]["message"].to_string().contains("rank 1"), "{failed}");
+    let error = server.post("/v1/responses", json!({"input": "x", "previous_response_id": failed["id"]})).error(400);
+    assert!(error["message"].to_string().contains("its status is failed"), "{error}");
+    let idle = || {
+        while server.engine.live.load(std::sync::atomic::Ordering::SeqCst) > 0 {
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        }
+    };
+    // Both ways to end one free the engine.
+    let path = begin("SLOW");
+    let cancelled = server.post(&format!("{path}/cancel"), json!({})).json();
+    assert_eq!(cancelled["status"], "cancelled");
+    idle();
+    assert_eq!(server.get(&path).json(), cancelled);
+    let path = begin("SLOW");
+    assert_eq!(server.request("DELETE", &path, "", b"").status, 200);
+    idle();
+    server.get(&path).error(404);
+}
+
+#[test]
+fn memory_for_responses_is_bounded() {
+    let server = start_with(Settings { response_store: 4000, ..Settings::default() }, Some(TEMPLATE));
+    let ids: Vec<String> = (0..8)
+        .map(|_| server.post("/v1/responses", json!({"input": "say:hi"})).json()["id"].as_str().unwrap().to_owned())
+        .collect();
+    let status = |id: &String| server.get(&format!("/v1/responses/{id}")).status;
+    assert_eq!((status(&ids[0]), status(&ids[7])), (404, 200));
+    let none = start_with(Settings { response_store: 0, ..Settings::default() }, Some(TEMPLATE));
+    let response = none.post("/v1/responses", json!({"input": "say:hi", "store": true})).json();
+    assert_eq!(response["store"], false);
+    let error = none.get(&format!("/v1/responses/{}", response["id"].as_str().unwrap())).error(404);
+    assert!(error["message"].to_string().contains("--response-store 0"), "{error}");
+    none.post("/v1/responses", json!({"input": "x", "background": true})).error(400);
+}
+
+#[test]
+fn what_cannot_be_is_refused() {
     let server = start();
     let error = |more: Value| {
         let mut body = json!({"input": "x"});
@@ -81,7 +203,9 @@ fn what_needs_stored_responses_is_refused() {
         server.post("/v1/responses", body).error(400)["param"].clone()
     };
     assert_eq!(error(json!({"previous_response_id": "resp_1"})), "previous_response_id");
-    assert_eq!(error(json!({"background": true})), "background");
+    assert_eq!(error(json!({"conversation": "conv_1"})), "conversation");
+    assert_eq!(error(json!({"background": true, "store": false})), "background");
+    assert_eq!(error(json!({"background": true, "stream": true})), "stream");
     assert_eq!(error(json!({"tools": [{"type": "web_search"}]})), "tools[0].type");
     assert_eq!(error(json!({"input": [{"type": "item_reference", "id": "x"}]})), "input[0].type");
     assert_eq!(error(json!({"input": [{"role": "user"}]})), "input");
