@@ -149,7 +149,7 @@ impl Shape {
     }
 
     /// This shape with all activations recomputed.
-    pub(super) fn computed_again(&self) -> Self {
+    pub(super) fn with_full_recompute(&self) -> Self {
         Self { recompute: Recompute::Full, ..self.clone() }
     }
 

@@ -56,7 +56,7 @@ pub(super) fn nearest(
         let (_, parts) = shape.memory_on(side, tokens, batch)?;
         Ok(load.ranks * parts.iter().map(|(_, bytes)| bytes).sum::<u64>())
     };
-    let least = shape.computed_again();
+    let least = shape.with_full_recompute();
     let found =
         |settings: &str, needed: u64| Ok(format!("the nearest that fits is {settings} ({})", bytes_text(needed)));
     let mut given = String::new();
