@@ -2,9 +2,9 @@
 stream has its own whole text, that every malformed body is refused, that nothing is left at the end, and that memory does not grow
 after warm-up.
 
-    check_load.py PROGRAM                                     a few seconds
-    check_load.py PROGRAM --clients 200 --seconds 180         the whole load
-    check_load.py PROGRAM -- --ring 2 --max-running 16        with further flags of `ringspan serve`
+    check_load.py PROGRAM                                                             a few seconds
+    check_load.py PROGRAM --clients 200 --seconds 180 --longest-prompt 16000          the whole load
+    check_load.py PROGRAM -- --ring 2 --max-running 16                                with further flags of `ringspan serve`
 """
 
 import argparse
@@ -18,6 +18,9 @@ import time
 from pathlib import Path
 
 from tiny_server import server, write_model
+
+# A token has keys and values of 2 heads of 8 floats in each of the 2 layers of the tiny model.
+BYTES_PER_TOKEN = 256
 
 # Bodies that no request may have, and the statuses that fit.
 MALFORMED = [
@@ -36,7 +39,6 @@ MALFORMED = [
     b'{"prompt": "x", "model": "another"}',
     b'{"prompt": "x", "stop": [1, 2]}',
     b'{"prompt": "x", "guided_regex": "("}',
-    b'{"prompt": "' + b"a" * 9000 + b'"}',
     b"[" * 5000,
 ]
 
@@ -46,9 +48,10 @@ class Refused(Exception):
 
 
 class Load:
-    def __init__(self, address, seed):
+    def __init__(self, address, seed, positions):
         self.host, self.port = address.removeprefix("http://").split(":")
         self.random = random.Random(seed)
+        self.malformed = [*MALFORMED, json.dumps({"prompt": "a" * (positions + 1)}).encode()]
         self.texts = {}
         self.done = {"streams": 0, "left": 0, "malformed": 0, "hung up": 0}
         self.problems = []
@@ -102,10 +105,10 @@ class Load:
             writer.close()
 
     async def prepare(self, prompts, longest):
-        """Asks for the text of every prompt while nobody else does."""
-        for _ in range(prompts):
-            # Short ones are frequent, as with users.
-            length = round(longest ** self.random.random())
+        """Asks for the text of every prompt while nobody else does. The shortest prompt has one token, the longest `longest`."""
+        for number in range(prompts):
+            # Short ones are frequent, as with users: the logarithms of lengths are uniform.
+            length = round(longest ** (number if number < 2 else self.random.random()))
             prompt = "".join(self.random.choice("abcdefgh \n") for _ in range(length))
             max_tokens = self.random.randrange(1, 64)
             self.texts[prompt, max_tokens] = await self.stream(prompt, max_tokens)
@@ -131,7 +134,7 @@ class Load:
                     writer.close()
                     self.done["hung up"] += 1
                 else:
-                    body = self.random.choice(MALFORMED)
+                    body = self.random.choice(self.malformed)
                     reader, writer, status = await self.send("POST", "/v1/completions", body)
                     answer = await reader.read()
                     writer.close()
@@ -160,9 +163,11 @@ def resident(process):
         return None
 
 
-async def run(address, process, arguments):
-    load = Load(address, arguments.seed)
-    await load.prepare(arguments.prompts, arguments.longest)
+async def run(address, process, positions, arguments):
+    load = Load(address, arguments.seed, positions)
+    await load.prepare(arguments.prompts, arguments.longest_prompt)
+    lengths = sorted(len(prompt) for prompt, _ in load.texts)
+    print(f"prompts of {lengths[0]} to {lengths[-1]} tokens, half of them of at most {lengths[(len(lengths) - 1) // 2]}")
     began = time.monotonic()
     clients = [load.client(began + arguments.seconds) for _ in range(arguments.clients)]
     clients = asyncio.gather(*clients)
@@ -190,16 +195,19 @@ def main():
     parser.add_argument("--clients", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=6)
     parser.add_argument("--prompts", type=int, default=24)
-    parser.add_argument("--longest", type=int, default=2000, help="characters of the longest prompt, each a token")
+    parser.add_argument("--longest-prompt", type=int, default=2000, help="tokens of the longest prompt, each a character")
     parser.add_argument("--seed", type=int, default=1)
     given = sys.argv[1:]
     at = given.index("--") if "--" in given else len(given)
     arguments, flags = parser.parse_args(given[:at]), given[at + 1 :]
+    # The cache of a rank holds as many tokens as four of the longest prompts, so that pages are scarce.
+    positions = 2 * max(arguments.longest_prompt, 2048)
+    kv_cache = str(2 * positions * BYTES_PER_TOKEN)
     with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder))
-        command = [arguments.program, "serve", "--model", folder, "--port", "0", "--kv-cache", "2MiB", *flags]
+        write_model(Path(folder), positions)
+        command = [arguments.program, "serve", "--model", folder, "--port", "0", "--kv-cache", kv_cache, *flags]
         with server(command) as (address, process):
-            asyncio.run(run(address, process, arguments))
+            asyncio.run(run(address, process, positions, arguments))
 
 
 if __name__ == "__main__":
