@@ -2,10 +2,15 @@
 #![cfg(all(unix, feature = "mpi"))]
 
 use super::mpi::{DEADLINE, Run, finish, start};
-use crate::support::http::request;
+use crate::support::http::{request, request_text};
 use crate::support::{Bench, model::bench};
 use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
+use std::net::TcpStream;
 use std::process::{Child, Command};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
@@ -47,6 +52,16 @@ impl Served {
         let (status, body) = request(&self.address, "POST", "/v1/completions", body).expect("an answer");
         assert_eq!(status, 200, "{body}");
         body["choices"].clone()
+    }
+
+    /// The numbers of requests that run and that wait.
+    fn requests(&self) -> [f64; 2] {
+        let (_, metrics) = request_text(&self.address, "GET", "/metrics").expect("an answer");
+        ["vllm:num_requests_running", "vllm:num_requests_waiting"].map(|name| {
+            let line = metrics.lines().find(|line| line.starts_with(name));
+            let number = line.and_then(|line| line.rsplit(' ').next()?.parse().ok());
+            number.unwrap_or_else(|| panic!("no {name}: {metrics}"))
+        })
     }
 
     /// The process of a rank.
@@ -142,16 +157,173 @@ fn a_killed_rank_ends_the_server_with_its_name_and_requests_in_flight_hear_of_it
     }
 }
 
-/// Waits until the server has generated tokens of a request.
+/// Waits until the server has a request that runs.
 fn wait_until_it_runs(served: &Served) {
     let began = Instant::now();
-    loop {
-        let (_, metrics) = crate::support::http::request_text(&served.address, "GET", "/metrics").expect("an answer");
-        let running = metrics.lines().find(|line| line.starts_with("vllm:num_requests_running"));
-        if running.is_some_and(|line| line.ends_with(" 1.0") || line.ends_with(" 1")) {
-            return;
-        }
-        assert!(began.elapsed() < DEADLINE, "{metrics}");
+    while served.requests()[0] == 0.0 {
+        assert!(began.elapsed() < DEADLINE, "nothing runs");
         std::thread::sleep(Duration::from_millis(5));
     }
+}
+
+#[test]
+fn none_of_many_requests_is_silent_when_a_rank_is_killed() {
+    kill_a_rank_under(120, 16);
+}
+
+#[test]
+#[ignore = "takes a minute"]
+fn none_of_a_thousand_requests_is_silent_when_a_rank_is_killed() {
+    kill_a_rank_under(1000, 64);
+}
+
+/// The answer to a streamed request, once its head has come.
+#[derive(Debug, PartialEq)]
+enum Answer {
+    /// A text to its end.
+    Text { text: String, tokens: u64 },
+    /// An error, as a body or as an event.
+    Error(String),
+    /// Neither of them.
+    Broken(String),
+}
+
+/// Kills a rank when all requests are at the server, which computes `together` at a time: some are answered, some run, and the
+/// others wait. All of them must be answered or hear of the rank; so must later ones, unless the server listens no more.
+fn kill_a_rank_under(clients: usize, together: usize) {
+    let bench = bench(&json!({}));
+    let served = Served::start(&bench, 3, &["--ring", "3", "--max-running", &together.to_string()]);
+    let (address, victim) = (served.address.clone(), served.process(1));
+    let short_ones = (0..2 * SHORT_KINDS).filter(|number| !is_long(*number));
+    let alone: Vec<Answer> =
+        short_ones.map(|number| stream(&address, &streamed(number), || ()).expect("an answer")).collect();
+
+    let begun = Arc::new(AtomicUsize::new(0));
+    let (sender, answers) = channel();
+    let start_client = |number: usize| {
+        let (address, begun, sender) = (address.clone(), begun.clone(), sender.clone());
+        std::thread::spawn(move || {
+            let begins = || {
+                begun.fetch_add(1, Ordering::SeqCst);
+            };
+            let answer = stream(&address, &streamed(number), begins);
+            // Nobody listens any more where the test has failed.
+            let _ = sender.send((number, answer));
+        });
+    };
+    (0..clients).for_each(&start_client);
+    let mut heard = Vec::new();
+    let began = Instant::now();
+    loop {
+        heard.extend(answers.try_iter());
+        let (begun, [running, waiting]) = (begun.load(Ordering::SeqCst), served.requests());
+        if begun == clients && heard.len() >= together / 2 && running > 0.0 && waiting > 0.0 {
+            break;
+        }
+        let answered = heard.len();
+        let state = format!("{begun} of {clients} taken, {answered} answered, {running} run, {waiting} wait");
+        assert!(began.elapsed() < DEADLINE, "{state}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let killed = Instant::now();
+    signal("-KILL", &victim);
+    let all = clients + clients / 10;
+    for number in clients..all {
+        start_client(number);
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    while heard.len() < all {
+        let left = SECONDS.saturating_sub(killed.elapsed());
+        let silent = all - heard.len();
+        heard.push(answers.recv_timeout(left).unwrap_or_else(|_| panic!("{silent} requests are silent")));
+    }
+
+    let run = served.finish();
+    assert!(!run.good && killed.elapsed() < SECONDS, "{:?}", killed.elapsed());
+    for rank in [0, 2] {
+        let said = &run.stderr[rank];
+        assert!(said.contains("rank 1 failed: its process is gone"), "rank {rank}: {said}");
+    }
+    let (mut answered, mut failed, mut late) = (0, 0, 0);
+    for (number, answer) in heard {
+        match answer {
+            Ok(Answer::Text { tokens, .. }) if is_long(number) => {
+                assert_eq!(Some(tokens), streamed(number)["max_tokens"].as_u64(), "request {number}");
+                answered += 1;
+            }
+            Ok(text @ Answer::Text { .. }) => {
+                assert_eq!(text, alone[number / 2 % SHORT_KINDS], "request {number} has another text than alone");
+                answered += 1;
+            }
+            Ok(Answer::Error(message)) => {
+                assert!(message.contains("rank 1"), "request {number}: {message}");
+                failed += 1;
+            }
+            Ok(Answer::Broken(answer)) => panic!("request {number} was taken and has no end: {answer}"),
+            Err(error) => {
+                assert!(number >= clients, "request {number} was at the server: {error}");
+                late += 1;
+            }
+        }
+    }
+    println!("{answered} answered, {failed} told of the rank, {late} after the server's end");
+    assert!(failed > together, "those that waited hear of it as well");
+}
+
+/// Number of different requests among those that are short, which are all with an even number.
+const SHORT_KINDS: usize = 10;
+
+fn is_long(number: usize) -> bool {
+    number % 2 == 1
+}
+
+/// One of many requests: the long ones take longer than the test.
+fn streamed(number: usize) -> Value {
+    let kind = number / 2 % SHORT_KINDS;
+    let max_tokens = if is_long(number) { 1000 + number % 7 * 300 } else { 1 + 2 * kind };
+    json!({"prompt": format!("line {kind} of 4\n").repeat(1 + 6 * kind), "max_tokens": max_tokens, "temperature": 0,
+        "ignore_eos": true, "stream": true, "stream_options": {"include_usage": true}})
+}
+
+/// Asks for a streamed completion; calls `begins` when the head of the answer is there. An error is that of a connection on
+/// which there is none.
+fn stream(address: &str, asked: &Value, begins: impl FnOnce()) -> std::io::Result<Answer> {
+    let mut socket = TcpStream::connect(address)?;
+    let body = asked.to_string();
+    write!(socket, "POST /v1/completions HTTP/1.0\r\ncontent-length: {}\r\n\r\n{body}", body.len())?;
+    let mut reader = BufReader::new(socket);
+    let mut head = String::new();
+    while !head.ends_with("\r\n\r\n") {
+        if reader.read_line(&mut head)? == 0 {
+            return Err(ErrorKind::UnexpectedEof.into());
+        }
+    }
+    begins();
+    let mut body = Vec::new();
+    let end = reader.read_to_end(&mut body);
+    let body = String::from_utf8_lossy(&body);
+    Ok(read_answer(&body).unwrap_or_else(|| Answer::Broken(format!("{head}{body}, {end:?}"))))
+}
+
+/// Reads the body of an answer; `None` if it has neither the end of a text nor an error.
+fn read_answer(body: &str) -> Option<Answer> {
+    let error_of = |value: &Value| value["error"]["message"].as_str().map(|message| Answer::Error(message.to_owned()));
+    if let Ok(whole) = serde_json::from_str::<Value>(body) {
+        return error_of(&whole);
+    }
+    let (mut all, mut is_finished, mut generated) = (String::new(), false, None);
+    for data in body.lines().filter_map(|line| line.strip_prefix("data: ")) {
+        if data == "[DONE]" {
+            return is_finished.then_some(Answer::Text { text: all, tokens: generated? });
+        }
+        let event: Value = serde_json::from_str(data).ok()?;
+        if let Some(error) = error_of(&event) {
+            return Some(error);
+        }
+        let choice = &event["choices"][0];
+        all.push_str(choice["text"].as_str().unwrap_or_default());
+        is_finished |= choice["finish_reason"] == "length";
+        generated = event["usage"]["completion_tokens"].as_u64();
+    }
+    None
 }

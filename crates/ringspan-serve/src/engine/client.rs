@@ -56,7 +56,7 @@ impl Client {
                 Refusal::Stopped(format!("the engine has not answered within {deadline:.1} s"))
             }
             RecvTimeoutError::Disconnected => {
-                Refusal::Stopped(self.stopped().unwrap_or_else(|| "the engine has ended".to_owned()))
+                Refusal::Stopped(self.0.reason_of_end().unwrap_or_else(|| "the engine has ended".to_owned()))
             }
         })
     }

@@ -124,8 +124,10 @@ impl<'a> Lead<'a> {
         let mut idle = true;
         loop {
             let wait = self.heartbeat.saturating_sub(ranks.since_order());
-            let (commands, ending) = self.shared.take(idle.then_some(wait));
-            for command in commands {
+            let (commands, ending) = self.shared.commands(idle.then_some(wait));
+            for _ in 0..commands {
+                // One at a time: if it fails, those behind it are still in the queue, and hear why.
+                let Some(command) = self.shared.next_command() else { break };
                 self.handle(command, ranks)?;
             }
             self.forget_adapters(ranks)?;

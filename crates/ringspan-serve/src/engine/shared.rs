@@ -18,6 +18,8 @@ pub(super) struct Shared {
     pub(super) deadline: Duration,
     state: Mutex<SharedState>,
     wake: Condvar,
+    /// Tells clients that `stopped` is known.
+    stopping: Condvar,
 }
 
 #[derive(Debug, Default)]
@@ -56,7 +58,7 @@ impl Shared {
     pub(super) fn new(limits: Limits, deadline: Duration) -> Self {
         let metrics = Metrics { ranks: vec![Default::default(); limits.ranks], ..Metrics::default() };
         let state = Mutex::new(SharedState { metrics, ..SharedState::default() });
-        Self { limits, deadline, state, wake: Condvar::new() }
+        Self { limits, deadline, state, wake: Condvar::new(), stopping: Condvar::new() }
     }
 
     fn lock(&self) -> MutexGuard<'_, SharedState> {
@@ -90,8 +92,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Takes all commands; waits for one for at most `wait`. Also returns how the engine should end.
-    pub(super) fn take(&self, wait: Option<Duration>) -> (VecDeque<Command>, Option<Ending>) {
+    /// The number of commands in the queue; waits for one for at most `wait`. Also returns how the engine should end.
+    pub(super) fn commands(&self, wait: Option<Duration>) -> (usize, Option<Ending>) {
         let mut state = self.lock();
         if let Some(wait) = wait {
             let until = Instant::now() + wait;
@@ -103,11 +105,18 @@ impl Shared {
                 state = self.wake.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
             }
         }
-        let queue = std::mem::take(&mut state.queue);
-        let submitted = queue.iter().filter(|command| matches!(command, Command::Submit { .. })).count();
-        // Until the engine publishes its own count, these requests wait.
-        state.metrics.waiting += submitted;
-        (queue, state.ending)
+        (state.queue.len(), state.ending)
+    }
+
+    /// Takes the next command from the queue.
+    pub(super) fn next_command(&self) -> Option<Command> {
+        let mut state = self.lock();
+        let command = state.queue.pop_front()?;
+        if matches!(command, Command::Submit { .. }) {
+            // Until the engine publishes its own count, this request waits.
+            state.metrics.waiting += 1;
+        }
+        Some(command)
     }
 
     /// Makes the engine end; requests are refused from now on.
@@ -119,6 +128,7 @@ impl Shared {
         }
         state.stopped.get_or_insert_with(|| "the engine is shutting down and takes no new requests".to_owned());
         self.wake.notify_one();
+        self.stopping.notify_all();
     }
 
     /// Refuses everything from now on, and fails what is in the queue.
@@ -132,11 +142,19 @@ impl Shared {
         }
         state.metrics.running = 0;
         state.metrics.waiting = 0;
+        self.stopping.notify_all();
     }
 
     /// Why the engine takes no more requests, once it does not.
     pub(super) fn stopped(&self) -> Option<String> {
         self.lock().stopped.clone()
+    }
+
+    /// Like [`stopped`](Self::stopped), for a client whose command the engine has dropped: this happens before all ranks have ended and
+    /// the reason is known, for which it waits.
+    pub(super) fn reason_of_end(&self) -> Option<String> {
+        let waiting = self.stopping.wait_timeout_while(self.lock(), self.deadline, |state| state.stopped.is_none());
+        waiting.unwrap_or_else(PoisonError::into_inner).0.stopped.clone()
     }
 
     pub(super) fn publish(&self, metrics: Metrics) {

@@ -159,6 +159,40 @@ fn none_of_a_thousand_requests_is_silent_when_a_rank_dies() {
     assert!(engine.wait().is_err());
 }
 
+/// Where the rank fails in a check of its health, which is a step as well, that check and the requests behind it hear of the rank.
+#[test]
+fn checks_of_health_and_requests_behind_them_hear_which_rank_failed() {
+    for _ in 0..20 {
+        let engine = start(Accident::Error, (1, 60));
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                let client = engine.client();
+                scope.spawn(move || {
+                    let refusal = loop {
+                        if let Err(refusal) = client.check_health() {
+                            break refusal;
+                        }
+                    };
+                    assert!(refusal.to_string().contains("rank 1"), "{refusal}");
+                });
+                let client = engine.client();
+                scope.spawn(move || {
+                    let problem = loop {
+                        match client.submit(request(3, 1)).map(end) {
+                            Ok(Event::Finished { .. }) => {}
+                            Ok(Event::Failed(problem)) => break problem,
+                            Ok(event) => panic!("{event:?} ends no request"),
+                            Err(refusal) => break refusal.to_string(),
+                        }
+                    };
+                    assert!(problem.contains("rank 1"), "{problem}");
+                });
+            }
+        });
+        assert!(engine.wait().is_err());
+    }
+}
+
 #[test]
 fn an_idle_engine_outlives_the_deadline_of_its_ranks() {
     let engine = start(Accident::Nothing, (0, 0));
