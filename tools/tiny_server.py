@@ -15,8 +15,8 @@ TEMPLATE = """{% for m in messages %}<|im_start|>{{ m.role }}
 
 
 def write_model(folder, positions=4096):
-    """Writes a tiny Llama for sequences of up to `positions` tokens, with random weights, a tokenizer whose tokens are bytes, and a
-    chat template."""
+    """Writes a tiny Llama with random weights for sequences of up to `positions` tokens, a tokenizer whose tokens are bytes,
+    and a chat template."""
     hidden, width, heads, groups, head, layers, vocabulary = 32, 48, 4, 2, 8, 2, 259
     config = {
         "model_type": "llama", "vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": width,
