@@ -196,7 +196,7 @@ fn kill_a_rank_under(clients: usize, together: usize) {
     let (address, victim) = (served.address.clone(), served.process(1));
     let short_ones = (0..2 * SHORT_KINDS).filter(|number| !is_long(*number));
     let alone: Vec<Answer> =
-        short_ones.map(|number| stream(&address, &streamed(number), || ()).expect("an answer")).collect();
+        short_ones.map(|number| stream(&address, &streamed(number), || {}).expect("an answer")).collect();
 
     let begun = Arc::new(AtomicUsize::new(0));
     let (sender, answers) = channel();
@@ -270,14 +270,14 @@ fn kill_a_rank_under(clients: usize, together: usize) {
     assert!(failed > together, "those that waited hear of it as well");
 }
 
-/// Number of different requests among those that are short, which are all with an even number.
+/// Number of different short requests. They have the even numbers.
 const SHORT_KINDS: usize = 10;
 
 fn is_long(number: usize) -> bool {
     number % 2 == 1
 }
 
-/// One of many requests: the long ones take longer than the test.
+/// One of many requests. Those that are long still run or wait when the rank is killed.
 fn streamed(number: usize) -> Value {
     let kind = number / 2 % SHORT_KINDS;
     let max_tokens = if is_long(number) { 1000 + number % 7 * 300 } else { 1 + 2 * kind };
