@@ -7,7 +7,7 @@ use tokio::sync::oneshot;
 /// Bytes that a response in the background may grow at its end without an answer, where it says why it has failed.
 const END_BYTES: usize = 512;
 
-/// A response that can be read and continued. Both parts are JSON texts, whose memory is known, and which are not copied for readers.
+/// A response that can be read and continued. Both parts are JSON texts, whose memory is known, and which readers share.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct StoredResponse {
     /// The list of all items that the model has read, with those of the responses before.
@@ -35,8 +35,8 @@ pub(crate) enum NoRoom {
     },
     /// Responses in the background, which are not dropped, have taken the room.
     #[error(
-        "the response needs {needed} bytes, but those in the background hold {running} of the {capacity} bytes for stored responses \
-         (--response-store); wait until one ends, or cancel one"
+        "the response needs {needed} bytes, but those in the background hold {running} of the {capacity} bytes for stored \
+         responses (--response-store); wait until one ends, or cancel one"
     )]
     Taken {
         /// Bytes of the response and its input.

@@ -274,7 +274,9 @@ fn items_keep_what_is_read() {
     let junk = "x".repeat(100_000);
     let input = json!([
         {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": junk}], "encrypted_content": junk},
-        {"role": "user", "more": junk, "content": [{"type": "input_text", "text": "go", "more": junk}]},
+        {"role": "user", "more": junk, "content": [
+            {"type": "input_text", "text": "go", "refusal": junk, "more": junk},
+            {"type": "refusal", "refusal": "no", "text": junk}]},
         {"type": "message", "id": "m", "role": "assistant", "status": "completed",
             "content": [{"type": "output_text", "text": "Hm", "annotations": [junk], "logprobs": []}]},
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "more": junk},
@@ -288,7 +290,7 @@ fn items_keep_what_is_read() {
         assert!(items[index].as_object_mut().unwrap().shift_remove("id").is_some_and(|id| id.is_string()));
     }
     let kept = json!([
-        {"role": "user", "content": [{"type": "input_text", "text": "go"}]},
+        {"role": "user", "content": [{"type": "input_text", "text": "go"}, {"type": "refusal", "refusal": "no"}]},
         {"type": "message", "id": "m", "role": "assistant", "status": "completed",
             "content": [{"type": "output_text", "text": "Hm", "annotations": [], "logprobs": []}]},
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
@@ -297,6 +299,7 @@ fn items_keep_what_is_read() {
     assert_eq!(items, kept);
     for (field, item) in [
         ("input[1]", json!("say:hi")),
+        ("input[1].type", json!({"type": [junk], "role": "user", "content": "x"})),
         ("input[1].id", json!({"id": junk, "role": "user", "content": "x"})),
         ("input[1].call_id", json!({"type": "function_call_output", "call_id": junk, "output": "x"})),
         ("input[1].status", json!({"status": junk, "role": "user", "content": "x"})),

@@ -210,8 +210,8 @@ fn refusal(no_room: NoRoom) -> ApiError {
     }
 }
 
-/// Computes a response that the store holds as begun until nobody wants it, and stores its end: one that fails, panics or finds no
-/// room for its answer ends as failed.
+/// Computes a response that the store holds as begun until nobody wants it, and stores its end: one that fails, panics or finds
+/// no room for its answer ends as failed.
 async fn store_end(
     store: &ResponseStore,
     id: &str,

@@ -12,8 +12,8 @@ const STATUSES: [&str; 3] = ["in_progress", "completed", "incomplete"];
 /// Most bytes of an item's id, as for OpenAI: ids cost no token of the prompt, but memory of the store.
 const LONGEST_ID: usize = 64;
 
-/// The items of `input`, which is a text or a list; each has an id. They keep the fields that are read, and no thoughts: what costs
-/// no token of the prompt would fill the store for nothing.
+/// The items of `input`, which is a text or a list; each has an id. They keep the fields that are read, and no thoughts: what
+/// costs no token of the prompt would fill the store for nothing.
 ///
 /// # Errors
 /// Input of another kind, items of a kind that the model cannot read, ids that are too long.
@@ -32,7 +32,11 @@ pub(super) fn list(app: &App, input: Value) -> Result<Vec<Value>> {
         let Value::Object(mut item) = item else {
             return Err(ApiError::field(path, format!("must be an object, not {}", kind(&item))));
         };
-        let fields: &[&str] = match item.get("type").and_then(Value::as_str) {
+        let type_ = item.get("type").filter(|type_| !type_.is_null());
+        if type_.is_some_and(|type_| !type_.is_string()) {
+            return Err(ApiError::field(format!("{path}.type"), "must be a string"));
+        }
+        let fields: &[&str] = match type_.and_then(Value::as_str) {
             None | Some("message") => &["id", "type", "role", "status", "content"],
             Some("function_call") => &["id", "type", "call_id", "name", "arguments", "status"],
             Some("function_call_output") => &["id", "type", "call_id", "output", "status"],
@@ -63,16 +67,15 @@ pub(super) fn list(app: &App, input: Value) -> Result<Vec<Value>> {
     Ok(read)
 }
 
-/// Keeps the fields of a part of a content that are read, and the lists that clients expect beside a text, empty.
+/// Keeps the text of a part of a content, and the lists that clients expect beside it, empty.
 fn keep_text(part: &mut Map<String, Value>) {
-    part.retain(|name, value| match name.as_str() {
-        "type" | "text" | "refusal" => true,
-        "annotations" | "logprobs" => {
-            *value = json!([]);
-            true
+    let text = if part.get("type").is_some_and(|type_| type_ == "refusal") { "refusal" } else { "text" };
+    part.retain(|name, _| ["type", text, "annotations", "logprobs"].contains(&name.as_str()));
+    for name in ["annotations", "logprobs"] {
+        if let Some(list) = part.get_mut(name) {
+            *list = json!([]);
         }
-        _ => false,
-    });
+    }
 }
 
 /// The items that a stored response has read and written.
