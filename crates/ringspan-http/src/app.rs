@@ -106,6 +106,8 @@ impl App {
         let vocabulary = Vocabulary::new(tokenizer, engine.limits().vocabulary);
         let tool_format = template.as_ref().and_then(|template| ToolFormat::of(template.source()));
         let metrics = ServerMetrics::new(engine.clone(), &name);
+        // Responses in the background wait without a client, so that they must leave places of the queue to the others.
+        let most_in_background = (engine.limits().max_waiting / 2).max(1);
         Ok(Arc::new(Self {
             engine,
             name,
@@ -116,7 +118,7 @@ impl App {
             end_tokens,
             defaults,
             metrics,
-            responses: ResponseStore::new(response_store),
+            responses: ResponseStore::new(response_store, most_in_background),
             created: now(),
             grammars: OnceLock::new(),
             ids: RandomState::new(),

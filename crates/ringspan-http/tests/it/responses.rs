@@ -1,6 +1,6 @@
 //! OpenAI's Responses interface.
 
-use crate::client::{TEMPLATE, start, start_with};
+use crate::client::{Answer, Running, TEMPLATE, start, start_with};
 use ringspan_http::Settings;
 use serde_json::{Value, json};
 
@@ -212,4 +212,99 @@ fn what_cannot_be_is_refused() {
     assert_eq!(server.get("/v1/responses/resp_1").status, 404);
     let events = server.post("/v1/responses", json!({"input": "FAIL", "stream": true})).events();
     assert_eq!(events.last().unwrap().0.as_deref(), Some("error"));
+}
+
+#[test]
+fn a_response_without_room_is_not_stored_and_the_others_stay() {
+    let server = start_with(Settings { response_store: 4000, ..Settings::default() }, Some(TEMPLATE));
+    let small = server.post("/v1/responses", json!({"input": "say:hi"})).json();
+    assert_eq!(small["store"], true);
+    let status = |response: &Value| server.get(&format!("/v1/responses/{}", response["id"].as_str().unwrap())).status;
+    let input = format!("{} say:hi", "x".repeat(3500));
+    let large = server.post("/v1/responses", json!({"input": input})).json();
+    assert_eq!((&large["status"], &large["store"]), (&json!("completed"), &json!(false)));
+    assert_eq!((status(&large), status(&small)), (404, 200));
+    let events = server.post("/v1/responses", json!({"input": input, "stream": true})).events();
+    assert_eq!(events.last().unwrap().1["response"]["store"], false);
+    let error = server.post("/v1/responses", json!({"input": input, "background": true})).error(400);
+    assert!(error["message"].to_string().contains("the server stores 4000 bytes"), "{error}");
+    assert_eq!(status(&small), 200);
+}
+
+#[test]
+fn responses_in_the_background_are_bounded() {
+    let begin = |server: &Running, input: &str, previous: &Value| {
+        let body = json!({"input": input, "background": true, "previous_response_id": previous});
+        server.post("/v1/responses", body)
+    };
+    let refused = |answer: &Answer, says: &str| {
+        let error = answer.error(429);
+        assert_eq!((&error["code"], &error["param"]), (&json!("rate_limit_exceeded"), &json!("background")));
+        assert!(error["message"].to_string().contains(says), "{error}");
+        assert!(answer.headers.contains("retry-after: 1"), "{}", answer.headers);
+    };
+    let id = |answer: &Answer| {
+        assert_eq!(answer.status, 200, "{}", answer.body);
+        answer.json()["id"].as_str().unwrap().to_owned()
+    };
+    // The engine lets 8 wait, of which half may be in the background.
+    let server = start();
+    let ids: Vec<String> = (0..4).map(|_| id(&begin(&server, "SLOW", &Value::Null))).collect();
+    refused(&begin(&server, "SLOW", &Value::Null), "4 responses");
+    assert_eq!(server.post("/v1/responses", json!({"input": "say:hi"})).json()["status"], "completed");
+    server.post(&format!("/v1/responses/{}/cancel", ids[0]), json!({}));
+    server.request("DELETE", &format!("/v1/responses/{}", ids[1]), "", b"");
+    for _ in 0..2 {
+        id(&begin(&server, "SLOW", &Value::Null));
+    }
+    refused(&begin(&server, "SLOW", &Value::Null), "4 responses");
+    // Small requests that continue a large one hold all of its input.
+    let server = start_with(Settings { response_store: 8000, ..Settings::default() }, Some(TEMPLATE));
+    let large = server.post("/v1/responses", json!({"input": "x".repeat(2000), "max_output_tokens": 1})).json();
+    let first = id(&begin(&server, "SLOW", &large["id"]));
+    refused(&begin(&server, &"y".repeat(1500), &large["id"]), "of the 8000 bytes");
+    assert_eq!(server.get(&format!("/v1/responses/{}", large["id"].as_str().unwrap())).status, 200);
+    server.post(&format!("/v1/responses/{first}/cancel"), json!({}));
+    id(&begin(&server, &"y".repeat(1500), &large["id"]));
+}
+
+#[test]
+fn items_keep_what_is_read() {
+    let server = start();
+    let junk = "x".repeat(100_000);
+    let input = json!([
+        {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": junk}], "encrypted_content": junk},
+        {"role": "user", "more": junk, "content": [
+            {"type": "input_text", "text": "go", "refusal": junk, "more": junk},
+            {"type": "refusal", "refusal": "no", "text": junk}]},
+        {"type": "message", "id": "m", "role": "assistant", "status": "completed",
+            "content": [{"type": "output_text", "text": "Hm", "annotations": [junk], "logprobs": []}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "more": junk},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "say:done", "more": junk}]}
+    ]);
+    let response = server.post("/v1/responses", json!({"input": input})).json();
+    assert_eq!(response["output"][0]["content"][0]["text"], "done");
+    let path = format!("/v1/responses/{}/input_items?order=asc", response["id"].as_str().unwrap());
+    let mut items = server.get(&path).json()["data"].take();
+    for index in [0, 2, 3] {
+        assert!(items[index].as_object_mut().unwrap().shift_remove("id").is_some_and(|id| id.is_string()));
+    }
+    let kept = json!([
+        {"role": "user", "content": [{"type": "input_text", "text": "go"}, {"type": "refusal", "refusal": "no"}]},
+        {"type": "message", "id": "m", "role": "assistant", "status": "completed",
+            "content": [{"type": "output_text", "text": "Hm", "annotations": [], "logprobs": []}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "say:done"}]}
+    ]);
+    assert_eq!(items, kept);
+    for (field, item) in [
+        ("input[1]", json!("say:hi")),
+        ("input[1].type", json!({"type": [junk], "role": "user", "content": "x"})),
+        ("input[1].id", json!({"id": junk, "role": "user", "content": "x"})),
+        ("input[1].call_id", json!({"type": "function_call_output", "call_id": junk, "output": "x"})),
+        ("input[1].status", json!({"status": junk, "role": "user", "content": "x"})),
+    ] {
+        let body = json!({"input": [{"type": "reasoning", "summary": []}, item]});
+        assert_eq!(server.post("/v1/responses", body).error(400)["param"], field);
+    }
 }

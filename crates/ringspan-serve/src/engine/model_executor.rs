@@ -144,8 +144,15 @@ impl Executor for ModelExecutor<'_> {
     fn rows(&self) -> Option<Rows> {
         let decoder = self.model.decoder();
         let [dim, v_dim] = decoder.head_dims();
-        let width = decoder.config().num_hidden_layers * decoder.head_counts().key_values * (dim + v_dim);
-        Some(Rows { dtype: self.cache.row_format().0, width, parts: self.row_parts.clone() })
+        let of_layer = decoder.head_counts().key_values * (dim + v_dim);
+        let layers = 0..decoder.config().num_hidden_layers;
+        let full = layers.clone().filter(|layer| decoder.mask(*layer).lookback().is_none());
+        Some(Rows {
+            dtype: self.cache.row_format().0,
+            width: layers.len() * of_layer,
+            full: RowPart::new(full.map(|layer| layer * of_layer..(layer + 1) * of_layer)),
+            parts: self.row_parts.clone(),
+        })
     }
 
     fn read_page(&self, page: CachePage, rows: usize) -> Result<Buffer> {

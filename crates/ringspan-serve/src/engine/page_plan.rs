@@ -28,7 +28,10 @@ impl PagePlan {
         let pages = |tokens: usize| (tokens.div_ceil(options.page) + 1).div_ceil(sizes.cp) as u64;
         Self {
             page_bytes: PerKind { full: sizes.page_bytes, window: window.page_bytes },
-            reading: pages(window.lookback.saturating_add(options.prefill_chunk)),
+            // A step of a sequence computes a chunk, or a token and its drafts.
+            reading: pages(
+                window.lookback.saturating_add(options.prefill_chunk.max(options.num_speculative_tokens + 1)),
+            ),
             generating: pages(window.lookback.saturating_add(options.num_speculative_tokens + 1)),
         }
     }
@@ -39,15 +42,15 @@ impl PagePlan {
         (room / 4 / self.page_bytes.window.max(1)).max(self.reading)
     }
 
-    /// The pages that the longest sequence may have on each rank, alone, or beside the windows of `others`.
-    pub(super) fn longest(&self, kv_cache: KvCache, room: u64, others: bool) -> u64 {
+    /// The pages that the longest sequence may have on each rank, alone, or beside the windows of others.
+    pub(super) fn longest(&self, kv_cache: KvCache, room: u64, beside_others: bool) -> u64 {
         if let KvCache::Pages(_) = kv_cache {
             return room.min(u32::MAX.into());
         }
         let PerKind { full, window } = self.page_bytes;
         // A sequence of few pages has all of them in its window.
         let short = room / (full + window).max(1);
-        let in_windows = if others { self.windows(room) } else { self.reading };
+        let in_windows = if beside_others { self.windows(room) } else { self.reading };
         let longest = match (room.checked_sub(in_windows.saturating_mul(window)), full) {
             (Some(_), 0) => MOST_WITHOUT_MEMORY,
             (Some(rest), full) => (rest / full).max(short),

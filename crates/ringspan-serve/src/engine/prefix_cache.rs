@@ -225,6 +225,23 @@ impl PrefixCache {
         page
     }
 
+    /// Holds the page that has exactly these tokens behind `parent` (`None` at the beginning of a text), if there is one, and if it
+    /// also has its rows of layers that see a window where these are asked for.
+    pub(super) fn hold_child(
+        &mut self,
+        adapter: AdapterSlot,
+        parent: Option<NodeId>,
+        tokens: &[u32],
+        with_window: bool,
+    ) -> Option<(NodeId, u32)> {
+        let parent = parent.or_else(|| self.roots.get(&adapter).copied())?;
+        let child = *self.nodes[parent].children.get(tokens)?;
+        if with_window && self.window.is_some() && self.nodes[child].window.is_none() {
+            return None;
+        }
+        Some((child, self.hold_node(child)))
+    }
+
     /// Releases page `index` of a sequence.
     pub(super) fn release(&mut self, index: usize, page: u32) {
         let rank = self.rank_of(index);

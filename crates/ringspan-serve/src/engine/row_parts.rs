@@ -30,7 +30,7 @@ impl RowPart {
     }
 
     /// Number of numbers.
-    fn width(&self) -> usize {
+    pub(super) fn width(&self) -> usize {
         self.ranges.iter().map(Range::len).sum()
     }
 
@@ -60,7 +60,12 @@ impl RowPart {
         }
     }
 
-    fn paste_numbers<T: Copy>(&self, mut part: &[T], rows: &mut [T], width: usize) -> Option<()> {
+    /// The same part of rows whose numbers have `size` elements each, such as bytes.
+    pub(super) fn scaled(&self, size: usize) -> Self {
+        Self { ranges: self.ranges.iter().map(|range| range.start * size..range.end * size).collect() }
+    }
+
+    pub(super) fn paste_numbers<T: Copy>(&self, mut part: &[T], rows: &mut [T], width: usize) -> Option<()> {
         if part.len() * width != rows.len() * self.width() {
             return None;
         }

@@ -21,11 +21,7 @@ pub struct SessionSize {
 /// The form of the rows in the file and on all ranks, if sessions are possible.
 fn row_format(model: String, ranks: &EngineRank) -> Result<(RowFormat, Rows), String> {
     let rows = ranks.executor.rows().ok_or("the engine's cache cannot be saved")?;
-    Ok((RowFormat { model, dtype: rows.dtype, width: rows.width }, rows))
-}
-
-fn size(format: &RowFormat, tokens: usize) -> SessionSize {
-    SessionSize { tokens, bytes: (tokens * format.width * format.dtype.size_in_bytes()) as u64 }
+    Ok((RowFormat { model, dtype: rows.dtype, width: rows.width, full: rows.full.clone() }, rows))
 }
 
 /// Saves the prefix cache. The inner error is a sentence; the outer one ends the engine.
@@ -64,13 +60,20 @@ pub(super) fn save(
         Err(error) => return Ok(Err(failed(error))),
     };
     for (rank, page, rows) in &places {
-        let rows = ranks.read_page(&parts, *rank, *page, *rows)?;
+        let mut rows = ranks.read_page(&parts, *rank, *page, *rows)?;
+        if page.window.is_none() {
+            let Some(full) = parts.full.cut(&rows, parts.width) else {
+                return Ok(Err("the rows of a page are of another type than the cache".to_owned()));
+            };
+            rows = full;
+        }
         if let Err(error) = writer.page(&rows) {
             return Ok(Err(failed(error)));
         }
     }
     let tokens = places.iter().map(|(.., rows)| rows).sum();
-    Ok(writer.finish().map(|()| size(&format, tokens)).map_err(failed))
+    let bytes = index.numbers(&format) * format.dtype.size_in_bytes() as u64;
+    Ok(writer.finish().map(|()| SessionSize { tokens, bytes }).map_err(failed))
 }
 
 /// Restores a session, the text that was used last at the end, so that it stays longest. The inner error is a sentence; the outer
@@ -90,14 +93,17 @@ pub(super) fn restore(
         Ok(opened) => opened,
         Err(problem) => return Ok(Err(problem)),
     };
-    let mut tokens = 0;
+    let mut restored = SessionSize::default();
     for leaf in leaves(&reader.index) {
         match restore_text(leaf, &mut reader, cache, adapters, (ranks, &parts))? {
-            Ok(restored) => tokens += restored,
+            Ok(text) => {
+                restored.tokens += text.tokens;
+                restored.bytes += text.numbers * format.dtype.size_in_bytes() as u64;
+            }
             Err(problem) => return Ok(Err(problem)),
         }
     }
-    Ok(Ok(size(&format, tokens)))
+    Ok(Ok(restored))
 }
 
 /// The last pages of texts, the one that was used last at the end.
@@ -109,19 +115,26 @@ fn leaves(index: &SessionIndex) -> Vec<usize> {
     leaves
 }
 
-/// Restores the text that ends with a page; returns the number of its tokens that were not there yet.
+/// What was restored of a text and was not there yet: tokens, and numbers of their keys and values.
+#[derive(Default)]
+struct RestoredText {
+    tokens: usize,
+    numbers: u64,
+}
+
+/// Restores the text that ends with a page.
 fn restore_text(
     leaf: usize,
     reader: &mut SessionReader,
     cache: &mut PrefixCache,
     adapters: &BTreeMap<u64, String>,
     (ranks, parts): (&mut EngineRank, &Rows),
-) -> Result<Result<usize, String>> {
+) -> Result<Result<RestoredText, String>> {
     let adapter = match reader.index.pages[leaf].adapter {
         None => None,
         Some(of) => match adapters.iter().find(|(_, identity)| **identity == reader.index.adapters[of]) {
             Some((slot, _)) => Some(*slot),
-            None => return Ok(Ok(0)),
+            None => return Ok(Ok(RestoredText::default())),
         },
     };
     let mut path = vec![leaf];
@@ -142,11 +155,18 @@ fn restore_text(
     in_window.chain(hit.partial_window.map(|page| (hit.pages.len(), page))).for_each(|(index, page)| {
         cache.release_window(index, page);
     });
-    let (mut held, mut node, mut restored, mut problem) = (hit.pages, hit.node, 0, None);
+    let (mut held, mut node, mut restored, mut problem) = (hit.pages, hit.node, RestoredText::default(), None);
     let size = cache.page();
     while held.len() * size < text.len() {
         let index = held.len();
         let range = index * size..text.len().min((index + 1) * size);
+        let has_window = sources[range.clone()].iter().all(|(page, _)| reader.index.pages[*page].in_window);
+        // The beginnings of texts meet in the same pages.
+        if let Some((child, page)) = cache.hold_child(adapter, node, &text[range.clone()], has_window) {
+            held.push(page);
+            node = Some(child);
+            continue;
+        }
         let Some(page) = cache.allocate(index).map(CachePage::from) else { break };
         let mut rows = Vec::new();
         let read = sources[range.clone()].iter().try_for_each(|(page, row)| reader.append_row(*page, *row, &mut rows));
@@ -156,7 +176,6 @@ fn restore_text(
             break;
         }
         // The pages that were used last stay longest: those before them make room, if there is too little.
-        let has_window = sources[range.clone()].iter().all(|(page, _)| reader.index.pages[*page].in_window);
         let window = if has_window { cache.allocate_window(index) } else { None };
         let page = CachePage { window, ..page };
         ranks.write_page(parts, cache.rank_of(index), page, &reader.message(&rows))?;
@@ -165,7 +184,11 @@ fn restore_text(
                 held.push(kept.full);
                 kept.window.into_iter().for_each(|page| cache.release_window(index, page));
                 node = Some(inserted);
-                restored += range.len();
+                // Otherwise the page was there without its rows of layers that see a window.
+                if kept.full == page.full {
+                    restored.tokens += range.len();
+                    restored.numbers += (range.len() * reader.format().row_width(has_window)) as u64;
+                }
             }
             // A longer text with these tokens is there, or there is no prefix cache.
             None => {

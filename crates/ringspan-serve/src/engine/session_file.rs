@@ -1,13 +1,14 @@
 //! A session on disk: the texts of the prefix cache with their keys and values, in the safetensors format.
 //!
-//! Shape letters: N pages, T tokens of all pages, W numbers of a token's keys and values in all layers.
+//! Shape letters: N pages, T tokens of all pages, R numbers of all rows. A row has the keys and values of a token.
 //!
 //! Tensors: `parents` `[N]` (the page before in the same text, -1 at a text's beginning; a page comes after its parent), `adapters`
 //! `[N]` (index into the list of adapters, -1 for the base model), `lengths` `[N]` (tokens), `last_used` `[N]`, `in_window` `[N]` (1 if
-//! the rows have the layers that see a window, 0 if they are zeros there), `tokens` `[T]`,
-//! `rows` `[T, W]`, `checksums` `[N]` (CRC-32 of the rows of each page). The metadata say for which model they were computed, and
+//! its rows have all layers, 0 if they have only those that see the whole sequence), `tokens` `[T]`, `rows` `[R]`, page after page,
+//! `checksums` `[N]` (CRC-32 of the rows of each page). The metadata say for which model they were computed, and
 //! have a CRC-32 of the tensors before `rows`. Nothing depends on the ranks or on the size of their pages.
 
+use super::row_parts::RowPart;
 use candle_core::DType;
 use ringspan::comm::Buffer;
 use serde_json::{Map, Value, json};
@@ -27,8 +28,10 @@ pub(super) struct RowFormat {
     /// The model, its weights, and how it computes.
     pub(super) model: String,
     pub(super) dtype: DType,
-    /// Numbers W of a token.
+    /// Numbers of a token in all layers.
     pub(super) width: usize,
+    /// Those of layers that see the whole sequence.
+    pub(super) full: RowPart,
 }
 
 /// The pages of a session, a page after its parent.
@@ -47,7 +50,7 @@ pub(super) struct SessionPage {
     /// Index of the adapter with which they were computed.
     pub(super) adapter: Option<usize>,
     pub(super) last_used: u64,
-    /// Whether the rows have the layers that see a window.
+    /// Whether the rows have the layers that see a window, too.
     pub(super) in_window: bool,
     pub(super) tokens: Vec<u32>,
 }
@@ -57,14 +60,24 @@ impl RowFormat {
         if self.dtype == DType::BF16 { "BF16" } else { "F32" }
     }
 
-    fn row_bytes(&self) -> u64 {
-        (self.width * self.dtype.size_in_bytes()) as u64
+    /// Numbers of a row of a page.
+    pub(super) fn row_width(&self, in_window: bool) -> usize {
+        if in_window { self.width } else { self.full.width() }
+    }
+
+    fn bytes(&self, numbers: u64) -> Option<u64> {
+        numbers.checked_mul(self.dtype.size_in_bytes() as u64)
     }
 }
 
 impl SessionIndex {
     fn tokens(&self) -> u64 {
         self.pages.iter().map(|page| page.tokens.len() as u64).sum()
+    }
+
+    /// Numbers of all rows.
+    pub(super) fn numbers(&self, format: &RowFormat) -> u64 {
+        self.pages.iter().map(|page| (page.tokens.len() * format.row_width(page.in_window)) as u64).sum()
     }
 
     /// The tensors before `rows`: names, types, shapes and bytes.
@@ -86,7 +99,7 @@ impl SessionIndex {
 }
 
 /// The header's JSON, which depends on nothing but its arguments, so that a reader can compare it.
-fn header(format: &RowFormat, adapters: &[String], pages: u64, tokens: u64, crc: u32) -> Vec<u8> {
+fn header(format: &RowFormat, adapters: &[String], [pages, tokens, numbers]: [u64; 3], crc: u32) -> Vec<u8> {
     let metadata = json!({
         "format": FORMAT,
         "model": format.model,
@@ -103,7 +116,7 @@ fn header(format: &RowFormat, adapters: &[String], pages: u64, tokens: u64, crc:
         tensor(name, "I64", json!([pages]), 8 * pages);
     }
     tensor("tokens", "U32", json!([tokens]), 4 * tokens);
-    tensor("rows", format.dtype_name(), json!([tokens, format.width]), tokens * format.row_bytes());
+    tensor("rows", format.dtype_name(), json!([numbers]), numbers * format.dtype.size_in_bytes() as u64);
     tensor("checksums", "U32", json!([pages]), 4 * pages);
     let mut text = Value::Object(all).to_string().into_bytes();
     // Tensors begin at a multiple of 8 bytes, as safetensors wants it.
@@ -131,7 +144,8 @@ impl SessionWriter {
         let tensors = index.tensors();
         let mut crc = crc32fast::Hasher::new();
         tensors.iter().for_each(|(.., bytes)| crc.update(bytes));
-        let header = header(format, &index.adapters, index.pages.len() as u64, index.tokens(), crc.finalize());
+        let sizes = [index.pages.len() as u64, index.tokens(), index.numbers(format)];
+        let header = header(format, &index.adapters, sizes, crc.finalize());
         writer.file.write_all(&(header.len() as u64).to_le_bytes())?;
         writer.file.write_all(&header)?;
         tensors.iter().try_for_each(|(.., bytes)| writer.file.write_all(bytes))?;
@@ -201,16 +215,16 @@ impl SessionReader {
         }
         let adapters: Vec<String> = serde_json::from_str(metadata("adapters")).unwrap_or_default();
         let shape = |name: &str| json[name]["shape"][0].as_u64().unwrap_or(0);
-        let (pages, tokens) = (shape("parents"), shape("tokens"));
+        let [pages, tokens, numbers] = ["parents", "tokens", "rows"].map(shape);
         let crc: u32 = metadata("crc32").parse().map_err(|_| damaged("it has no checksum"))?;
         let before = 8u64.checked_add(length).and_then(|at| pages.checked_mul(40)?.checked_add(at));
         let before = before.and_then(|at| tokens.checked_mul(4)?.checked_add(at));
-        let after = before.and_then(|at| tokens.checked_mul(format.row_bytes())?.checked_add(at));
+        let after = before.and_then(|at| format.bytes(numbers)?.checked_add(at));
         let end = after.and_then(|at| pages.checked_mul(4)?.checked_add(at));
         let (Some(before), Some(after)) = (before.filter(|_| end == Some(size)), after) else {
             return Err(damaged(&format!("it has {size} bytes, which its header does not describe")));
         };
-        if text != header(format, &adapters, pages, tokens, crc) {
+        if text != header(format, &adapters, [pages, tokens, numbers], crc) {
             return Err(damaged("its header describes other tensors than a session has"));
         }
         let mut bytes = vec![0; (before - 8 - length) as usize];
@@ -221,17 +235,25 @@ impl SessionReader {
         let mut checksums = vec![0; pages as usize * 4];
         file.seek(SeekFrom::Start(after)).and_then(|_| file.read_exact(&mut checksums)).map_err(failed)?;
         let index = index(&bytes, pages as usize, adapters, vocabulary).ok_or_else(|| damaged("its texts are none"))?;
+        if index.numbers(format) != numbers {
+            return Err(damaged("its texts have other keys and values than it has"));
+        }
         let (mut at, mut rows) = (before, Vec::with_capacity(index.pages.len()));
         for (page, checksum) in index.pages.iter().zip(words(&checksums)) {
             rows.push((at, checksum));
-            at += page.tokens.len() as u64 * format.row_bytes();
+            at += (page.tokens.len() * format.row_width(page.in_window) * format.dtype.size_in_bytes()) as u64;
         }
         Ok(Self { file, format: format.clone(), index, rows, last: None })
     }
 
-    /// Appends row `row` of a page to `rows`.
+    pub(super) fn format(&self) -> &RowFormat {
+        &self.format
+    }
+
+    /// Appends row `row` of a page to `rows`, with all layers: those that the page does not have are zeros.
     pub(super) fn append_row(&mut self, page: usize, row: usize, rows: &mut Vec<u8>) -> Result<(), String> {
-        let width = self.format.row_bytes() as usize;
+        let (in_window, size) = (self.index.pages[page].in_window, self.format.dtype.size_in_bytes());
+        let width = self.format.row_width(in_window) * size;
         if self.last.as_ref().is_none_or(|(last, _)| *last != page) {
             let (at, checksum) = self.rows[page];
             let mut bytes = vec![0; self.index.pages[page].tokens.len() * width];
@@ -243,7 +265,16 @@ impl SessionReader {
             self.last = Some((page, bytes));
         }
         if let Some((_, bytes)) = &self.last {
-            rows.extend_from_slice(&bytes[row * width..(row + 1) * width]);
+            let bytes = &bytes[row * width..(row + 1) * width];
+            if in_window {
+                rows.extend_from_slice(bytes);
+            } else {
+                let (start, whole) = (rows.len(), self.format.width * size);
+                rows.resize(start + whole, 0);
+                let part = self.format.full.scaled(size);
+                part.paste_numbers(bytes, &mut rows[start..], whole)
+                    .ok_or("a row has another size than its page says")?;
+            }
         }
         Ok(())
     }

@@ -191,3 +191,48 @@ fn files_that_are_no_session_of_this_model_are_refused() {
     assert!(unwritable.to_string().contains("cannot be written"), "{unwritable}");
     assert_eq!(ask(&engine, greedy(&prompt, 12)).tokens, expected.tokens, "it goes on");
 }
+
+/// Texts with a common beginning, most of whose pages have lost the layer that sees a window: a file has no more than the cache has.
+#[test]
+fn a_session_has_rows_of_window_layers_where_the_cache_has_them() {
+    let (model, folder) = (Arc::new(gemma3()), tempfile::tempdir().expect("a folder"));
+    let file = folder.path().join("session.safetensors");
+    // A token takes 128 bytes in each of the two layers, of which one sees a window.
+    let scarce = |page| EngineOptions {
+        page,
+        kv_cache: KvCache::Bytes(128 * 330),
+        max_model_len: Some(120),
+        max_running: 2,
+        ..small()
+    };
+    let cold = start(&model, 1, &EngineOptions { prefix_cache: false, ..scarce(4) });
+    let first = start(&model, 1, &scarce(4));
+    let texts: Vec<Vec<u32>> = (0..3)
+        .map(|seed| {
+            let prompt = [tokens(60, 8), tokens(10, 40 + seed)].concat();
+            [prompt.clone(), ask(&first, greedy(&prompt, 9)).tokens].concat()
+        })
+        .collect();
+    let saved = first.client().save_session(&file, "gemma3").expect("saved");
+    let (in_one_layer, in_both) = (saved.tokens as u64 * 128, saved.tokens as u64 * 256);
+    assert!(saved.bytes > in_one_layer && saved.bytes < in_both, "{saved:?}");
+    let size = std::fs::metadata(&file).expect("a file").len();
+    assert!(size > saved.bytes && size < saved.bytes + 4096, "{size} bytes of {saved:?}");
+    first.shutdown(true).expect("ends");
+    for (ring, options) in [(1, scarce(4)), (2, small()), (3, scarce(4))] {
+        let engine = start(&model, ring, &options);
+        let restored = engine.client().restore_session(&file, "gemma3").expect("restored");
+        // Each page once, however many texts begin with it.
+        assert_eq!(restored, saved, "{ring} ranks");
+        let mut cached = 0;
+        for text in texts.iter().rev() {
+            let longer = [text.as_slice(), &tokens(5, 7)].concat();
+            let (heard, expected) = (ask(&engine, greedy(&longer, 9)), ask(&cold, greedy(&longer, 9)));
+            assert_eq!(heard.tokens, expected.tokens, "{ring} ranks");
+            close(&heard.logprobs, &expected.logprobs);
+            cached += heard.cached;
+        }
+        assert!(cached > 0, "{ring} ranks");
+        engine.shutdown(true).expect("ends");
+    }
+}

@@ -3,12 +3,15 @@
 use super::asked::Asked;
 use crate::app::{App, now};
 use crate::conversation::{Reply, ReplyPart, Usage};
-use crate::error::Result;
-use crate::response_store::StoredResponse;
+use crate::error::{ApiError, Result};
+use crate::response_store::{NoRoom, ResponseStore, StoredResponse};
 use crate::sse;
 use crate::tools::Parsed;
-use serde_json::{Value, json};
+use axum::http::StatusCode;
+use serde_json::{Map, Value, json};
 use std::sync::Arc;
+use tokio::sync::oneshot;
+use tokio::task::JoinSet;
 
 /// The numbered events of a response; without a writer, nobody hears them.
 #[derive(Default)]
@@ -31,7 +34,11 @@ pub(super) struct Answer {
     app: Arc<App>,
     id: String,
     created: u64,
-    asked: Asked,
+    model: String,
+    /// What the model reads, for the store; `None` unless the end of the answer is to be stored.
+    stored_input: Option<Arc<str>>,
+    /// Fields of the request that the response repeats.
+    repeated: Map<String, Value>,
     /// Items that are complete.
     output: Vec<Value>,
     /// The id and the text of the message that is being written.
@@ -39,8 +46,11 @@ pub(super) struct Answer {
 }
 
 impl Answer {
+    /// The answer to `asked`, whose conversation is not kept.
     pub(super) fn new(app: Arc<App>, asked: Asked) -> Self {
-        Self { id: app.id("resp_"), created: now(), app, asked, output: Vec::new(), message: None }
+        let Asked { target, stored_input, repeated, .. } = asked;
+        let (id, created, model) = (app.id("resp_"), now(), target.model);
+        Self { app, id, created, model, stored_input, repeated, output: Vec::new(), message: None }
     }
 
     fn object(&self, status: &str, usage: Option<Usage>) -> Value {
@@ -52,10 +62,10 @@ impl Answer {
         });
         let incomplete = (status == "incomplete").then(|| json!({"reason": "max_output_tokens"}));
         let mut object = json!({"id": self.id, "object": "response", "created_at": self.created, "status": status,
-            "error": null, "incomplete_details": incomplete, "model": self.asked.target.model, "output": self.output,
+            "error": null, "incomplete_details": incomplete, "model": self.model, "output": self.output,
             "usage": usage});
         if let Some(object) = object.as_object_mut() {
-            object.extend(self.asked.repeated.clone());
+            object.extend(self.repeated.clone());
         }
         object
     }
@@ -71,34 +81,25 @@ impl Answer {
     }
 
     /// Writes the response beside its client, which finds it by its id; returns what is there now.
-    pub(super) fn in_background(self, reply: Reply) -> Value {
+    ///
+    /// # Errors
+    /// No room among the stored responses; then nothing is computed.
+    pub(super) fn in_background(mut self, reply: Reply) -> Result<Value> {
         let begun = self.object("in_progress", None);
         let (app, id) = (self.app.clone(), self.id.clone());
-        let input = self.asked.stored_input.clone().unwrap_or_default();
-        let unwanted = app.responses.begin(&id, StoredResponse { input, response: begun.to_string() });
-        let mut failed = begun.clone();
-        tokio::spawn(async move {
-            let ended = tokio::select! {
-                // Dropping the reply ends its requests.
-                _ = unwanted => return,
-                ended = self.whole(reply) => ended,
-            };
-            if let Err(error) = ended {
-                failed["status"] = "failed".into();
-                failed["error"] = json!({"code": "server_error", "message": error.message});
-                app.responses.end(&id, failed.to_string());
-            }
-        });
-        begun
+        let input = self.stored_input.take().unwrap_or_default();
+        let stored = StoredResponse { input, response: begun.to_string().into() };
+        let unwanted = app.responses.begin(&id, stored).map_err(refusal)?;
+        tokio::spawn(async move { store_end(&app.responses, &id, unwanted, self.whole(reply)).await });
+        Ok(begun)
     }
 
-    /// Stores the response, if it was asked for.
-    fn store(&self, response: &Value) {
-        let Some(input) = &self.asked.stored_input else { return };
-        let response = response.to_string();
-        match self.asked.background {
-            true => self.app.responses.end(&self.id, response),
-            false => self.app.responses.insert(&self.id, StoredResponse { input: input.clone(), response }),
+    /// Stores the response, if that was asked for, or writes into it that there was no room.
+    fn store(&mut self, response: &mut Value) {
+        let Some(input) = self.stored_input.take() else { return };
+        let stored = StoredResponse { input, response: response.to_string().into() };
+        if self.app.responses.insert(&self.id, stored).is_err() {
+            response["store"] = false.into();
         }
     }
 
@@ -133,9 +134,9 @@ impl Answer {
                 }
             }
         }
-        let response = self.object(status, Some(reply.usage));
+        let mut response = self.object(status, Some(reply.usage));
         // Before the client hears of the end, since it may ask for the response at once.
-        self.store(&response);
+        self.store(&mut response);
         let name = if status == "completed" { "response.completed" } else { "response.incomplete" };
         events.say(name, json!({"response": response})).await;
         Ok(response)
@@ -194,5 +195,90 @@ impl Answer {
         let item = item(arguments, "completed");
         events.say("response.output_item.done", json!({"output_index": index, "item": item})).await;
         self.output.push(item);
+    }
+}
+
+/// Why a response in the background is not begun.
+fn refusal(no_room: NoRoom) -> ApiError {
+    match no_room {
+        NoRoom::TooLarge { .. } => ApiError::field("background", no_room.to_string()),
+        NoRoom::Taken { .. } | NoRoom::TooMany { .. } => ApiError {
+            code: Some("rate_limit_exceeded"),
+            param: Some("background".into()),
+            ..ApiError::new(StatusCode::TOO_MANY_REQUESTS, no_room.to_string())
+        },
+    }
+}
+
+/// Computes a response that the store holds as begun until nobody wants it, and stores its end: one that fails, panics or finds
+/// no room for its answer ends as failed.
+async fn store_end(
+    store: &ResponseStore,
+    id: &str,
+    unwanted: oneshot::Receiver<()>,
+    whole: impl Future<Output = Result<Value>> + Send + 'static,
+) {
+    // A task of its own catches panics. Dropping it drops the reply, which ends its requests.
+    let mut computed = JoinSet::new();
+    computed.spawn(whole);
+    let ended = tokio::select! {
+        _ = unwanted => return,
+        ended = computed.join_next() => ended,
+    };
+    let problem = match ended {
+        Some(Ok(Ok(response))) => match store.end(id, response.to_string()) {
+            Ok(()) => return,
+            Err(no_room) => no_room.to_string(),
+        },
+        Some(Ok(Err(error))) => error.message,
+        Some(Err(_)) | None => "the server has failed on this response".to_owned(),
+    };
+    let Some(begun) = store.get(id) else { return };
+    let mut failed: Value = serde_json::from_str(&begun.response).unwrap_or_default();
+    failed["status"] = "failed".into();
+    failed["error"] = json!({"code": "server_error", "message": problem});
+    if store.end(id, failed.to_string()).is_err() {
+        // The problem is too long for the room that is left.
+        failed["error"]["message"] = "the response has failed, and there is no room to say why".into();
+        // This message fits into what the store keeps for ends.
+        let _ = store.end(id, failed.to_string());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The status and the problem that the store has after a response was computed.
+    fn stored_end(
+        store: &ResponseStore,
+        whole: impl Future<Output = Result<Value>> + Send + 'static,
+    ) -> (Value, String) {
+        let begun = json!({"id": "a", "status": "in_progress", "error": null}).to_string();
+        let unwanted = store.begin("a", StoredResponse { input: "[]".into(), response: begun.into() }).unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(store_end(store, "a", unwanted, whole));
+        let response: Value = serde_json::from_str(&store.get("a").unwrap().response).unwrap();
+        assert!(store.delete("a"));
+        (response["status"].clone(), response["error"]["message"].as_str().unwrap_or_default().to_owned())
+    }
+
+    #[test]
+    fn a_response_in_the_background_always_ends() {
+        // One at a time: each begins only if the one before has left its place.
+        let store = ResponseStore::new(2000, 1);
+        let completed = |text: String| async move { Ok(json!({"status": "completed", "text": text})) };
+        assert_eq!(stored_end(&store, completed("short".into())), (json!("completed"), String::new()));
+        let (status, problem) = stored_end(&store, async { panic!("a bug") });
+        assert_eq!(status, "failed");
+        assert!(problem.contains("the server has failed"), "{problem}");
+        let (status, problem) = stored_end(&store, async { Err(ApiError::failed("rank 1 has died")) });
+        assert_eq!((status, problem.as_str()), (json!("failed"), "rank 1 has died"));
+        let (status, problem) = stored_end(&store, completed("long".repeat(1000)));
+        assert_eq!(status, "failed");
+        assert!(problem.contains("2000 bytes"), "{problem}");
+        let (status, problem) = stored_end(&store, async { Err(ApiError::failed("long".repeat(1000))) });
+        assert_eq!(status, "failed");
+        assert!(problem.contains("no room to say why"), "{problem}");
     }
 }

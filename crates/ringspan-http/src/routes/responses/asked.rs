@@ -7,6 +7,7 @@ use crate::error::{ApiError, Result};
 use crate::fields::Fields;
 use crate::sampling::{Sampling, response_format};
 use serde_json::{Map, Value, json};
+use std::sync::Arc;
 
 pub(super) struct Asked {
     pub(super) target: Target,
@@ -16,7 +17,7 @@ pub(super) struct Asked {
     /// Whether the client asks for the response later.
     pub(super) background: bool,
     /// The items that the model reads, with those of earlier responses; as JSON; `None` unless the response is stored.
-    pub(super) stored_input: Option<String>,
+    pub(super) stored_input: Option<Arc<str>>,
     /// Fields of the request that the response repeats.
     pub(super) repeated: Map<String, Value>,
 }
@@ -48,7 +49,10 @@ impl Asked {
         }
         repeated.insert("store".into(), is_stored.into());
         repeated.insert("background".into(), background.into());
-        let stored_input = is_stored.then(|| Value::from(input.clone()).to_string());
+        let stored_input = is_stored
+            .then(|| serde_json::to_string(&input).map(Arc::from))
+            .transpose()
+            .map_err(|error| ApiError::failed(format!("the input cannot be stored: {error}")))?;
         let messages = items::messages(instructions, input)?;
         let choice = conversation::tool_choice(fields.value("tool_choice"))?;
         let tools =

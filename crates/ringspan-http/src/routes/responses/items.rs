@@ -3,15 +3,22 @@
 use crate::app::App;
 use crate::conversation::{Conversation, text_content};
 use crate::error::{ApiError, Result};
+use crate::fields::kind;
 use crate::response_store::StoredResponse;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
-/// The items of `input`, which is a text or a list; each has an id.
+/// What an item says of its own end.
+const STATUSES: [&str; 3] = ["in_progress", "completed", "incomplete"];
+/// Most bytes of an item's id, as for OpenAI: ids cost no token of the prompt, but memory of the store.
+const LONGEST_ID: usize = 64;
+
+/// The items of `input`, which is a text or a list; each has an id. They keep the fields that are read, and no thoughts: what
+/// costs no token of the prompt would fill the store for nothing.
 ///
 /// # Errors
-/// Input of another kind.
+/// Input of another kind, items of a kind that the model cannot read, ids that are too long.
 pub(super) fn list(app: &App, input: Value) -> Result<Vec<Value>> {
-    let mut items = match input {
+    let items = match input {
         Value::String(text) => {
             let content = json!([{"type": "input_text", "text": text}]);
             vec![json!({"type": "message", "role": "user", "content": content})]
@@ -19,12 +26,56 @@ pub(super) fn list(app: &App, input: Value) -> Result<Vec<Value>> {
         Value::Array(items) => items,
         _ => return Err(ApiError::field("input", "must be a string or a list of items")),
     };
-    for item in items.iter_mut().filter_map(Value::as_object_mut) {
-        if item.get("id").is_none_or(Value::is_null) {
-            item.insert("id".into(), app.id("msg_").into());
+    let mut read = Vec::with_capacity(items.len());
+    for (index, item) in items.into_iter().enumerate() {
+        let path = format!("input[{index}]");
+        let Value::Object(mut item) = item else {
+            return Err(ApiError::field(path, format!("must be an object, not {}", kind(&item))));
+        };
+        let type_ = item.get("type").filter(|type_| !type_.is_null());
+        if type_.is_some_and(|type_| !type_.is_string()) {
+            return Err(ApiError::field(format!("{path}.type"), "must be a string"));
+        }
+        let fields: &[&str] = match type_.and_then(Value::as_str) {
+            None | Some("message") => &["id", "type", "role", "status", "content"],
+            Some("function_call") => &["id", "type", "call_id", "name", "arguments", "status"],
+            Some("function_call_output") => &["id", "type", "call_id", "output", "status"],
+            // The thoughts of earlier answers are no part of what templates write.
+            Some("reasoning") => continue,
+            Some(other) => {
+                return Err(ApiError::field(format!("{path}.type"), format!("is {other}, which is not supported")));
+            }
+        };
+        item.retain(|name, value| fields.contains(&name.as_str()) && !value.is_null());
+        if item.get("status").is_some_and(|status| !STATUSES.iter().any(|known| status == known)) {
+            return Err(ApiError::field(format!("{path}.status"), format!("must be one of {}", STATUSES.join(", "))));
+        }
+        for name in ["id", "call_id"] {
+            if item.get(name).is_some_and(|id| id.as_str().is_none_or(|id| id.len() > LONGEST_ID)) {
+                let message = format!("must be a string of at most {LONGEST_ID} bytes");
+                return Err(ApiError::field(format!("{path}.{name}"), message));
+            }
+        }
+        for name in ["content", "output"] {
+            if let Some(Value::Array(parts)) = item.get_mut(name) {
+                parts.iter_mut().filter_map(Value::as_object_mut).for_each(keep_text);
+            }
+        }
+        item.entry("id").or_insert_with(|| app.id("msg_").into());
+        read.push(Value::Object(item));
+    }
+    Ok(read)
+}
+
+/// Keeps the text of a part of a content, and the lists that clients expect beside it, empty.
+fn keep_text(part: &mut Map<String, Value>) {
+    let text = if part.get("type").is_some_and(|type_| type_ == "refusal") { "refusal" } else { "text" };
+    part.retain(|name, _| ["type", text, "annotations", "logprobs"].contains(&name.as_str()));
+    for name in ["annotations", "logprobs"] {
+        if let Some(list) = part.get_mut(name) {
+            *list = json!([]);
         }
     }
-    Ok(items)
 }
 
 /// The items that a stored response has read and written.
@@ -38,9 +89,8 @@ pub(super) fn of_previous(app: &App, id: &str) -> Result<Vec<Value>> {
         ..ApiError::field(field, format!("{}; send the whole conversation as `input`", not_stored(app, id)))
     };
     let StoredResponse { input, response } = app.responses.get(id).ok_or_else(unknown)?;
-    let damaged = |error: serde_json::Error| ApiError::failed(format!("the response {id} is damaged: {error}"));
-    let mut items: Vec<Value> = serde_json::from_str(&input).map_err(damaged)?;
-    let mut response: Value = serde_json::from_str(&response).map_err(damaged)?;
+    let mut items: Vec<Value> = serde_json::from_str(&input).map_err(|error| damaged(id, &error))?;
+    let mut response: Value = serde_json::from_str(&response).map_err(|error| damaged(id, &error))?;
     let output = response["output"].take();
     match (response["status"].as_str(), output) {
         (Some("completed" | "incomplete"), Value::Array(output)) => items.extend(output),
@@ -50,6 +100,11 @@ pub(super) fn of_previous(app: &App, id: &str) -> Result<Vec<Value>> {
         }
     }
     Ok(items)
+}
+
+/// The failure of a stored response that cannot be read.
+pub(super) fn damaged(id: &str, error: &serde_json::Error) -> ApiError {
+    ApiError::failed(format!("the response {id} is damaged: {error}"))
 }
 
 /// Why there is no response with an id.
@@ -93,11 +148,8 @@ pub(super) fn messages(instructions: Option<String>, items: Vec<Value>) -> Resul
                     .map_err(|(field, problem)| ApiError::field(format!("{path}.output{field}"), problem))?;
                 messages.push(json!({"role": "tool", "tool_call_id": item["call_id"], "content": output}));
             }
-            // The thoughts of earlier answers are no part of what templates write.
-            Some("reasoning") => {}
-            Some(other) => {
-                return Err(ApiError::field(format!("{path}.type"), format!("is {other}, which is not supported")));
-            }
+            // `list` has refused other kinds.
+            Some(_) => {}
         }
     }
     Conversation::read(messages).map_err(|error| ApiError {

@@ -31,25 +31,25 @@ pub(crate) async fn create(State(app): State<Arc<App>>, Body(body): Body) -> Res
     let answer = Answer::new(app, asked);
     match (stream, background) {
         (true, _) => Ok(sse::stream(failure, |writer| answer.stream(reply, writer))),
-        (false, true) => Ok(Json(answer.in_background(reply)).into_response()),
+        (false, true) => Ok(Json(answer.in_background(reply)?).into_response()),
         (false, false) => Ok(Json(answer.whole(reply).await?).into_response()),
     }
 }
 
 /// The fields of a request's address.
-type Fields = Query<Vec<(String, String)>>;
+type AddressFields = Query<Vec<(String, String)>>;
 
 /// `GET /v1/responses/{id}`.
 pub(crate) async fn retrieve(
     State(app): State<Arc<App>>,
     Path(id): Path<String>,
-    Query(fields): Fields,
+    Query(fields): AddressFields,
 ) -> Result<Response> {
     if fields.iter().any(|(name, value)| name == "stream" && value != "false") {
         return Err(ApiError::field("stream", "a stored response is not streamed again; leave the field out"));
     }
     let stored = app.responses.get(&id).ok_or_else(|| unknown(&app, &id))?;
-    Ok(json_text(stored.response))
+    Ok(json_text(&stored.response))
 }
 
 /// `DELETE /v1/responses/{id}`; it ends a response in the background.
@@ -62,25 +62,23 @@ pub(crate) async fn delete(State(app): State<Arc<App>>, Path(id): Path<String>) 
 
 /// `POST /v1/responses/{id}/cancel`, for responses in the background; one that has ended stays as it is.
 pub(crate) async fn cancel(State(app): State<Arc<App>>, Path(id): Path<String>) -> Result<Response> {
-    let parse = |response: &str| serde_json::from_str::<Value>(response).unwrap_or_default();
-    let cancelled = |response: &str| {
-        let mut response = parse(response);
-        response["status"] = "cancelled".into();
-        response.to_string()
-    };
-    let response = app.responses.cancel(&id, cancelled).ok_or_else(|| unknown(&app, &id))?;
-    if parse(&response)["background"] != true {
+    let stored = app.responses.get(&id).ok_or_else(|| unknown(&app, &id))?;
+    let mut response: Value = serde_json::from_str(&stored.response).map_err(|error| items::damaged(&id, &error))?;
+    if response["background"] != true {
         let message = format!("the response `{id}` was not made with background: true, so it has ended already");
         return Err(ApiError::invalid(message));
     }
-    Ok(json_text(response))
+    response["status"] = "cancelled".into();
+    app.responses.end(&id, response.to_string()).map_err(|error| ApiError::failed(error.to_string()))?;
+    let stored = app.responses.get(&id).ok_or_else(|| unknown(&app, &id))?;
+    Ok(json_text(&stored.response))
 }
 
 /// `GET /v1/responses/{id}/input_items`: what the model has read, the newest first unless `order` is `asc`.
 pub(crate) async fn input_items(
     State(app): State<Arc<App>>,
     Path(id): Path<String>,
-    Query(fields): Fields,
+    Query(fields): AddressFields,
 ) -> Result<Json<Value>> {
     let field = |wanted: &str| fields.iter().find(|(name, _)| name == wanted).map(|(_, value)| value.as_str());
     let limit = match field("limit").map(str::parse::<usize>) {
@@ -89,8 +87,7 @@ pub(crate) async fn input_items(
         Some(_) => return Err(ApiError::field("limit", format!("must be a number from 1 to {MOST_ITEMS}"))),
     };
     let stored = app.responses.get(&id).ok_or_else(|| unknown(&app, &id))?;
-    let mut items: Vec<Value> = serde_json::from_str(&stored.input)
-        .map_err(|error| ApiError::failed(format!("the response {id} is damaged: {error}")))?;
+    let mut items: Vec<Value> = serde_json::from_str(&stored.input).map_err(|error| items::damaged(&id, &error))?;
     match field("order") {
         None | Some("desc") => items.reverse(),
         Some("asc") => {}
@@ -112,8 +109,8 @@ fn unknown(app: &App, id: &str) -> ApiError {
     ApiError::new(StatusCode::NOT_FOUND, items::not_stored(app, id))
 }
 
-fn json_text(text: String) -> Response {
-    ([(CONTENT_TYPE, "application/json")], text).into_response()
+fn json_text(text: &str) -> Response {
+    ([(CONTENT_TYPE, "application/json")], text.to_owned()).into_response()
 }
 
 fn failure(error: &ApiError) -> Vec<(Option<&'static str>, String)> {
