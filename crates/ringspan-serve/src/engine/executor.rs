@@ -14,7 +14,7 @@ pub struct Rows {
     pub dtype: DType,
     /// Numbers W of a token in all layers, on all ranks that share heads and layers: for each layer its keys, then its values.
     pub width: usize,
-    /// Those of layers that see the whole sequence.
+    /// The numbers of a row that belong to layers that see the whole sequence.
     pub full: RowPart,
     /// Which of them are on each of the ranks that have parts of the same pages: stage by stage, the tensor-parallel ranks. Ranks with equal
     /// parts have the same numbers.

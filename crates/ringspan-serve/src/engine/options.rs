@@ -112,7 +112,7 @@ impl EngineOptions {
     /// Like [`limits`](Self::limits); `agree` makes one number of the bytes, or pages, for which each process has room.
     ///
     /// # Errors
-    /// Those of [`limits`](Self::limits) and of `agree`.
+    /// Fails as [`limits`](Self::limits) does, and where `agree` fails.
     pub(super) fn limits_with(&self, sizes: &EngineSizes, agree: impl FnOnce(u64) -> Result<u64>) -> Result<Limits> {
         let Self { page, max_running, max_waiting, prefill_chunk, .. } = *self;
         let wrong = |option, given: String, possible| Err(Error::Sampling { option, given, possible });

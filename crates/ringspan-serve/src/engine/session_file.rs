@@ -30,7 +30,7 @@ pub(super) struct RowFormat {
     pub(super) dtype: DType,
     /// Numbers of a token in all layers.
     pub(super) width: usize,
-    /// Those of layers that see the whole sequence.
+    /// The numbers of a row that belong to layers that see the whole sequence.
     pub(super) full: RowPart,
 }
 
