@@ -22,7 +22,7 @@ if [ "$(cat "$clients/made-of" 2>/dev/null)" != "$(sha256sum <tools/requirements
   sha256sum <tools/requirements-serve.txt >"$clients/made-of"
 fi
 python3 tools/bench_serving.py "$ringspan" --tiny --depths 0,64 --tokens 4 --streams 3 --rounds 1 --ours "two ranks=--ring 2 --threads 1"
-python3 tools/check_load.py "$ringspan" --seconds 15 --longest-prompt 500
-python3 tools/check_load.py "$ringspan" --seconds 15 --longest-prompt 500 -- --ring 2 --num-speculative-tokens 4
+python3 tools/check_load.py "$ringspan" --seconds 20 --longest-prompt 1000
+python3 tools/check_load.py "$ringspan" --seconds 20 --longest-prompt 1000 -- --ring 2 --num-speculative-tokens 4
 "$clients/bin/python" tools/check_clients.py --scripted "$target/debug/examples/scripted_engine" --schemathesis --ringspan "$ringspan"
 "$clients/bin/python" tools/check_page.py "$ringspan"
