@@ -24,6 +24,9 @@ trait Numbers<const LEN: usize>: AnyBitPattern {
 trait Visitor<L: Lanes> {
     /// Receives numbers 16 i to 16 i + 15.
     fn take(&mut self, l: L, i: usize, numbers: L::F);
+
+    /// Receives the numbers of a block of 32 as codes and their common scale.
+    fn take_scaled(&mut self, l: L, scale: L::F, codes: [L::F; 2]);
 }
 
 impl<B: Numbers<LEN>, const LEN: usize> Block<LEN> for B {
@@ -56,6 +59,12 @@ impl<L: Lanes> Visitor<L> for Store<'_> {
     fn take(&mut self, l: L, i: usize, numbers: L::F) {
         l.store(numbers, &mut self.to[i]);
     }
+
+    #[inline(always)]
+    fn take_scaled(&mut self, l: L, scale: L::F, [first, second]: [L::F; 2]) {
+        l.store(l.mul(scale, first), &mut self.to[0]);
+        l.store(l.mul(scale, second), &mut self.to[1]);
+    }
 }
 
 /// Number of independent sums, so that additions do not wait for each other.
@@ -72,6 +81,13 @@ impl<L: Lanes> Visitor<L> for Sum<'_, L::F> {
     fn take(&mut self, l: L, i: usize, numbers: L::F) {
         let sum = &mut self.sums[i % CHAINS];
         *sum = l.mul_add(numbers, l.load(&self.x[i]), *sum);
+    }
+
+    /// The scale is multiplied with the sum of the block, which takes fewer operations than multiplying it with each code.
+    #[inline(always)]
+    fn take_scaled(&mut self, l: L, scale: L::F, [first, second]: [L::F; 2]) {
+        let of_block = l.mul_add(second, l.load(&self.x[1]), l.mul(first, l.load(&self.x[0])));
+        self.sums[0] = l.mul_add(scale, of_block, self.sums[0]);
     }
 }
 
@@ -164,10 +180,8 @@ impl Numbers<32> for Q4_0 {
     #[inline(always)]
     fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
         let (scale, eight) = (l.splat_half(self.scale), l.splat_bytes(8));
-        let number = |codes| l.mul(scale, l.widen(l.sub_bytes(codes, eight)));
-        let [low, high] = l.nibbles(l.bytes(self.codes), number, number);
-        visitor.take(l, 0, low);
-        visitor.take(l, 1, high);
+        let code = |codes| l.widen(l.sub_bytes(codes, eight));
+        visitor.take_scaled(l, scale, l.nibbles(l.bytes(self.codes), code, code));
     }
 }
 
@@ -184,14 +198,12 @@ pub(super) struct Q5_0 {
 impl Numbers<32> for Q5_0 {
     #[inline(always)]
     fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
-        let (codes, sixteen) = (l.bytes(self.codes), l.splat_bytes(16));
-        let with_high = |codes, high| {
-            let high = l.and(l.spread(u16::from_le_bytes(high)), sixteen);
-            l.sub_bytes(l.or(codes, high), sixteen)
-        };
-        let scale = l.splat_half(self.scale);
-        visitor.take(l, 0, l.mul(scale, l.widen(with_high(l.low(codes), self.high[0]))));
-        visitor.take(l, 1, l.mul(scale, l.widen(with_high(l.high(codes), self.high[1]))));
+        // Subtracting 16 from a code without the fifth bit sets its four high bits.
+        let (codes, less_sixteen) = (l.bytes(self.codes), l.splat_bytes(0xf0));
+        let with_high =
+            |codes, high: [u8; 2]| l.widen(l.or(codes, l.and(l.spread(!u16::from_le_bytes(high)), less_sixteen)));
+        let (first, second) = (with_high(l.low(codes), self.high[0]), with_high(l.high(codes), self.high[1]));
+        visitor.take_scaled(l, l.splat_half(self.scale), [first, second]);
     }
 }
 
@@ -205,9 +217,8 @@ pub(super) struct Q8_0 {
 impl Numbers<32> for Q8_0 {
     #[inline(always)]
     fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
-        let scale = l.splat_half(self.scale);
-        visitor.take(l, 0, l.mul(scale, l.widen(l.bytes(self.codes[0]))));
-        visitor.take(l, 1, l.mul(scale, l.widen(l.bytes(self.codes[1]))));
+        let codes = [l.widen(l.bytes(self.codes[0])), l.widen(l.bytes(self.codes[1]))];
+        visitor.take_scaled(l, l.splat_half(self.scale), codes);
     }
 }
 
@@ -353,10 +364,8 @@ impl Numbers<32> for Mxfp4 {
 #[inline(always)]
 fn chosen<L: Lanes>(l: L, scale: L::F, table: [i8; 16], codes: [u8; 16], visitor: &mut impl Visitor<L>) {
     let table = l.bytes(bytemuck::cast(table));
-    let number = |codes| l.mul(scale, l.widen(l.choose(table, codes)));
-    let [low, high] = l.nibbles(l.bytes(codes), number, number);
-    visitor.take(l, 0, low);
-    visitor.take(l, 1, high);
+    let code = |codes| l.widen(l.choose(table, codes));
+    visitor.take_scaled(l, scale, l.nibbles(l.bytes(codes), code, code));
 }
 
 /// Scales and minima of eight sub-blocks, with the block's factors applied.
