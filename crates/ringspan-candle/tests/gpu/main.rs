@@ -1,16 +1,15 @@
 //! Every operation on a GPU has the values and gradients that it has on the CPU; in bf16, up to rounding.
 #![cfg(feature = "cuda")]
 
-mod apart;
 mod bf16;
 #[cfg(feature = "nccl")]
 mod by_nccl;
 mod fused;
+mod gpu_memory;
 mod loss;
 mod offload;
 mod ranks;
 mod residual_norm;
-mod room;
 mod stacked;
 
 use candle_core::{DType, Device, Result, Tensor, Var};

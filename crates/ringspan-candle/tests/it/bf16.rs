@@ -301,7 +301,7 @@ fn decoding_reads_keys_and_values_in_bf16() {
                     (at(&[1, 4, 16], 1)?, at(&[9, 2, 16], 2 + rank as u64)?, at(&[9, 2, 16], 5 + rank as u64)?);
                 let run = |start, len| Run { document: 0, start, len, step: 1 };
                 let (queries, keys) = (vec![run(17, 1)], vec![run(9 * rank, 9)]);
-                let tokens = Tokens { queries: &queries, keys: &keys, frames: (18, 18) };
+                let tokens = Tokens { queries: &queries, keys: &keys, extents: (18, 18) };
                 let out = ringspan_candle::decode::decode(
                     &group,
                     &Mask::causal(),
@@ -335,11 +335,11 @@ fn collectives_move_words_and_sum_in_f32() {
             let sent = comm.bytes_sent() - before;
             assert!((7 * 3 * 2..7 * 3 * 4).contains(&sent), "{sent} bytes of 7 x 3 numbers");
             assert_eq!(numbers(&all)[..6], [256.0, 256.0, 256.0, 1.0, 1.0, 1.0]);
-            let (sum, dealt) = (collective::all_reduce(&comm, &x)?, collective::reduce_scatter(&comm, &x, counts)?);
-            assert!(numbers(&sum).iter().chain(&numbers(&dealt)).all(|sum| *sum == 264.0), "263 is no bf16");
+            let (sum, scattered) = (collective::all_reduce(&comm, &x)?, collective::reduce_scatter(&comm, &x, counts)?);
+            assert!(numbers(&sum).iter().chain(&numbers(&scattered)).all(|sum| *sum == 264.0), "263 is no bf16");
             let exchanged = collective::all_to_all(&comm, &x, &[1; 8], &[1; 8])?;
             assert_eq!(numbers(&exchanged)[..6], numbers(&all)[..6]);
-            for y in [&all, &sum, &dealt, &exchanged] {
+            for y in [&all, &sum, &scattered, &exchanged] {
                 assert_eq!(y.dtype(), DType::BF16);
             }
             // The gradient of a sum over ranks is the sum of the ranks' gradients.

@@ -76,14 +76,14 @@ fn a_build_without_gpus_for_models_says_how_to_make_one_with_them() {
 mod with_gpus {
     use super::*;
     use crate::support::model::{no_gpu, succeed};
-    use crate::support::{apart, read};
+    use crate::support::{read, relative_l2};
     use ringspan_candle::{Devices, Precision};
     use ringspan_serve::{BLOCK, Mesh, Model, Options, Sampling, generate};
     use std::ops::ControlFlow;
 
     /// The relative difference (L2).
     fn off(got: &[f32], wanted: &[f32]) -> f64 {
-        apart(got, &wanted.iter().map(|x| f64::from(*x)).collect::<Vec<_>>())
+        relative_l2(got, &wanted.iter().map(|x| f64::from(*x)).collect::<Vec<_>>())
     }
 
     #[test]
@@ -312,7 +312,7 @@ mod with_gpus {
 #[cfg(all(feature = "candle-cuda", feature = "mpi", feature = "nccl"))]
 mod between_processes {
     use super::*;
-    use crate::support::{Bench, apart, read};
+    use crate::support::{Bench, read, relative_l2};
     use ringspan_cuda::{Gpu, nccl};
     use std::process::{Command, Output};
 
@@ -386,7 +386,7 @@ mod between_processes {
         both("score", &score("gpu.safetensors"));
         let [got, wanted] =
             ["gpu", "cpu"].map(|out| read(&bench.path(&format!("{out}.safetensors")))["logprobs"].values());
-        let off = apart(&got, &wanted.iter().map(|x| f64::from(*x)).collect::<Vec<_>>());
+        let off = relative_l2(&got, &wanted.iter().map(|x| f64::from(*x)).collect::<Vec<_>>());
         assert!(off <= 1e-5, "log-probabilities differ by {off:e}");
 
         let train = |out: &str| {

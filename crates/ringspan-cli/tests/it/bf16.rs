@@ -1,7 +1,7 @@
 //! Commands that compute in bf16 on CPUs give the results of f32, up to rounding.
 
 use crate::support::model::{bench, refusal, succeed};
-use crate::support::{Tensor, apart, read, write};
+use crate::support::{Tensor, read, relative_l2, write};
 use ringspan_candle::{Devices, Precision};
 use ringspan_models::{Decoder, folder};
 use ringspan_serve::{BLOCK, Mesh, Model, Options, Sampling, generate};
@@ -13,7 +13,7 @@ const ROUNDED: f64 = 8e-3;
 
 /// The relative difference (L2).
 fn off(got: &[f32], wanted: &[f32]) -> f64 {
-    apart(got, &wanted.iter().map(|x| f64::from(*x)).collect::<Vec<_>>())
+    relative_l2(got, &wanted.iter().map(|x| f64::from(*x)).collect::<Vec<_>>())
 }
 
 /// Configurations of a dense model, and of one whose second layer is a mixture of experts.
