@@ -1,6 +1,7 @@
 //! Input files for the binary, and dense attention in f64, written as plainly as possible.
 #![allow(dead_code, unreachable_pub, missing_docs)] // Each test file uses a part of it.
 
+pub mod bf16;
 pub mod http;
 pub mod model;
 
