@@ -9,7 +9,7 @@ token; decode is the number of further tokens through the time that they took. N
 from a prefix cache. Each round starts both servers anew, one after the other, so that only one has the processors; machines drift, and
 what counts is the ratio, round by round. A depth of 0 is a prompt of 16 tokens, whose prefill is not reported.
 
-`--ours NAME=FLAGS` (repeatable) times the same server with other flags beside it, such as `--ours "two ranks=--ring 2 --threads 1"`.
+`--ours NAME=FLAGS` (repeatable) also times the same server with other flags, such as `--ours "two ranks=--ring 2 --threads 1"`.
 `--streams N` also sends N prompts of 16 tokens at once, and reports how many tokens a second all get together. With
 `--alone`, only this server is timed. `--tiny` in place of a model takes a random one, alone, whose speed says nothing, to see that the
 script works.

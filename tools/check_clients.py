@@ -54,7 +54,7 @@ def user(text):
 
 
 def check_any(client, model):
-    """What holds with any model."""
+    """Checks that hold with any model."""
     assert [each.id for each in client.models.list()] == [model]
     assert client.models.retrieve(model).id == model
     chat = client.chat.completions.create(model=model, messages=user("Hello"), max_tokens=8, temperature=0, logprobs=True, top_logprobs=3)
@@ -156,7 +156,7 @@ def check_any(client, model):
 
 
 def check_scripted(client, model):
-    """What holds where the answers are known."""
+    """Checks that need known answers."""
     chat = client.chat.completions.create(model=model, messages=user("say:Grüße END x"), stop=[" END"])
     assert chat.choices[0].message.content == "Grüße" and chat.choices[0].finish_reason == "stop"
     again = client.chat.completions.create(model=model, messages=user("say:Grüße END x"))

@@ -4,8 +4,9 @@
     pip install --no-deps --target experts -r tools/requirements-experts.txt
     PYTHONPATH=experts python tools/make_expert_adapter_fixture.py
 
-Its own versions: since transformers 5 a mixture's experts are two tensors and no linear layers, beside which `all-linear`
-puts nothing. Older packages for this script alone lie in a folder that is searched first, so that both share one PyTorch.
+This script needs its own versions: since transformers 5 the experts of a mixture are two tensors and no linear layers, so
+`all-linear` gives them no adapters. Older packages for this script alone are in a folder that is searched first, so that both
+versions share one PyTorch.
 Writes crates/ringspan-models/tests/fixtures/qwen3_moe_lora, as make_adapter_fixture.py does llama_lora; the
 router has an adapter, too.
 """

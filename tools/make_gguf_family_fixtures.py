@@ -1,5 +1,5 @@
-"""A tiny GGUF file of each family that ringspan reads, with matrices in several formats, beside transformers' logits for the
-numbers that the gguf package decodes of them; and a tokenizer of SentencePiece's kind with texts and their tokens.
+"""Makes a tiny GGUF file of each family that ringspan reads, with matrices in several formats, and transformers' logits for the
+weights that the gguf package decodes from it; and a tokenizer of SentencePiece's kind with texts and their tokens.
 
     pip install -r tools/requirements.txt && python tools/make_gguf_family_fixtures.py
 

@@ -3,7 +3,7 @@
     pip install -r tools/requirements.txt && python tools/make_gguf_fixtures.py
 
 crates/ringspan-models/tests/fixtures/gguf gets one file a model, which transformers reads back to the same logits, and
-for each kind of tokenizer a file without tensors beside texts and their tokens, by the tokenizers library.
+for each kind of tokenizer a file without tensors, and texts with their tokens by the tokenizers library.
 """
 
 import argparse

@@ -7,7 +7,7 @@ use std::fmt::{self, Display, Formatter};
 use std::time::{Duration, Instant};
 
 /// Prompts to be answered one after the other.
-pub(crate) struct Asked<'a> {
+pub(crate) struct PreparedPrompts<'a> {
     pub(crate) prompts: &'a [Vec<u32>],
     /// Tokens of an answer at most.
     pub(crate) max_tokens: usize,
@@ -28,7 +28,7 @@ pub(crate) struct Answer {
     pages: Vec<usize>,
 }
 
-impl Asked<'_> {
+impl PreparedPrompts<'_> {
     /// Asks for the most likely tokens.
     ///
     /// # Errors

@@ -8,7 +8,7 @@
 mod answer;
 mod prompt;
 
-use answer::{Answer, Asked};
+use answer::{Answer, PreparedPrompts};
 use anyhow::{Context, Result, bail, ensure};
 use clap::Parser;
 use prompt::Book;
@@ -39,7 +39,7 @@ struct Args {
     /// Tokens of the text that are read, from its beginning; a shorter text is read whole
     #[arg(long, value_name = "N", default_value_t = 32_768)]
     tokens: usize,
-    /// Questions about the text, each asked by itself
+    /// Questions about the text, each asked separately
     #[arg(long, value_name = "TEXT", num_args = 1.., default_values = ["What is this text about?", "What is the ring?"])]
     question: Vec<String>,
     /// Numbers of ranks, one after the other
@@ -63,7 +63,7 @@ fn run(args: &Args) -> Result<()> {
     let book = Book::read(&source, &args.text, args.tokens)?;
     let prompts: Vec<Vec<u32>> = args.question.iter().map(|question| book.ask(question)).collect::<Result<_>>()?;
     let longest = prompts.iter().map(Vec::len).max().context("--question: at least one")?;
-    let asked = Asked { prompts: &prompts, max_tokens: args.max_tokens, end_tokens: source.end_tokens()? };
+    let prepared = PreparedPrompts { prompts: &prompts, max_tokens: args.max_tokens, end_tokens: source.end_tokens()? };
     let (config, lora, weights) = source.load_stored()?;
     ensure!(lora.is_none(), "--model {}: an adapter; give the model itself", args.model.display());
     let devices = Devices::CPU.computing_in(Precision::F32);
@@ -71,7 +71,7 @@ fn run(args: &Args) -> Result<()> {
     let mut first: Option<Vec<Answer>> = None;
     for &ranks in &args.ranks {
         ensure!(ranks > 0, "--ranks 0: at least one rank");
-        let answers = on_ranks(&model, ranks, longest + args.max_tokens, &asked)?;
+        let answers = on_ranks(&model, ranks, longest + args.max_tokens, &prepared)?;
         for (question, answer) in args.question.iter().zip(&answers) {
             println!("{ranks} rank(s): {answer}");
             println!("  {question}\n  {}", book.text(&answer.tokens)?.trim().replace('\n', "\n  "));
@@ -89,19 +89,19 @@ fn run(args: &Args) -> Result<()> {
 }
 
 /// Starts an engine on so many ranks, and asks it.
-fn on_ranks(model: &Arc<Model>, ranks: usize, length: usize, asked: &Asked<'_>) -> Result<Vec<Answer>> {
+fn on_ranks(model: &Arc<Model>, ranks: usize, length: usize, prepared: &PreparedPrompts<'_>) -> Result<Vec<Answer>> {
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
     let mesh = Mesh { ring: ranks, threads: (cores / ranks).max(1), ..Mesh::single() };
     let options = EngineOptions {
         page: PAGE,
         // The text, and a page for the end of each question and its answer.
-        kv_cache: KvCache::Pages(length.div_ceil(PAGE * ranks) + 2 * asked.prompts.len()),
+        kv_cache: KvCache::Pages(length.div_ceil(PAGE * ranks) + 2 * prepared.prompts.len()),
         max_model_len: Some(length),
         max_running: 1,
         ..EngineOptions::default()
     };
     let engine = Engine::start(model.clone(), mesh, &options)?;
-    let answers = asked.ask(&engine)?;
+    let answers = prepared.ask(&engine)?;
     engine.shutdown(true)?;
     Ok(answers)
 }

@@ -1,7 +1,7 @@
 //! A model that finds a pass key in 16,384 tokens, trained from nothing on two ranks.
 //!
 //! `cargo run --release --example passkey` writes texts with a pass key in the first half and a question at the end, and
-//! trains a small model on them: first on short texts, then, with its rotary embedding stretched, on longer ones. Rank 0
+//! trains a small model on them: first on short texts, then, with its rotary embedding scaled, on longer ones. Rank 0
 //! holds the first half of every text and rank 1 the second, so the key can be told only if attention reaches across the
 //! ranks. The same training with attention cut at that border is the control. Both are then asked about texts they have
 //! never seen, and the losses are drawn into an SVG.
@@ -29,9 +29,9 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 /// The model learns the task on short texts, where it soon sees what to look for; then its rotary embedding is scaled once for
 /// the longest texts, and it is tuned.
 const STAGES: [Stage; 3] = [
-    Stage { length: 128, texts: 32, steps: 300, lr: 5e-3, stretch: None },
-    Stage { length: 4096, texts: 4, steps: 20, lr: 3e-4, stretch: Some("yarn:128") },
-    Stage { length: 16_384, texts: 1, steps: 20, lr: 3e-4, stretch: None },
+    Stage { length: 128, texts: 32, steps: 300, lr: 5e-3, rope_scaling: None },
+    Stage { length: 4096, texts: 4, steps: 20, lr: 3e-4, rope_scaling: Some("yarn:128") },
+    Stage { length: 16_384, texts: 1, steps: 20, lr: 3e-4, rope_scaling: None },
 ];
 
 /// Share of the keys that has to be found.
@@ -147,7 +147,7 @@ mod tests {
     fn two_short_stages_train_ask_and_draw() {
         let folder = tempfile::tempdir().expect("a folder");
         let out = folder.path().join("run");
-        let stage = |length, steps, stretch| Stage { length, texts: 2, steps, lr: 1e-3, stretch };
+        let stage = |length, steps, rope_scaling| Stage { length, texts: 2, steps, lr: 1e-3, rope_scaling };
         let found = run(&out, &[stage(128, 3, None), stage(256, 2, Some("yarn:2"))], 3, 2).expect("a run");
         assert!(found <= 2);
         let svg = std::fs::read_to_string(out.join("passkey.svg")).expect("a plot");

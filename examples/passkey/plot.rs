@@ -53,8 +53,9 @@ impl Plot<'_> {
             if index % 2 == 0 {
                 svg.rect((from, TOP), (width, BOTTOM - TOP));
             }
-            let stretch = stage.stretch.map(|stretch| format!(", stretched: {stretch}")).unwrap_or_default();
-            let words = format!("{} x {} tokens{stretch}", stage.texts, stage.length);
+            let rope_scaling =
+                stage.rope_scaling.map(|rope_scaling| format!(", scaled: {rope_scaling}")).unwrap_or_default();
+            let words = format!("{} x {} tokens{rope_scaling}", stage.texts, stage.length);
             svg.text((from + width / 2.0, TOP - 8.0), 12.0, MUTED, "middle", &words);
             svg.text((from, BOTTOM + 18.0), 12.0, MUTED, "middle", &first.to_string());
             first += stage.steps;
@@ -145,7 +146,7 @@ mod tests {
 
     #[test]
     fn every_step_is_a_point_within_the_axes() {
-        let stage = |length, steps| Stage { length, texts: 2, steps, lr: 1e-3, stretch: None };
+        let stage = |length, steps| Stage { length, texts: 2, steps, lr: 1e-3, rope_scaling: None };
         let stages = [stage(128, 3), stage(256, 2)];
         let curve = |name: &str, losses: &[f64]| Curve { name: name.into(), losses: losses.to_vec() };
         let curves = vec![curve("one", &[5.5, 2.0, 1.0, 0.1, 0.0]), curve("two", &[5.5, 1.9, 1.9, 1.9, 1.9])];

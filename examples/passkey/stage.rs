@@ -20,7 +20,7 @@ pub(crate) struct Stage {
     /// Highest learning rate.
     pub(crate) lr: f64,
     /// Scaling of the rotary embedding of the previous stage's model; a model can be scaled once only.
-    pub(crate) stretch: Option<&'static str>,
+    pub(crate) rope_scaling: Option<&'static str>,
 }
 
 impl Stage {
@@ -61,7 +61,7 @@ impl Stage {
             layout: Some("contiguous".into()),
             steps: Some(self.steps),
             lr: Some(self.lr),
-            rope_scaling: self.stretch.map(str::to_owned),
+            rope_scaling: self.rope_scaling.map(str::to_owned),
             seed: Some(seed),
             save_every: Some(0),
             eval_tokens: Some(2 * self.length),

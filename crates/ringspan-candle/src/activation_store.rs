@@ -4,7 +4,7 @@ use crate::activation::Activation;
 use crate::attend::{Attend, AttentionInputs};
 use crate::attention::SavedAttention;
 use crate::dropout::InputDropout;
-use crate::experts::{self, Expert, Experts, Load, RouterGradient, Routing};
+use crate::experts::{self, Expert, ExpertLoad, Experts, RouterGradient, Routing};
 use crate::gated_mlp::{GateUpActivations, gated_mlp, gated_mlp_recomputed, gated_mlp_saving};
 use crate::linear_adapted::FrozenLinear;
 use crate::offload::Offload;
@@ -364,7 +364,7 @@ impl Experts for ActivationStore<'_> {
         self.attend.experts().local_experts(experts)
     }
 
-    fn routed(&self, layer: usize, load: Load) -> Result<()> {
+    fn routed(&self, layer: usize, load: ExpertLoad) -> Result<()> {
         self.attend.experts().routed(layer, load)
     }
 

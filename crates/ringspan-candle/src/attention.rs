@@ -64,7 +64,7 @@ pub fn attention(
 /// backward pass reads.
 struct StoredAttention {
     out: StoredOutput,
-    statistics: OnTheWay,
+    statistics: SharedStatistics,
     /// The group whose kernel computed it.
     group: Arc<Group>,
 }
@@ -80,7 +80,7 @@ enum StoredOutput {
 }
 
 /// The softmax statistics, shared by the forward pass, which sets them, and the backward pass, which takes them out.
-type OnTheWay = Arc<Mutex<Option<Statistics<Tensor>>>>;
+type SharedStatistics = Arc<Mutex<Option<Statistics<Tensor>>>>;
 
 /// Holds the output of one layer's attention between its first computation and its recomputation.
 #[derive(Default)]
@@ -257,7 +257,7 @@ struct Attention {
     out: Mutex<Option<stored_activation::StoredActivation>>,
     /// The dot products of output and gradient, if they are known already; then the output has no values.
     delta: Mutex<Option<Floats>>,
-    statistics: OnTheWay,
+    statistics: SharedStatistics,
     d_sinks: LinkedGradient,
     d_bias: LinkedGradient,
 }

@@ -123,8 +123,8 @@ impl Experts for ExpertParallel {
         let (counts, chosen, dropout) = read(&arrived, top, routing.dropout.as_ref())?;
         let routing = Routing { chosen, weights: all_gather(&self.width, &routing.weights)?, dropout };
         let partial = self.exchanged(&all_gather(&self.width, x)?, &routing, expert, memory)?;
-        let dealt = if again { reduce_scatter_unused } else { reduce_scatter };
-        dealt(&self.width, &partial, counts)
+        let scatter = if again { reduce_scatter_unused } else { reduce_scatter };
+        scatter(&self.width, &partial, counts)
     }
 
     fn local_width(&self, whole: usize) -> Range<usize> {
@@ -179,7 +179,7 @@ fn gather_rows(x: &Tensor, rows: Vec<u32>) -> Result<Tensor> {
         return device_ops::gather_rows(x, &rows);
     }
     let of = x.dim(0)?;
-    tape::apply(Pick { rows: Rows { rows, of }, back: false }, [&x.contiguous()?], Reads::Nothing)
+    tape::apply(SelectRows { rows: Rows { rows, of }, back: false }, [&x.contiguous()?], Reads::Nothing)
 }
 
 /// The transpose of [`gather_rows`]: adds each row to the row that it was selected from, `[rows, C]` to `[T, C]`.
@@ -187,7 +187,7 @@ fn scatter_add_rows(x: &Tensor, rows: Vec<u32>, of: usize) -> Result<Tensor> {
     if gpu::holds(x) {
         return device_ops::scatter_add_rows(x, &rows, of);
     }
-    tape::apply(Pick { rows: Rows { rows, of }, back: true }, [&x.contiguous()?], Reads::Nothing)
+    tape::apply(SelectRows { rows: Rows { rows, of }, back: true }, [&x.contiguous()?], Reads::Nothing)
 }
 
 /// Indices of selected rows, and the number of rows `of` that they were selected from.
@@ -214,12 +214,12 @@ impl Rows {
 }
 
 /// Selects rows or, with `back`, adds them to where they were selected from; each is the backward pass of the other.
-struct Pick {
+struct SelectRows {
     rows: Rows,
     back: bool,
 }
 
-impl CustomOp1 for Pick {
+impl CustomOp1 for SelectRows {
     fn name(&self) -> &'static str {
         "pick-rows"
     }

@@ -35,7 +35,7 @@ pub struct Routing {
 
 /// Sums over the routed tokens, from which a load-balancing loss is computed. Those of several ranks or layers may be added.
 #[derive(Debug, Clone, PartialEq, Default)]
-pub struct Load {
+pub struct ExpertLoad {
     /// Number of tokens that were routed to each expert `[E]`.
     pub chosen: Vec<f64>,
     /// The router's probability of each expert, summed over tokens `[E]`.
@@ -44,7 +44,7 @@ pub struct Load {
     pub tokens: f64,
 }
 
-impl Load {
+impl ExpertLoad {
     /// Adds the load of other tokens, ranks or layers; both must have equally many experts, unless `self` is empty.
     pub fn add(&mut self, other: &Self) {
         let sums = [(&mut self.chosen, &other.chosen), (&mut self.probability, &other.probability)];
@@ -104,7 +104,7 @@ pub trait Experts {
     ///
     /// # Errors
     /// Errors that the implementation detects.
-    fn routed(&self, _layer: usize, _load: Load) -> Result<()> {
+    fn routed(&self, _layer: usize, _load: ExpertLoad) -> Result<()> {
         Ok(())
     }
 

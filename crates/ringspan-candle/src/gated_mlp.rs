@@ -135,12 +135,12 @@ fn layer(inputs: [&Tensor; 4], activation: Activation, pass: Pass) -> Result<Ten
 }
 
 /// Gradients of x, gate and up, handed from the backward pass of [`GatedMlp`] to that of [`Inputs`].
-type Share = Arc<Mutex<Option<(Tensor, Option<Tensor>, Option<Tensor>)>>>;
+type SharedGradients = Arc<Mutex<Option<(Tensor, Option<Tensor>, Option<Tensor>)>>>;
 
 /// Connects the first three of the layer's four inputs to the graph, since a candle operation has at most three. Its output
 /// is a mark, a meaningless scalar, which [`GatedMlp`] takes as an input.
 struct Inputs {
-    share: Share,
+    share: SharedGradients,
 }
 
 impl CustomOp3 for Inputs {
@@ -183,7 +183,7 @@ struct GatedMlp {
     activation: Activation,
     /// Says which of gate, up and down need gradients.
     trained: [bool; 3],
-    share: Share,
+    share: SharedGradients,
     pass: Pass,
 }
 

@@ -41,22 +41,22 @@ impl Devices {
     pub fn gpu_memory_use(&self, ranks: &Ranks, size: usize) -> Result<Vec<GpuMemoryUse>> {
         let Some(comm) = ranks.comm() else {
             let of = |index: usize| (index..size).step_by(self.count()).count();
-            return self.gpus().enumerate().map(|(index, device)| room(device, of(index))).collect();
+            return self.gpus().enumerate().map(|(index, device)| memory_use(device, of(index))).collect();
         };
         let id = self.of(comm.rank()).id()?.map_or_else(Vec::new, |id| id.to_vec());
         let all = comm.all_gather(Buffer::U8(id.clone()))?;
         let sharing = all.iter().filter(|other| ***other == Buffer::U8(id.clone())).count();
         // The gathering above makes sure that all processes have opened their GPUs, which takes memory, too.
-        self.gpus().map(|device| room(device, sharing)).collect()
+        self.gpus().map(|device| memory_use(device, sharing)).collect()
     }
 
     /// The largest number of bytes that this process had in use at once on each GPU since the last call. See
-    /// `ringspan_cuda::Gpu::most_used`.
+    /// `ringspan_cuda::Gpu::peak_used`.
     ///
     /// # Errors
     /// Failures of the driver.
-    pub fn most_used(&self) -> Result<Vec<u64>> {
-        self.gpus().map(most_used).collect()
+    pub fn peak_used(&self) -> Result<Vec<u64>> {
+        self.gpus().map(peak_used).collect()
     }
 
     fn gpus(&self) -> impl Iterator<Item = &RankDevice> {
@@ -64,12 +64,12 @@ impl Devices {
     }
 }
 
-fn room(device: &RankDevice, ranks: usize) -> Result<GpuMemoryUse> {
+fn memory_use(device: &RankDevice, ranks: usize) -> Result<GpuMemoryUse> {
     let Some(gpu) = &device.gpu else { return Ok(GpuMemoryUse { name: "a CPU".into(), free: 0, total: 0, ranks }) };
     let [free, total] = nvidia::memory(gpu)?;
     Ok(GpuMemoryUse { name: format!("{gpu:?}"), free, total, ranks })
 }
 
-fn most_used(device: &RankDevice) -> Result<u64> {
-    device.gpu.as_ref().map_or(Ok(0), Gpu::most_used)
+fn peak_used(device: &RankDevice) -> Result<u64> {
+    device.gpu.as_ref().map_or(Ok(0), Gpu::peak_used)
 }

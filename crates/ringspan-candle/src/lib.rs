@@ -64,7 +64,7 @@ pub use context::{Context, ContextBuilder, QkvFormat};
 pub use device::{DeviceName, Devices, RankDevice};
 pub use dropout::InputDropout;
 pub use expert_parallel::ExpertParallel;
-pub use experts::{Expert, Experts, GatedExpert, Load, Routing};
+pub use experts::{Expert, ExpertLoad, Experts, GatedExpert, Routing};
 pub use lora::{Adapter, AdapterSize, Adapters};
 pub use model::{Model, StoredWeights, Unit, Weights};
 pub use offload::Offload;

@@ -24,8 +24,8 @@ pub(crate) enum Accumulate {
 impl Accumulate {
     fn output(self, out: &mut [f32]) -> Output<'_> {
         match self {
-            Self::Overwrite => Output::Fresh(out),
-            Self::Add => Output::Sum(out),
+            Self::Overwrite => Output::Overwrite(out),
+            Self::Add => Output::Add(out),
         }
     }
 }

@@ -7,11 +7,11 @@
 //! waits for a copy.
 
 #[cfg_attr(not(feature = "cuda"), path = "offload/without_gpu.rs")]
-mod moving;
+mod mover;
 
 use crate::device::RankDevice;
 use candle_core::{Result, Tensor};
-use moving::{Mover, OffloadTransfer};
+use mover::{Mover, OffloadTransfer};
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 

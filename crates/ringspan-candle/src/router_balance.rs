@@ -1,6 +1,6 @@
 //! The auxiliary loss that balances the load of experts (Fedus et al., 2021, arXiv:2101.03961), over all ranks.
 
-use crate::experts::{Expert, Experts, Load, RouterGradient, Routing, SavedExperts};
+use crate::experts::{Expert, ExpertLoad, Experts, RouterGradient, Routing, SavedExperts};
 use candle_core::{Result, Tensor, bail};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -21,7 +21,7 @@ pub struct LoadBalancedExperts {
     state: Mutex<LoadState>,
     router_gradient: RouterGradient,
     /// The load of the other passes that the loss spans, summed over layers and ranks.
-    others: Load,
+    others: ExpertLoad,
 }
 
 /// Sums numbers over ranks, in place.
@@ -29,9 +29,9 @@ type Sum = dyn Fn(&mut [f64]) -> Result<()> + Send + Sync;
 
 enum LoadState {
     /// During the forward pass: the load of each layer.
-    Watching(BTreeMap<usize, Load>),
+    Watching(BTreeMap<usize, ExpertLoad>),
     /// During the backward pass: the loads summed over layers and ranks, of this pass and of all passes that the loss spans.
-    Summed { own: Load, all: Load },
+    Summed { own: ExpertLoad, all: ExpertLoad },
 }
 
 impl LoadBalancedExperts {
@@ -51,19 +51,19 @@ impl LoadBalancedExperts {
             sum,
             state: Mutex::new(LoadState::Watching(BTreeMap::new())),
             router_gradient: RouterGradient::default(),
-            others: Load::default(),
+            others: ExpertLoad::default(),
         }
     }
 
     /// Makes the loss span other passes (micro-batches), whose summed load is `others`. The loss is then equal in all these
     /// passes, and this pass computes its share of the gradients.
     #[must_use]
-    pub fn with_other_load(self, others: Load) -> Self {
+    pub fn with_other_load(self, others: ExpertLoad) -> Self {
         Self { others, ..self }
     }
 
     /// The load of this pass, summed over layers and ranks; `None` before the forward pass has ended.
-    pub fn load(&self) -> Option<Load> {
+    pub fn load(&self) -> Option<ExpertLoad> {
         match &*self.state() {
             LoadState::Watching(_) => None,
             LoadState::Summed { own, .. } => Some(own.clone()),
@@ -113,7 +113,7 @@ impl Experts for LoadBalancedExperts {
         self.inner.local_experts(experts)
     }
 
-    fn routed(&self, layer: usize, load: Load) -> Result<()> {
+    fn routed(&self, layer: usize, load: ExpertLoad) -> Result<()> {
         if let LoadState::Watching(layers) = &mut *self.state() {
             layers.insert(layer, load.clone());
         }
@@ -128,14 +128,14 @@ impl Experts for LoadBalancedExperts {
         };
         // A rank without tokens has no load, and adds zeros.
         let zeros = || vec![0.0; experts];
-        let mut own = Load { chosen: zeros(), probability: zeros(), tokens: 0.0 };
+        let mut own = ExpertLoad { chosen: zeros(), probability: zeros(), tokens: 0.0 };
         layers.values().for_each(|load| own.add(load));
         let mut sums = [own.chosen, own.probability, vec![own.tokens]].concat();
         (self.sum)(&mut sums)?;
         let tokens = sums[2 * experts];
         sums.truncate(2 * experts);
         let probability = sums.split_off(experts);
-        let own = Load { chosen: sums, probability, tokens };
+        let own = ExpertLoad { chosen: sums, probability, tokens };
         let mut all = own.clone();
         all.add(&self.others);
         // The number of times that an expert is chosen has no gradient; its probability has one.

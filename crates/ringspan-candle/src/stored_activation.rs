@@ -17,11 +17,11 @@ pub struct StoredActivation {
     shape: Vec<usize>,
     /// The type of the tensor that was stored, which [`tensor`](Self::tensor) returns again.
     dtype: DType,
-    numbers: Numbers,
+    numbers: ActivationValues,
 }
 
 #[derive(Debug, Clone)]
-enum Numbers {
+enum ActivationValues {
     /// The tensor itself, not a copy; on a GPU, tensors rounded to bf16 are stored this way, too.
     Whole(Tensor),
     Rounded(Arc<Vec<bf16>>),
@@ -36,10 +36,10 @@ impl StoredActivation {
     /// Tensors of another type.
     pub fn new(tensor: &Tensor, storage: Storage) -> Result<Self> {
         let numbers = match storage {
-            Storage::F32 => Numbers::Whole(tensor.detach()),
-            Storage::Bf16 if tensor.dtype() == DType::BF16 => Numbers::Whole(tensor.detach()),
-            Storage::Bf16 if gpu::holds(tensor) => Numbers::Whole(cast(&tensor.detach(), DType::BF16)?),
-            Storage::Bf16 => Numbers::Rounded(Arc::new(slices::values(tensor, |values| Ok(rounded(values)))?)),
+            Storage::F32 => ActivationValues::Whole(tensor.detach()),
+            Storage::Bf16 if tensor.dtype() == DType::BF16 => ActivationValues::Whole(tensor.detach()),
+            Storage::Bf16 if gpu::holds(tensor) => ActivationValues::Whole(cast(&tensor.detach(), DType::BF16)?),
+            Storage::Bf16 => ActivationValues::Rounded(Arc::new(slices::values(tensor, |values| Ok(rounded(values)))?)),
         };
         Ok(Self { shape: tensor.dims().to_vec(), dtype: tensor.dtype(), numbers })
     }
@@ -50,9 +50,9 @@ impl StoredActivation {
     /// None that a caller can cause.
     pub fn tensor(&self) -> Result<Tensor> {
         match &self.numbers {
-            Numbers::Whole(tensor) => cast(tensor, self.dtype),
-            Numbers::OffloadedActivation(away) => cast(&away.tensor()?, self.dtype),
-            Numbers::Rounded(values) => Tensor::from_vec(widened(values), self.shape.as_slice(), &Device::Cpu),
+            ActivationValues::Whole(tensor) => cast(tensor, self.dtype),
+            ActivationValues::OffloadedActivation(away) => cast(&away.tensor()?, self.dtype),
+            ActivationValues::Rounded(values) => Tensor::from_vec(widened(values), self.shape.as_slice(), &Device::Cpu),
         }
     }
 
@@ -63,11 +63,11 @@ impl StoredActivation {
     /// No CPU memory that the driver can pin; failures of the device.
     pub fn offload(self, offload: &Offload) -> Result<Self> {
         let sent = match &self.numbers {
-            Numbers::Whole(tensor) if gpu::holds(tensor) => offload.send(tensor)?,
+            ActivationValues::Whole(tensor) if gpu::holds(tensor) => offload.send(tensor)?,
             _ => None,
         };
         Ok(match sent {
-            Some(away) => Self { numbers: Numbers::OffloadedActivation(away), ..self },
+            Some(away) => Self { numbers: ActivationValues::OffloadedActivation(away), ..self },
             None => self,
         })
     }
@@ -97,16 +97,16 @@ impl StoredActivation {
     pub(crate) fn values(self, shape: &[usize]) -> Result<Vec<f32>> {
         let kept = self.of(shape)?;
         match kept.numbers {
-            Numbers::Rounded(values) => Ok(widened(&values)),
-            Numbers::Whole(tensor) if tensor.dtype() == DType::BF16 => {
+            ActivationValues::Rounded(values) => Ok(widened(&values)),
+            ActivationValues::Whole(tensor) if tensor.dtype() == DType::BF16 => {
                 slices::elements_of(&tensor, |values| Ok(widened(values)))
             }
-            Numbers::Whole(tensor) => slices::values(&tensor, |values| {
+            ActivationValues::Whole(tensor) => slices::values(&tensor, |values| {
                 let mut out = vec![0.0; values.len()];
                 copy(values, &mut out);
                 Ok(out)
             }),
-            Numbers::OffloadedActivation(_) => bail!("asked on the CPU for what a GPU keeps"),
+            ActivationValues::OffloadedActivation(_) => bail!("asked on the CPU for what a GPU keeps"),
         }
     }
 }

@@ -23,7 +23,7 @@ use crate::sum::{add_in_place, sum};
 use candle_core::op::BackpropOp;
 use candle_core::{DType, Device, Result, Shape, Storage, Tensor, TensorId, Var, bail};
 pub(crate) use operation::Operation;
-use recomputed::{Held, Recomputed};
+use recomputed::{Recomputed, SavedValue};
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
@@ -258,9 +258,9 @@ fn push<const N: usize>(op: impl Operation<N>, inputs: [&Tensor; N], output: &Te
     let held = |tensor: &Tensor, is_read: bool| {
         let recomputed = RECORDING.with_borrow(|tape| tape.as_ref()?.recomputed.as_ref()?.get(&tensor.id()).cloned());
         Ok::<_, candle_core::Error>(match recomputed {
-            _ if !is_read => Held::Tensor(stand_in(tensor)?),
-            Some(recomputed) => Held::Recomputed(recomputed),
-            None => Held::Tensor(tensor.clone()),
+            _ if !is_read => SavedValue::Tensor(stand_in(tensor)?),
+            Some(recomputed) => SavedValue::Recomputed(recomputed),
+            None => SavedValue::Tensor(tensor.clone()),
         })
     };
     let read_inputs =
@@ -270,7 +270,7 @@ fn push<const N: usize>(op: impl Operation<N>, inputs: [&Tensor; N], output: &Te
         output: output.id(),
         inputs: inputs.iter().map(|input| input.track_op().then(|| input.id())).collect(),
         backward: Box::new(move |d| {
-            let read_inputs = read_inputs.into_iter().map(Held::tensor).collect::<Result<Vec<_>>>()?;
+            let read_inputs = read_inputs.into_iter().map(SavedValue::tensor).collect::<Result<Vec<_>>>()?;
             op.gradients(&read_inputs, &read_output.tensor()?, d)
         }),
     };

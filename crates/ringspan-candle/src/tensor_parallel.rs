@@ -29,7 +29,7 @@ impl TensorParallel {
     }
 
     /// This rank's index in the group, and the group's size.
-    pub fn place(&self) -> (usize, usize) {
+    pub fn rank_and_size(&self) -> (usize, usize) {
         self.comm.as_ref().map_or((0, 1), |comm| (comm.rank(), comm.size()))
     }
 

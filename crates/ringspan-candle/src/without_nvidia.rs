@@ -40,7 +40,7 @@ impl Gpu {
         match *self {}
     }
 
-    pub(crate) fn most_used(&self) -> Result<u64> {
+    pub(crate) fn peak_used(&self) -> Result<u64> {
         match *self {}
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::output;
 use anyhow::{Result, ensure};
-use ringspan_http::bench::{Load, Measured};
+use ringspan_http::bench::{BenchResult, Load};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -10,11 +10,11 @@ use std::time::Duration;
 #[derive(Debug, clap::Args)]
 pub(crate) struct BenchArgs {
     #[command(subcommand)]
-    what: What,
+    benchmark: Benchmark,
 }
 
 #[derive(Debug, clap::Subcommand)]
-enum What {
+enum Benchmark {
     Serve(ServeArgs),
 }
 
@@ -45,7 +45,7 @@ struct ServeArgs {
 }
 
 pub(crate) fn run(args: &BenchArgs) -> Result<()> {
-    let What::Serve(args) = &args.what;
+    let Benchmark::Serve(args) = &args.benchmark;
     let keys = args.api_key_file.as_deref().map(crate::serve::read_keys).transpose()?.unwrap_or_default();
     let load = Load {
         url: args.url.clone(),
@@ -66,8 +66,8 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
     Ok(written?)
 }
 
-fn row(measured: &Measured) -> String {
-    let Measured { clients, requests, first_token, between_tokens, .. } = measured;
+fn row(measured: &BenchResult) -> String {
+    let BenchResult { clients, requests, first_token, between_tokens, .. } = measured;
     let time = |time: Duration| format!("{:.1} ms", time.as_secs_f64() * 1e3);
     let spread = |median: Duration, p99: Duration| format!("{} ({})", time(median), time(p99));
     let between = between_tokens.map_or("-".to_owned(), |between| spread(between.median, between.p99));

@@ -2,7 +2,7 @@
 //! renamed.
 
 use crate::header;
-use crate::interrupt::Unfinished;
+use crate::interrupt::UnfinishedFile;
 use anyhow::{Context, Result, bail, ensure};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use std::fs::File;
@@ -120,16 +120,16 @@ impl<const N: usize> FileTensor<'_, N> {
     }
 
     /// Rows of `width` elements each of a float tensor, in its type.
-    pub fn stored_rows(&self, rows: &[usize], width: usize) -> Stored {
+    pub fn stored_rows(&self, rows: &[usize], width: usize) -> StoredElements {
         fn read<T: bytemuck::AnyBitPattern>(data: &[u8], rows: &[usize], width: usize) -> Vec<T> {
             let size = size_of::<T>() * width;
             let row = |row: &usize| data[row * size..(row + 1) * size].chunks_exact(size_of::<T>());
             rows.iter().flat_map(row).map(bytemuck::pod_read_unaligned).collect()
         }
         match self.dtype {
-            Dtype::BF16 => Stored::Bf16(read(self.data, rows, width)),
-            Dtype::F16 => Stored::F16(read(self.data, rows, width)),
-            _ => Stored::F32(read(self.data, rows, width)),
+            Dtype::BF16 => StoredElements::Bf16(read(self.data, rows, width)),
+            Dtype::F16 => StoredElements::F16(read(self.data, rows, width)),
+            _ => StoredElements::F32(read(self.data, rows, width)),
         }
     }
 
@@ -154,13 +154,13 @@ impl<const N: usize> FileTensor<'_, N> {
 }
 
 /// Elements of a float tensor, in the type of their file.
-pub enum Stored {
+pub enum StoredElements {
     F32(Vec<f32>),
     Bf16(Vec<half::bf16>),
     F16(Vec<half::f16>),
 }
 
-impl Stored {
+impl StoredElements {
     pub fn data(&self) -> ringspan::kernel::Data<'_> {
         match self {
             Self::F32(values) => ringspan::kernel::Data::F32(values),
@@ -215,7 +215,7 @@ fn replace(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     };
     let name = target.file_name().unwrap_or_default().to_string_lossy();
     let beside = target.with_file_name(format!(".{name}.{}.tmp", std::process::id()));
-    let unfinished = Unfinished::new(beside);
+    let unfinished = UnfinishedFile::new(beside);
     let mut file = BufWriter::new(File::create(unfinished.path())?);
     file.write_all(bytes)?;
     let file = file.into_inner().map_err(std::io::IntoInnerError::into_error)?;

@@ -35,7 +35,7 @@ fn fits(tensor: &TensorInfo, data: usize) -> Result<()> {
     let (start, end) = tensor.data_offsets;
     ensure!(
         start <= end && end <= data && end - start == bytes,
-        "needs {bytes} bytes, but its place is {start} to {end} in {data} bytes of data"
+        "needs {bytes} bytes, but its offsets are {start} to {end} in {data} bytes of data"
     );
     Ok(())
 }

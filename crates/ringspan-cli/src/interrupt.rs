@@ -15,7 +15,7 @@ static LEAVE_TIME: AtomicBool = AtomicBool::new(false);
 static UNFINISHED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
 /// Time to print an error: less than launchers wait between asking a process to end and killing it.
-const LAST_WORDS: Duration = Duration::from_millis(700);
+const ERROR_PRINT_TIME: Duration = Duration::from_millis(700);
 
 /// The exit code of a program ended by Ctrl-C: 128 + SIGINT.
 const INTERRUPTED: i32 = 130;
@@ -29,7 +29,7 @@ pub(crate) fn install() -> anyhow::Result<()> {
         }
         let several = LEAVE_TIME.load(Ordering::SeqCst);
         if several {
-            std::thread::sleep(LAST_WORDS);
+            std::thread::sleep(ERROR_PRINT_TIME);
         }
         let unfinished = UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner);
         for path in unfinished.iter() {
@@ -56,12 +56,12 @@ pub(crate) fn watch() -> &'static AtomicBool {
     &STOP
 }
 
-/// A file that is deleted if the program is interrupted or the value is dropped before [`Unfinished::keep_as`].
-pub(crate) struct Unfinished {
+/// A file that is deleted if the program is interrupted or the value is dropped before [`UnfinishedFile::keep_as`].
+pub(crate) struct UnfinishedFile {
     path: PathBuf,
 }
 
-impl Unfinished {
+impl UnfinishedFile {
     /// Registers `path`, which is about to be created.
     pub(crate) fn new(path: PathBuf) -> Self {
         UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner).push(path.clone());
@@ -79,7 +79,7 @@ impl Unfinished {
     }
 }
 
-impl Drop for Unfinished {
+impl Drop for UnfinishedFile {
     fn drop(&mut self) {
         let _ = std::fs::remove_file(&self.path);
         let mut unfinished = UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner);

@@ -6,7 +6,7 @@ use ringspan::comm::launch::Launch;
 use ringspan::comm::ranks::Ranks;
 use std::process::ExitCode;
 
-/// The place of this process among several. Launchers set it in the environment.
+/// The rank of this process among several. Launchers set it in the environment.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub(crate) struct LaunchArgs {
     /// Rank of this process, 0 to N - 1, if the launcher sets no variables [default: read from the variables of torchrun, Open

@@ -1,4 +1,4 @@
-//! The commands of `ringspan`, which the program of that name calls. What is public here is for that program and for tests of it.
+#![doc = include_str!("../README.md")]
 #![allow(rustdoc::broken_intra_doc_links)] // Shapes like [B,S] in the texts of --help are no links.
 
 mod allocator;
@@ -23,7 +23,7 @@ mod topology;
 mod train;
 mod verify;
 
-pub use allocator::Counted;
+pub use allocator::CountingAllocator;
 
 use clap::{Parser, Subcommand};
 use ringspan::comm::ranks::Ranks;

@@ -35,16 +35,16 @@ impl MeshArgs {
     /// Returns the number of ranks of the mesh, and of threads of each.
     ///
     /// Call it before anything computes: it tells the libraries below how many threads they may start.
-    pub(crate) fn start(&self, place: &Ranks) -> Result<(usize, usize)> {
-        self.start_sharing_model(place, (1, 1))
+    pub(crate) fn start(&self, world: &Ranks) -> Result<(usize, usize)> {
+        self.start_sharing_model(world, (1, 1))
     }
 
     /// Like [`start`](Self::start), where `tp` ranks share each layer, and layers are distributed over `pp` stages.
-    pub(crate) fn start_sharing_model(&self, place: &Ranks, (tp, pp): (usize, usize)) -> Result<(usize, usize)> {
+    pub(crate) fn start_sharing_model(&self, world: &Ranks, (tp, pp): (usize, usize)) -> Result<(usize, usize)> {
         let Self { ring, ulysses, .. } = *self;
         let ranks = ranks(ring, ulysses, tp, pp)?;
-        place.check(ranks)?;
-        let here = place.local().unwrap_or(ranks);
+        world.check(ranks)?;
+        let here = world.local().unwrap_or(ranks);
         let threads = self.threads.map_or_else(|| (cores() / here).max(1), |threads| threads as usize);
         limit_threads(ranks, threads);
         Ok((ranks, threads))

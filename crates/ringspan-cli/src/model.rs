@@ -56,7 +56,7 @@ pub(crate) struct ModelArgs {
     /// or a GGUF file
     #[arg(long = "model", value_name = "PATH")]
     pub(crate) path: PathBuf,
-    /// Stretch the model's rotary embedding for longer texts: linear:F, dynamic:F, yarn:F or llama3:F, F times as long; or
+    /// Scale the model's rotary embedding for longer texts: linear:F, dynamic:F, yarn:F or llama3:F, F times as long; or
     /// theta:BASE, another base
     #[arg(long, value_name = "KIND:F")]
     rope_scaling: Option<RopeScaling>,
@@ -112,7 +112,7 @@ impl ModelArgs {
 }
 
 /// Prints a warning if a text has more positions than the model is made for.
-pub(crate) fn warn_beyond(model: &Model, length: usize) {
+pub(crate) fn warn_context_overflow(model: &Model, length: usize) {
     if let Some(overflow) = model.decoder().config().context_overflow(length) {
         eprintln!("warning: {overflow}");
     }

@@ -63,17 +63,17 @@ mod tests {
 
     /// An error whose text includes its cause, as with many libraries.
     #[derive(Debug)]
-    struct Told {
+    struct ErrorWithCause {
         source: std::io::Error,
     }
 
-    impl std::fmt::Display for Told {
+    impl std::fmt::Display for ErrorWithCause {
         fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
             write!(f, "cannot read a.txt: {}", self.source)
         }
     }
 
-    impl std::error::Error for Told {
+    impl std::error::Error for ErrorWithCause {
         fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
             Some(&self.source)
         }
@@ -81,7 +81,7 @@ mod tests {
 
     #[test]
     fn a_cause_is_said_once_whether_the_error_says_it_or_not() {
-        let told = || Told { source: std::io::Error::from_raw_os_error(2) };
+        let told = || ErrorWithCause { source: std::io::Error::from_raw_os_error(2) };
         let system = std::io::Error::from_raw_os_error(2).to_string();
         assert_eq!(with_causes(&told().into()), format!("cannot read a.txt: {system}"));
         let outer = Err::<(), _>(told()).context("--data").expect_err("an error");

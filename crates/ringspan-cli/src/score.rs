@@ -57,13 +57,13 @@ pub(crate) fn run(args: &ScoreArgs, ranks: &Ranks) -> Result<()> {
         }
         (None, None) => anyhow::bail!("give --tokens or --text"),
     };
-    model::warn_beyond(&model, batch.documents.iter().map(Document::tokens).max().unwrap_or(0));
+    model::warn_context_overflow(&model, batch.documents.iter().map(Document::tokens).max().unwrap_or(0));
     let mesh = model::connected(mesh)?;
     let began = Instant::now();
     let input = Batch { tokens: &batch.tokens, documents: &batch.documents };
     let scores = ringspan_serve::score(&model, &mesh, input, args.layout, args.strategy, args.logits)?;
     let Some(scores) = scores else { return Ok(()) };
-    model.held(&mesh.devices).iter().for_each(output::note);
+    model.weight_formats(&mesh.devices).iter().for_each(output::note);
     let seconds = began.elapsed().as_secs_f64();
 
     let TokenBatch { rows, len, .. } = batch;

@@ -121,8 +121,8 @@ pub(crate) fn run(args: &ServeArgs, ranks: &Ranks) -> Result<()> {
     let template = ModelSource::at(path).and_then(|source| ChatTemplate::of(&source)).context("--model")?;
     let (end_tokens, generation_config) = (model::end_tokens(path)?, model::generation_config(path)?);
     let loaded = args.model.load(&mesh)?;
-    loaded.held(&mesh.devices).iter().for_each(output::note);
-    args.max_model_len.iter().for_each(|length| model::warn_beyond(&loaded, *length));
+    loaded.weight_formats(&mesh.devices).iter().for_each(output::note);
+    args.max_model_len.iter().for_each(|length| model::warn_context_overflow(&loaded, *length));
     let mesh = model::connected(mesh)?;
     let axes = mesh.to_string();
     let engine = Engine::start(loaded, mesh, &args.options())?;

@@ -16,7 +16,7 @@ pub(crate) fn run(args: TrainArgs, ranks: &Ranks) -> Result<ExitCode> {
     let mut config = TrainConfig::from_args(&args)?;
     ranks.check(config.ranks())?;
     config.set_local_ranks(ranks);
-    config.peak_allocated = Some(allocator::most);
+    config.peak_allocated = Some(allocator::take_peak);
     mesh::limit_threads(config.ranks(), config.threads);
     if ranks.local().is_none() {
         allocator::avoid_large_pages(config.ranks());
@@ -75,7 +75,7 @@ fn report(outcome: &Outcome) {
         }
     }
     match &outcome.base_model {
-        Some(model) => println!("adapter              {out}, beside {}", model.display()),
+        Some(model) => println!("adapter              {out}, next to {}", model.display()),
         None => println!("model                {out}"),
     }
     println!("metrics              {}", outcome.metrics.display());

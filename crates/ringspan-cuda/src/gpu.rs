@@ -11,9 +11,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A GPU, with the kernels compiled for it; kernels of several ranks may share it.
 #[derive(Clone)]
-pub struct Gpu(pub(crate) Arc<Shared>);
+pub struct Gpu(pub(crate) Arc<GpuState>);
 
-pub(crate) struct Shared {
+pub(crate) struct GpuState {
     pub(crate) number: usize,
     pub(crate) name: String,
     pub(crate) context: Arc<CudaContext>,
@@ -23,7 +23,7 @@ pub(crate) struct Shared {
     /// Bytes copied to and from the CPU.
     pub(crate) uploaded: AtomicU64,
     pub(crate) downloaded: AtomicU64,
-    /// Bytes in use at the last call of [`Gpu::most_used`].
+    /// Bytes in use at the last call of [`Gpu::peak_used`].
     pub(crate) in_use: AtomicU64,
     /// Maximum bytes of shared memory of a thread block.
     pub(crate) shared_memory: usize,
@@ -81,7 +81,7 @@ impl Gpu {
         let attribute = |what| context.attribute(what).map_err(failed(&device, "ask for its limits"));
         let shared_memory = attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
         let capability = context.compute_capability().map_err(failed(&device, "ask for its architecture"))?;
-        Ok(Self(Arc::new(Shared {
+        Ok(Self(Arc::new(GpuState {
             number,
             name: context.name().map_err(failed(&device, "ask for its name"))?,
             modules: Modules::default(),

@@ -48,6 +48,7 @@ impl TensorCores {
 
 const COMMON: &str = include_str!("source/common.cu");
 const TENSOR: &str = include_str!("source/tensor.cu");
+const TENSOR_GRADIENTS: &str = include_str!("source/tensor_gradients.cu");
 const TENSOR_FORWARD: &str = include_str!("source/tensor_forward.cu");
 const TENSOR_BACKWARD: &str = include_str!("source/tensor_backward.cu");
 const WARPGROUP: &str = include_str!("source/warpgroup.cu");
@@ -223,9 +224,11 @@ impl Options {
             Pass::Forward => [ELEMENT, COMMON, FORWARD].concat(),
             Pass::Backward => [ELEMENT, COMMON, BACKWARD].concat(),
             Pass::TensorForward => [ELEMENT, COMMON, TENSOR, TENSOR_FORWARD].concat(),
-            Pass::TensorBackward => [ELEMENT, COMMON, TENSOR, TENSOR_BACKWARD].concat(),
+            Pass::TensorBackward => [ELEMENT, COMMON, TENSOR, TENSOR_GRADIENTS, TENSOR_BACKWARD].concat(),
             Pass::WarpgroupForward => [ELEMENT, COMMON, TENSOR, WARPGROUP, WARPGROUP_FORWARD].concat(),
-            Pass::WarpgroupBackward => [ELEMENT, COMMON, TENSOR, WARPGROUP, WARPGROUP_BACKWARD].concat(),
+            Pass::WarpgroupBackward => {
+                [ELEMENT, COMMON, TENSOR, TENSOR_GRADIENTS, WARPGROUP, WARPGROUP_BACKWARD].concat()
+            }
             Pass::Delta => [ELEMENT, COMMON, DELTA].concat(),
             Pass::Memory => [ELEMENT, MEMORY].concat(),
         };

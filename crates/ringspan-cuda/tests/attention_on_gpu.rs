@@ -10,8 +10,8 @@ use ringspan::comm::threads;
 use ringspan::kernel::{Kernel, View};
 use ringspan::{Error, Layout, LayoutKind, Mask, Run, Schedule, StrategyKind};
 use ringspan_cuda::Gpu;
-use ringspan_testing::comm::apart;
-use ringspan_testing::mesh::{Answer, Means, On, Problem, relative_l2};
+use ringspan_testing::comm::as_processes;
+use ringspan_testing::mesh::{Answer, MakeRank, MeshSetup, Problem, relative_l2};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -34,10 +34,15 @@ fn gpu() -> Option<(&'static Gpu, MutexGuard<'static, ()>)> {
 type Copied = (u64, u64);
 
 /// Computes the answer with tensors on the GPU; also returns the bytes copied in the forward and in the backward calls.
-fn on_gpu(gpu: &Gpu, problem: &Problem, on: On, means: &Means<'_>) -> Result<(Answer, [Copied; 2]), Error> {
+fn on_gpu(
+    gpu: &Gpu,
+    problem: &Problem,
+    on: MeshSetup,
+    make_rank: &MakeRank<'_>,
+) -> Result<(Answer, [Copied; 2]), Error> {
     let copied = Mutex::new([(0, 0); 2]);
     let answer =
-        problem.on_mesh_with(&problem.inputs_of(on.stored, 3), on, means, &|group, schedule, local, d_out| {
+        problem.on_mesh_with(&problem.inputs_of(on.stored, 3), on, make_rank, &|group, schedule, local, d_out| {
             let (kernel, comm) = (group.kernel(), group.cp());
             let (q, k, v, d_out) = (
                 kernel.to_device(local.q)?,
@@ -70,19 +75,25 @@ fn on_gpu(gpu: &Gpu, problem: &Problem, on: On, means: &Means<'_>) -> Result<(An
 
 /// Compares the GPU with the reference, and its messages with those of the CPU. Only tables and lists may be copied to the
 /// GPU, and `downloads` bytes from it.
-fn check(gpu: &Gpu, problem: impl Fn(usize) -> Problem, on: On, downloads: [u64; 2]) {
+fn check(gpu: &Gpu, problem: impl Fn(usize) -> Problem, on: MeshSetup, downloads: [u64; 2]) {
     check_with(gpu, problem, on, downloads, &|comm| Ok((comm, gpu.kernel()?)));
 }
 
 /// Like [`check`], for ranks with the given communicators and kernels.
-fn check_with(gpu: &Gpu, problem: impl Fn(usize) -> Problem, on: On, downloads: [u64; 2], means: &Means<'_>) {
+fn check_with(
+    gpu: &Gpu,
+    problem: impl Fn(usize) -> Problem,
+    on: MeshSetup,
+    downloads: [u64; 2],
+    make_rank: &MakeRank<'_>,
+) {
     let mut tables = None;
     for dim in [8, 24] {
         let problem = problem(dim);
         let what = format!("{}, {on:?}", problem.name);
         let inputs = problem.inputs_of(on.stored, 3);
         let wanted = problem.reference(&inputs);
-        let (got, copied) = on_gpu(gpu, &problem, on, means).unwrap_or_else(|error| panic!("{what}: {error}"));
+        let (got, copied) = on_gpu(gpu, &problem, on, make_rank).unwrap_or_else(|error| panic!("{what}: {error}"));
         // Tensor cores round the weights to bf16 before they multiply them.
         let bound = if on.wire == Wire::Bf16 { 8e-3 } else { 1e-5 };
         if let Some((name, error)) = wanted.difference(&got, bound) {
@@ -120,7 +131,7 @@ fn blocks_go_round_rings_without_the_cpu() {
         (LayoutKind::Striped(1), StrategyKind::BidirectionalRing, 4),
         (LayoutKind::Zigzag, StrategyKind::AllGather, 3),
     ] {
-        check(gpu, |dim| causal(4, 2, dim), On::new(kind, strategy, (ranks, 1)), [0, 0]);
+        check(gpu, |dim| causal(4, 2, dim), MeshSetup::new(kind, strategy, (ranks, 1)), [0, 0]);
     }
 }
 
@@ -129,10 +140,10 @@ fn rows_and_queries_travel_without_the_cpu() {
     let Some((gpu, _alone)) = gpu() else { return };
     let window = |dim| Problem::new(1, 90, 4, 2, dim, Mask::causal().window(Some(20), None));
     for kind in [LayoutKind::Contiguous, LayoutKind::Striped(4)] {
-        check(gpu, window, On::new(kind, StrategyKind::Halo, (3, 1)), [0, 0]);
+        check(gpu, window, MeshSetup::new(kind, StrategyKind::Halo, (3, 1)), [0, 0]);
     }
     let few = |dim| Problem::cross(1, 20, 90, 4, 1, dim, Mask::causal_bottom_right());
-    check(gpu, few, On::new(LayoutKind::Contiguous, StrategyKind::PassQ, (4, 1)), [0, 0]);
+    check(gpu, few, MeshSetup::new(LayoutKind::Contiguous, StrategyKind::PassQ, (4, 1)), [0, 0]);
 }
 
 #[test]
@@ -140,10 +151,10 @@ fn tokens_become_heads_without_the_cpu() {
     let Some((gpu, _alone)) = gpu() else { return };
     // Some key-value heads divide by the members, some are fewer than the members.
     for (heads, kv_heads, grid) in [(4, 2, (1, 2)), (6, 2, (1, 3)), (4, 1, (2, 2)), (6, 3, (2, 3))] {
-        let on = On::new(LayoutKind::Zigzag, StrategyKind::Ring, grid);
+        let on = MeshSetup::new(LayoutKind::Zigzag, StrategyKind::Ring, grid);
         check(gpu, |dim| causal(heads, kv_heads, dim), on, [0, 0]);
     }
-    let on = On { head_chunks: 2, ..On::new(LayoutKind::Contiguous, StrategyKind::AllGather, (2, 2)) };
+    let on = MeshSetup { head_chunks: 2, ..MeshSetup::new(LayoutKind::Contiguous, StrategyKind::AllGather, (2, 2)) };
     check(gpu, |dim| causal(8, 4, dim), on, [0, 0]);
 }
 
@@ -152,12 +163,12 @@ fn tensors_of_16_bits_travel_as_they_are() {
     let Some((gpu, _alone)) = gpu() else { return };
     for stored in [Wire::Bf16, Wire::F16] {
         for grid in [(3, 1), (2, 2)] {
-            let on = On { stored, wire: stored, ..On::new(LayoutKind::Zigzag, StrategyKind::Ring, grid) };
+            let on = MeshSetup { stored, wire: stored, ..MeshSetup::new(LayoutKind::Zigzag, StrategyKind::Ring, grid) };
             check(gpu, |dim| causal(4, 2, dim), on, [0, 0]);
         }
     }
     let strided = |dim| Problem { strided: true, ..causal(4, 2, dim) };
-    let on = On { stored: Wire::Bf16, ..On::new(LayoutKind::Zigzag, StrategyKind::PassQ, (2, 1)) };
+    let on = MeshSetup { stored: Wire::Bf16, ..MeshSetup::new(LayoutKind::Zigzag, StrategyKind::PassQ, (2, 1)) };
     check(gpu, strided, on, [0, 0]);
 }
 
@@ -165,7 +176,7 @@ fn tensors_of_16_bits_travel_as_they_are() {
 fn scores_of_all_kinds() {
     let Some((gpu, _alone)) = gpu() else { return };
     for grid in [(2, 1), (2, 2)] {
-        let on = On::new(LayoutKind::Zigzag, StrategyKind::Ring, grid);
+        let on = MeshSetup::new(LayoutKind::Zigzag, StrategyKind::Ring, grid);
         // With sinks, maximum, sum and delta of all queries and heads are copied to the CPU.
         check(gpu, |dim| causal(4, 2, dim).with_softcap().with_sinks(), on, [0, 3 * 4 * 4 * 100]);
         check(gpu, |dim| causal(4, 2, dim).with_alibi().with_dropout(), on, [0, 0]);
@@ -174,7 +185,11 @@ fn scores_of_all_kinds() {
         check(gpu, |dim| causal(4, 2, dim).with_buckets().with_bias(1), on, [0, tables]);
         check(gpu, |dim| causal(4, 2, dim).with_bias(4), on, [0, 0]);
         // A bias travels with its queries.
-        let on = On { stored: Wire::Bf16, wire: Wire::Bf16, ..On::new(LayoutKind::Zigzag, StrategyKind::PassQ, grid) };
+        let on = MeshSetup {
+            stored: Wire::Bf16,
+            wire: Wire::Bf16,
+            ..MeshSetup::new(LayoutKind::Zigzag, StrategyKind::PassQ, grid)
+        };
         check(gpu, |dim| causal(4, 2, dim).with_bias(4), on, [0, 0]);
     }
 }
@@ -185,7 +200,7 @@ fn messages_between_processes_go_through_the_cpu() {
     let Some((gpu, _alone)) = gpu() else { return };
     for (grid, strategy) in [((3, 1), StrategyKind::Ring), ((2, 2), StrategyKind::PassQ)] {
         let problem = causal(4, 2, 16);
-        let on = On { stored: Wire::F16, wire: Wire::F16, ..On::new(LayoutKind::Zigzag, strategy, grid) };
+        let on = MeshSetup { stored: Wire::F16, wire: Wire::F16, ..MeshSetup::new(LayoutKind::Zigzag, strategy, grid) };
         let inputs = problem.inputs_of(on.stored, 3);
         let wanted = problem.reference(&inputs);
         let ranks = on.grid.size().expect("a small grid");
@@ -193,7 +208,7 @@ fn messages_between_processes_go_through_the_cpu() {
         let schedule = Schedule::new(strategy, &layout, &layout, &problem.mask, on.grid).expect("a schedule");
         let outs = threads::run(ranks, threads::Options::default(), |comm| {
             let rank = comm.rank();
-            let group = Group::new(apart(comm), on.grid, gpu.kernel()?)?.with_wire(on.wire);
+            let group = Group::new(as_processes(comm), on.grid, gpu.kernel()?)?.with_wire(on.wire);
             let shard = |values: &[f32], heads: usize| layout.shard(rank, values, heads * 16);
             let (q, k, v) = (shard(&inputs.q, 4)?, shard(&inputs.k, 2)?, shard(&inputs.v, 2)?);
             let view = |values, heads| View::new(values, layout.tokens(rank), heads, 16).expect("its size");
@@ -216,7 +231,8 @@ fn ranks_on_different_devices_share_a_sequence() {
     let problem = causal(4, 2, 16);
     for (grid, strategy) in [((4, 1), StrategyKind::Ring), ((2, 2), StrategyKind::Ring), ((4, 1), StrategyKind::PassQ)]
     {
-        let on = On { stored: Wire::Bf16, wire: Wire::Bf16, ..On::new(LayoutKind::Zigzag, strategy, grid) };
+        let on =
+            MeshSetup { stored: Wire::Bf16, wire: Wire::Bf16, ..MeshSetup::new(LayoutKind::Zigzag, strategy, grid) };
         let inputs = problem.inputs_of(on.stored, 3);
         let turn = AtomicUsize::new(0);
         let kernel = || match (turn.fetch_add(1, Ordering::Relaxed) % 3, &second) {
@@ -258,7 +274,7 @@ fn a_step_of_decoding_copies_no_tensor() {
                 let (q, k, v) =
                     (hold(&inputs.q, 1, 4)?, hold(&k, layout.tokens(rank), 2)?, hold(&v, layout.tokens(rank), 2)?);
                 let local = Inputs::new(q.view(), k.view(), v.view(), &problem.score);
-                let tokens = Tokens { queries: &query, keys: layout.runs(rank), frames: (1, 150) };
+                let tokens = Tokens { queries: &query, keys: layout.runs(rank), extents: (1, 150) };
                 let count = || comm.barrier().and_then(|()| Ok((gpu.copied(), comm.barrier()?).0));
                 let before = count()?;
                 let (out, statistics) = on_device::decode(&group, &problem.mask, &tokens, &local, merge)?;

@@ -1,4 +1,4 @@
-//! What a GPU (or an emulated one, `tools/check_cuda.sh`) reports about its memory. The counts are of the process, so this
+//! Tests of the memory that a GPU (or an emulated one, `tools/check_cuda.sh`) reports. The counts are of the process, so this
 //! is a single test.
 
 use ringspan::kernel::View;
@@ -26,7 +26,7 @@ fn a_gpu_says_what_is_free_and_what_was_in_use() {
     let zeros = vec![0.0f32; BLOCK / 4];
     let view = View::new(&zeros, BLOCK / 4 / 64, 1, 64).expect("its size");
     let hold = || kernel.to_device(view).expect("room for a block");
-    let most = |gpu: &Gpu| gpu.most_used().expect("a count");
+    let most = |gpu: &Gpu| gpu.peak_used().expect("a count");
     let about = |bytes: u64, blocks: u64| (blocks * BLOCK as u64..(blocks + 1) * BLOCK as u64).contains(&bytes);
     let before = gpu.memory().expect("an answer");
     assert!(before.free <= before.total && before.total > 4 * BLOCK as u64, "{before:?}");

@@ -1,5 +1,5 @@
-//! A server over an engine that says what its prompts tell it to: no model is needed, and every answer is known. Checks of clients
-//! run against it (`tools/check_clients.py`). Its argument is a port; 0 takes any.
+//! A server over a scripted engine, whose prompts contain the texts that it generates. So it needs no model, and every answer is
+//! known. `tools/check_clients.py` runs clients against it. Its argument is a port; 0 takes any free one.
 
 #[path = "../tests/it/engine.rs"]
 mod engine;

@@ -1,4 +1,4 @@
-//! What all routes share: the engine, the tokenizer, the template, the model's defaults and names.
+//! The state that all routes share: the engine, the tokenizer, the chat template, the model's defaults and names.
 
 use crate::error::{ApiError, Result};
 use crate::fields::Fields;
@@ -58,7 +58,7 @@ pub enum ServeError {
     Io(#[from] std::io::Error),
 }
 
-/// What a prompt's texts are computed with.
+/// The model, or adapter, that a request asks for.
 #[derive(Debug, Clone)]
 pub(crate) struct Target {
     /// The name under which the model was asked for.
@@ -106,7 +106,7 @@ impl App {
         let vocabulary = Vocabulary::new(tokenizer, engine.limits().vocabulary);
         let tool_format = template.as_ref().and_then(|template| ToolFormat::of(template.source()));
         let metrics = ServerMetrics::new(engine.clone(), &name);
-        // Responses in the background wait without a client, so that they must leave places of the queue to the others.
+        // No client waits for responses in the background, so they must leave a part of the queue to other requests.
         let most_in_background = (engine.limits().max_waiting / 2).max(1);
         Ok(Arc::new(Self {
             engine,
@@ -179,7 +179,7 @@ impl App {
         format!("{prefix}{:016x}{:08x}", self.ids.hash_one(count), self.ids.hash_one((count, 1)) as u32)
     }
 
-    /// Runs work that takes long, such as tokenizing a long text, beside the threads that serve others.
+    /// Runs work that takes long, such as tokenizing a long text, on a thread that serves no connections.
     pub(crate) async fn work<T: Send + 'static>(
         self: &Arc<Self>,
         work: impl FnOnce(&Arc<Self>) -> Result<T> + Send + 'static,

@@ -20,7 +20,7 @@ const SILENCE: Duration = Duration::from_secs(600);
 const SAMPLE: &str = "The quick brown fox jumps over the lazy dog while seven old sailors sing of storms, harbours and home; \
     nobody asks why the moon is blue, how far a river runs, or what the wind has written on the sand.";
 
-/// What to ask for.
+/// The requests of a load test.
 #[derive(Debug, Clone)]
 pub struct Load {
     /// The server, such as `http://127.0.0.1:8000`.
@@ -37,24 +37,24 @@ pub struct Load {
 
 /// Median and 99th percentile of a measured time.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Spread {
+pub struct Percentiles {
     /// Half of the values are at most this long.
     pub median: Duration,
     /// 99 of 100 values are at most this long.
     pub p99: Duration,
 }
 
-/// What was measured with a number of clients.
+/// The measured latencies and throughput with a number of clients.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Measured {
+pub struct BenchResult {
     /// Clients that asked at the same time.
     pub clients: usize,
     /// Requests that were answered.
     pub requests: usize,
     /// From a request to its first token.
-    pub first_token: Spread,
+    pub first_token: Percentiles,
     /// Between two events of a stream; `None` if each had one.
-    pub between_tokens: Option<Spread>,
+    pub between_tokens: Option<Percentiles>,
     /// Generated tokens of all requests per second.
     pub output_tokens_per_second: f64,
     /// Prompt tokens of all requests per second.
@@ -69,7 +69,7 @@ pub enum BenchError {
     Url {
         /// The address.
         url: String,
-        /// What is wrong with it.
+        /// The problem.
         problem: String,
     },
     /// The server cannot be reached, or has left in the middle of an answer.
@@ -90,11 +90,11 @@ pub enum BenchError {
 type Result<T> = std::result::Result<T, BenchError>;
 
 impl Load {
-    /// Measures the server with each number of clients, one after another; `report` hears each result.
+    /// Measures the server with each number of clients, one after another; `report` is called with each result.
     ///
     /// # Errors
     /// A server that cannot be reached, or that refuses a request.
-    pub fn run(&self, clients: &[usize], mut report: impl FnMut(&Measured)) -> Result<()> {
+    pub fn run(&self, clients: &[usize], mut report: impl FnMut(&BenchResult)) -> Result<()> {
         let failed = |error: std::io::Error| BenchError::Connection(error.to_string());
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(failed)?;
         runtime.block_on(async {
@@ -237,7 +237,7 @@ impl Target {
         }
     }
 
-    async fn measure(self: &Arc<Self>, load: &Load, clients: usize) -> Result<Measured> {
+    async fn measure(self: &Arc<Self>, load: &Load, clients: usize) -> Result<BenchResult> {
         let requests = load.requests.unwrap_or(4 * clients).max(clients);
         let next = Arc::new(AtomicUsize::new(0));
         let begun = Instant::now();
@@ -263,19 +263,19 @@ impl Target {
         let seconds = begun.elapsed().as_secs_f64().max(1e-9);
         let tokens: usize = all.iter().map(|times| times.tokens).sum();
         let between: Vec<Duration> = all.iter().flat_map(|times| times.between.iter().copied()).collect();
-        Ok(Measured {
+        Ok(BenchResult {
             clients,
             requests: all.len(),
-            first_token: Spread::of(all.iter().map(|times| times.first).collect()),
-            between_tokens: (!between.is_empty()).then(|| Spread::of(between)),
+            first_token: Percentiles::of(all.iter().map(|times| times.first).collect()),
+            between_tokens: (!between.is_empty()).then(|| Percentiles::of(between)),
             output_tokens_per_second: tokens as f64 / seconds,
             prompt_tokens_per_second: (all.len() * load.prompt_tokens) as f64 / seconds,
         })
     }
 }
 
-impl Spread {
-    /// The spread of some times; of none it is zero.
+impl Percentiles {
+    /// The percentiles of some times; zero if there are none.
     fn of(mut times: Vec<Duration>) -> Self {
         times.sort_unstable();
         let at = |share: f64| {
@@ -288,14 +288,14 @@ impl Spread {
 
 #[cfg(test)]
 mod tests {
-    use super::Spread;
+    use super::Percentiles;
     use std::time::Duration;
 
     #[test]
-    fn spreads_are_values_that_were_measured() {
+    fn percentiles_are_values_that_were_measured() {
         let millis = Duration::from_millis;
-        let spread = Spread::of((1..=101).rev().map(millis).collect());
-        assert_eq!(spread, Spread { median: millis(51), p99: millis(100) });
-        assert_eq!(Spread::of(vec![millis(3)]), Spread { median: millis(3), p99: millis(3) });
+        let percentiles = Percentiles::of((1..=101).rev().map(millis).collect());
+        assert_eq!(percentiles, Percentiles { median: millis(51), p99: millis(100) });
+        assert_eq!(Percentiles::of(vec![millis(3)]), Percentiles { median: millis(3), p99: millis(3) });
     }
 }

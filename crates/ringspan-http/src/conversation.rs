@@ -1,4 +1,4 @@
-//! Conversations: messages and tools become a prompt, and the model's text becomes words and calls of tools.
+//! Conversations: messages and tools become a prompt, and the model's text becomes messages and tool calls.
 
 use crate::app::{App, Target};
 use crate::error::{ApiError, Result};
@@ -138,7 +138,7 @@ impl Conversation {
         text.map_err(|error| ApiError::field("messages", format!("the chat template says: {error}")))
     }
 
-    /// What the tools mean for the text, and the grammar that they need.
+    /// How the model may call tools in its text, and the grammar that enforces it.
     fn tool_mode(&self, app: &App) -> Result<(ToolMode, Option<Grammar>)> {
         let parameters = |tool: &Value| match tool["function"].get("parameters") {
             Some(schema @ Value::Object(_)) => schema.clone(),
@@ -217,7 +217,7 @@ pub(crate) struct Reply {
     ended: Option<(usize, ReplyPart)>,
     /// The tokens of the prompt.
     pub(crate) prompt: Vec<u32>,
-    /// What was computed so far; complete once all answers have ended.
+    /// The usage so far; complete once all answers have ended.
     pub(crate) usage: Usage,
 }
 

@@ -12,7 +12,7 @@ const RETRY_SECONDS: u16 = 1;
 /// The result of a request.
 pub(crate) type Result<T> = std::result::Result<T, ApiError>;
 
-/// Why a request is refused or has failed.
+/// The error response of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ApiError {
     /// The status of the response.

@@ -173,7 +173,7 @@ impl Fields {
         }
     }
 
-    /// Refuses the fields that nobody took, except those without effect.
+    /// Refuses the fields that were not taken, except those without effect.
     pub(crate) fn finish(self) -> Result<()> {
         let Self { map, path } = self;
         let unknown = map.iter().find(|(name, value)| !value.is_null() && !WITHOUT_EFFECT.contains(&name.as_str()));
@@ -196,7 +196,7 @@ fn outside<T: Display>(name: String, value: T, least: &T, most: &T) -> ApiError 
     ApiError::field(name, format!("must be between {least} and {most}, and is {value}"))
 }
 
-/// What a JSON value is, in words.
+/// The kind of a JSON value, in words.
 pub(crate) fn kind(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",

@@ -1,4 +1,4 @@
-//! Runs requests on the engine, and turns the tokens they report into text that is certain.
+//! Runs requests on the engine, and decodes their tokens to text that no later token can change.
 
 use crate::app::{App, Target};
 use crate::error::{ApiError, Result};
@@ -189,7 +189,7 @@ struct Text {
 }
 
 impl Text {
-    /// Sends the parts of the text until it has ended or nobody listens any more.
+    /// Sends the parts of the text until it has ended or the client has disconnected.
     async fn run(
         &self,
         mut events: Events,
@@ -277,7 +277,7 @@ struct CertainText<'a> {
     stream: TextStream<'a>,
     vocabulary: &'a Vocabulary,
     skip_special: bool,
-    /// Whether anybody wants to know the tokens.
+    /// Whether the client asked for tokens.
     reports_tokens: bool,
     /// Tokens whose text is held back, with the byte of the text at which each begins.
     held: VecDeque<(usize, (u32, Option<TokenLogprobs>))>,

@@ -13,7 +13,7 @@ use toktrie::{InferenceCapabilities, TokEnv, TokRxInfo, TokTrie, TokenId, Tokeni
 /// space would never come to an end.
 const WHITESPACE: &str = r"[\x20\x0A\x0D\x09]{1,32}";
 
-/// What an answer must look like.
+/// A constraint on the text of an answer.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Grammar {
     /// A JSON value that a schema accepts.

@@ -65,7 +65,7 @@ impl LegacyLogprobs {
         }));
     }
 
-    /// What was added since the last call, in OpenAI's shape.
+    /// The entries that were added since the last call, in OpenAI's shape.
     pub(crate) fn take(&mut self) -> Value {
         json!({"tokens": std::mem::take(&mut self.tokens), "token_logprobs": std::mem::take(&mut self.token_logprobs),
             "top_logprobs": std::mem::take(&mut self.top_logprobs), "text_offset": std::mem::take(&mut self.text_offset)})

@@ -20,7 +20,7 @@ const LONG: [f64; 22] = [
 /// Seconds between tokens.
 const SHORT: [f64; 16] = [0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0];
 
-/// What the server measures itself; everything else it asks the engine for.
+/// The metrics that the server measures itself; it reads all others from the engine.
 pub(crate) struct ServerMetrics {
     registry: Registry,
     first_token: Histogram,
@@ -68,7 +68,7 @@ impl ServerMetrics {
     }
 }
 
-/// The engine's own counters and gauges, read when somebody asks.
+/// The engine's own counters and gauges, read at each scrape.
 struct EngineMetrics {
     engine: Arc<dyn EngineClient>,
 }

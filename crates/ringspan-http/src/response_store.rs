@@ -117,11 +117,11 @@ impl ResponseStore {
         self.entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Stores a response that is computed in the background; the oldest that have ended make room. The returned receiver hears
-    /// when nobody wants it any more. Such responses are not dropped for others until they end.
+    /// Stores a response that is computed in the background; the oldest that have ended make room. The returned receiver is told
+    /// when the response is deleted. Such responses are not dropped for others until they end.
     ///
     /// # Errors
-    /// No room beside the others in the background.
+    /// The other responses in the background leave no room.
     pub(crate) fn begin(&self, id: &str, stored: StoredResponse) -> Result<oneshot::Receiver<()>, NoRoom> {
         let mut entries = self.lock();
         if entries.running >= self.most_running {
@@ -159,7 +159,7 @@ impl ResponseStore {
     /// Stores a response that has ended; the oldest of those make room.
     ///
     /// # Errors
-    /// No room beside those in the background; all others stay.
+    /// The responses in the background leave no room; all others stay.
     pub(crate) fn insert(&self, id: &str, stored: StoredResponse) -> Result<(), NoRoom> {
         let mut entries = self.lock();
         entries.make_room(stored.bytes(), self.capacity)?;

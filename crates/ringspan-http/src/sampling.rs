@@ -1,4 +1,4 @@
-//! The fields by which a request says how its texts are drawn, the same for all routes that generate.
+//! The sampling fields of a request, the same for all routes that generate.
 
 use crate::error::{ApiError, Result};
 use crate::fields::Fields;
@@ -25,7 +25,7 @@ pub(crate) struct Sampling {
     pub(crate) min_tokens: usize,
     /// A text ends before the first of these strings.
     pub(crate) stop: Vec<String>,
-    /// A text ends at each of these tokens, beside the model's own.
+    /// A text ends at each of these tokens, as at the model's own end tokens.
     pub(crate) stop_token_ids: Vec<u32>,
     /// Whether the model's own end tokens end nothing.
     pub(crate) ignore_eos: bool,
@@ -37,7 +37,7 @@ pub(crate) struct Sampling {
     pub(crate) prompt_logprobs: Option<usize>,
     /// Report the ids of tokens.
     pub(crate) return_token_ids: bool,
-    /// What the text must look like.
+    /// A constraint on the text.
     pub(crate) grammar: Option<Grammar>,
 }
 
@@ -189,7 +189,7 @@ pub(crate) fn response_format(mut format: Fields) -> Result<Option<Grammar>> {
         "json_schema" => {
             let mut schema = match format.fields("json_schema")? {
                 Some(inner) => inner,
-                // The Responses API has the schema's fields beside the type.
+                // The Responses API has the schema's fields in the same object as the type.
                 None => std::mem::replace(&mut format, Fields::new(Map::new())),
             };
             let value = schema.value("schema");

@@ -16,7 +16,7 @@ use tokio::runtime::Runtime;
 use tower_http::cors::{AllowHeaders, CorsLayer};
 use tower_http::timeout::RequestBodyTimeoutLayer;
 
-/// Time between two looks whether the server should stop.
+/// Time between two checks whether the server should stop.
 const STOP_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Settings of a server.
@@ -28,7 +28,7 @@ pub struct Settings {
     pub port: u16,
     /// Largest body of a request, in bytes.
     pub max_body: usize,
-    /// The keys that open the server; without any, it is open to everybody who reaches it.
+    /// The API keys that are accepted; without any, requests need none.
     pub api_keys: Vec<String>,
     /// Origins whose pages may call the server from a browser; `*` for all.
     pub allow_origin: Vec<String>,
@@ -64,8 +64,8 @@ pub struct Server {
     drain: Duration,
 }
 
-/// Threads at most that tokenize texts or wait for the engine, beside those that serve connections. Each keeps memory that it has used,
-/// so that the hundreds of threads that tokio allows would hold much more than work at a time.
+/// Upper limit of threads that tokenize texts or wait for the engine; connections are served by others. A thread keeps the memory
+/// that it has used, so the hundreds of threads that tokio allows would hold far more memory than is in use at a time.
 const MOST_WORKERS: usize = 32;
 
 impl Server {

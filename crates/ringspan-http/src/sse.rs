@@ -35,7 +35,7 @@ impl Writer {
     }
 
     async fn event(&self, event: Event) {
-        // Where nobody reads any more, the writing task is about to be dropped.
+        // If the client has disconnected, the writing task is about to be dropped.
         let _ = self.0.send(Ok(event)).await;
     }
 }

@@ -1,4 +1,4 @@
-//! Calls of tools in a model's text: each family of models writes them in a form of its own.
+//! Tool calls in a model's text: each family of models writes them in its own format.
 
 use serde_json::Value;
 
@@ -35,7 +35,7 @@ impl ToolFormat {
     }
 }
 
-/// What the tools of a request mean for its text.
+/// How the text of a request may contain tool calls.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum ToolMode {
     /// The text is text.
@@ -57,7 +57,7 @@ pub(crate) struct ToolCall {
     pub(crate) arguments: String,
 }
 
-/// What a text has turned out to be.
+/// A parsed part of a text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Parsed {
     /// Text for the user.

@@ -1,4 +1,4 @@
-//! The tokens of a tokenizer as bytes: what log-probabilities report and what grammars match.
+//! The tokens of a tokenizer as bytes, for log-probabilities and grammars.
 
 use ringspan_serve::{Detokenize, Error};
 use std::collections::HashMap;

@@ -1,8 +1,8 @@
-//! Attaches low-rank adapters to a decoder, and says which of its parameters are trained.
+//! Attaches LoRA adapters to a decoder, and tells which of its parameters are trained.
 
 use crate::decoder::Decoder;
 use crate::error::{Error, Result};
-use crate::lora::names::{Names, ends_with};
+use crate::lora::names::{LayerNames, ends_with};
 use crate::lora::{Lora, ROUTER, is_adapter};
 use candle_core::{Device, Tensor};
 use ringspan_candle::{AdapterSize, Adapters, Weights};
@@ -22,15 +22,16 @@ impl Decoder {
             let end = layer.name.rsplit('.').next().unwrap_or_default();
             if !possible.contains(&end) {
                 possible.push(end);
-                named.extend((!layer.is_router || lora.layers.targets == Names::AllLinear).then(|| end.to_owned()));
+                named
+                    .extend((!layer.is_router || lora.layers.targets == LayerNames::AllLinear).then(|| end.to_owned()));
             }
         }
-        if let Names::AllLinear | Names::AllButRouters = &lora.layers.targets {
+        if let LayerNames::AllLinear | LayerNames::AllButRouters = &lora.layers.targets {
             // PEFT writes the resolved names, too, for readers that do not know the word `all-linear`.
-            lora.layers.targets = Names::Ends(named);
+            lora.layers.targets = LayerNames::Ends(named);
         }
         let refuse = |problem: String| Err(Error::Lora(format!("{problem}: possible are {}", possible.join(", "))));
-        if let Names::Ends(ends) = &lora.layers.targets
+        if let LayerNames::Ends(ends) = &lora.layers.targets
             && let Some(end) = ends.iter().find(|end| !is_there(end))
         {
             let what = if end == ROUTER { ", the router of experts," } else { "" };
@@ -43,7 +44,7 @@ impl Decoder {
             }
         }
         if sizes.is_empty() {
-            return refuse(format!("it stands beside no layer of this model ({})", lora.layers.targets));
+            return refuse(format!("it is attached to no layer of this model ({})", lora.layers.targets));
         }
         let adapters = Adapters { sizes: sizes.into_iter().collect(), dropout: lora.dropout };
         Ok(self.with_adapters(lora, adapters))

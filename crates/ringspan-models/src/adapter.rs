@@ -41,7 +41,7 @@ pub struct Adapter {
 }
 
 /// Whether `folder` holds an adapter. A folder that holds a model, too, counts as a model: its adapter was merged.
-pub fn is_here(folder: &Path) -> bool {
+pub fn is_adapter_folder(folder: &Path) -> bool {
     !folder.join(folder::CONFIG).exists() && folder.join(CONFIG).exists()
 }
 

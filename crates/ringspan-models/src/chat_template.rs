@@ -12,14 +12,14 @@ use std::path::{Path, PathBuf};
 /// Markers around the text of a `{% generation %}` block in a text of [`ChatTemplate::render_marked`]; data may not hold them.
 pub const GENERATION_MARKERS: [char; 2] = ['\u{10fffe}', '\u{10ffff}'];
 
-/// Stands behind a message that is to be continued, to find its end in what the template writes. The space shows whether the template
-/// trims texts.
+/// A marker after a message that is to be continued: it shows where the message ends in the rendered text. The space shows
+/// whether the template trims texts.
 const UNFINISHED: &str = "CONTINUE_FINAL_MESSAGE ";
 
 /// The file of a template that has one of its own.
 const CHAT_TEMPLATE: &str = "chat_template.jinja";
 
-/// A model's chat template, as Hugging Face keeps it beside the tokenizer.
+/// A model's chat template, as Hugging Face keeps it next to the tokenizer.
 ///
 /// ```
 /// use ringspan_models::chat_template::{ChatTemplate, Conversation};
@@ -46,7 +46,7 @@ pub struct ChatTemplate {
     path: PathBuf,
 }
 
-/// What a template renders.
+/// The input of a template.
 #[derive(Debug, Clone, Copy)]
 pub struct Conversation<'a> {
     /// Objects with `role` and `content`.

@@ -43,10 +43,10 @@ family_keys! {
 }
 
 pub(crate) const V2: Family =
-    Family { model_type: "deepseek_v2", keys: Keys::NAMES, completed: |json| completed(json, of_v2()), model };
+    Family { model_type: "deepseek_v2", keys: Keys::NAMES, fill_defaults: |json| fill_defaults(json, of_v2()), model };
 
 pub(crate) const V3: Family =
-    Family { model_type: "deepseek_v3", keys: Keys::NAMES, completed: |json| completed(json, of_v3()), model };
+    Family { model_type: "deepseek_v3", keys: Keys::NAMES, fill_defaults: |json| fill_defaults(json, of_v3()), model };
 
 /// The defaults that transformers uses for keys that a `config.json` of DeepSeek-V2 lacks.
 fn of_v2() -> Value {
@@ -68,7 +68,7 @@ fn of_v3() -> Value {
 
 /// Fills in absent keys. The rotary embedding has the width of `qk_rope_head_dim`, so this is what `head_dim` means here, whatever
 /// the file says.
-fn completed(json: Value, defaults: Value) -> Value {
+fn fill_defaults(json: Value, defaults: Value) -> Value {
     let mut json = with_defaults(json, defaults);
     json["head_dim"] = json["qk_rope_head_dim"].clone();
     json

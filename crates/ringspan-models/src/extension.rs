@@ -2,7 +2,7 @@
 
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::registry::completed;
+use crate::registry::with_family_defaults;
 use serde_json::{Map, Value, json};
 use std::fmt;
 use std::str::FromStr;
@@ -78,9 +78,9 @@ impl RopeScaling {
     /// # Errors
     /// A model that is scaled by another kind, or does not say how many positions it is made for.
     pub fn apply(&self, config: &Value, length: Option<usize>) -> Result<Value> {
-        let mut json = completed(config.clone());
+        let mut json = with_family_defaults(config.clone());
         let parsed: Config = serde_json::from_value(json.clone()).map_err(|error| Error::Config(error.to_string()))?;
-        let refuse = |problem: String| Err(Error::RopeScaling(format!("{self} cannot stretch this model: {problem}")));
+        let refuse = |problem: String| Err(Error::RopeScaling(format!("{self} cannot scale this model: {problem}")));
         let Some(positions) = parsed.max_position_embeddings else {
             return refuse("config.json has no max_position_embeddings".into());
         };
@@ -95,7 +95,7 @@ impl RopeScaling {
         let before = parameters.get("factor").and_then(Value::as_f64);
         if let Some(kind) = kind.as_ref().filter(|kind| *kind != "default" && *kind != self.kind.name()) {
             return refuse(format!(
-                "its rotary embedding is already stretched ({kind}, factor {}): {kind}:F stretches it further, theta:BASE \
+                "its rotary embedding is already scaled ({kind}, factor {}): {kind}:F scales it further, theta:BASE \
                  changes its base",
                 before.unwrap_or(1.0)
             ));
@@ -164,7 +164,7 @@ impl fmt::Display for ContextOverflow {
         let Self { length, positions, .. } = self;
         write!(f, "{length} tokens pass the {positions} positions that the model is made for")?;
         if let Some(kind) = self.by {
-            write!(f, "; rope scaling {kind}:{} would stretch them", length.div_ceil(*positions))?;
+            write!(f, "; rope scaling {kind}:{} would extend them", length.div_ceil(*positions))?;
         }
         Ok(())
     }
@@ -234,18 +234,18 @@ mod tests {
 
     /// The configuration keeps the file's spelling of keys, so that other programs read it as before.
     #[test]
-    fn a_stretched_configuration_says_what_it_was_made_for() {
-        let yarn = scaling("yarn:4").apply(&model(json!({ "rope_theta": 5e5 })), None).expect("stretched");
+    fn a_scaled_configuration_says_what_it_was_made_for() {
+        let yarn = scaling("yarn:4").apply(&model(json!({ "rope_theta": 5e5 })), None).expect("scaled");
         let wanted = json!({ "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000 });
         assert_eq!((&yarn["rope_scaling"], &yarn["max_position_embeddings"]), (&wanted, &json!(4000)));
         assert_eq!(yarn["rope_theta"], json!(5e5));
 
         let new = json!({ "rope_parameters": { "rope_type": "default", "rope_theta": 5e5 } });
-        let linear = scaling("linear:2.5").apply(&model(new), None).expect("stretched");
+        let linear = scaling("linear:2.5").apply(&model(new), None).expect("scaled");
         let wanted = json!({ "rope_type": "linear", "factor": 2.5, "rope_theta": 5e5 });
         assert_eq!((&linear["rope_parameters"], &linear["max_position_embeddings"]), (&wanted, &json!(2500)));
 
-        let dynamic = scaling("dynamic:2").apply(&model(json!({ "rope_scaling": null })), None).expect("stretched");
+        let dynamic = scaling("dynamic:2").apply(&model(json!({ "rope_scaling": null })), None).expect("scaled");
         assert_eq!(dynamic["rope_scaling"], json!({ "rope_type": "dynamic", "factor": 2.0 }));
         assert_eq!(dynamic["max_position_embeddings"], json!(1000), "its base is counted from there");
         for json in [yarn, linear, dynamic] {
@@ -254,16 +254,16 @@ mod tests {
     }
 
     #[test]
-    fn local_layers_are_not_stretched() {
+    fn local_layers_are_not_scaled() {
         let gemma = |more: Value| {
             let mut all = model(more);
             all["model_type"] = "gemma3_text".into();
             all
         };
-        let old = scaling("linear:2").apply(&gemma(json!({})), None).expect("stretched");
+        let old = scaling("linear:2").apply(&gemma(json!({})), None).expect("scaled");
         assert_eq!(old["rope_scaling"], json!({ "rope_type": "linear", "factor": 2.0 }));
         let own = json!({ "full_attention": { "rope_type": "default" }, "sliding_attention": { "rope_theta": 1e4 } });
-        let new = scaling("linear:2").apply(&gemma(json!({ "rope_parameters": own })), None).expect("stretched");
+        let new = scaling("linear:2").apply(&gemma(json!({ "rope_parameters": own })), None).expect("scaled");
         assert_eq!(new["rope_parameters"]["full_attention"], json!({ "rope_type": "linear", "factor": 2.0 }));
         assert_eq!(new["rope_parameters"]["sliding_attention"], json!({ "rope_theta": 1e4 }));
         config(&old);
@@ -272,18 +272,18 @@ mod tests {
 
     /// Llama 3.1 is published with scaling, and is scaled further by the same kind.
     #[test]
-    fn a_stretched_model_is_stretched_further_by_its_own_kind() {
+    fn a_scaled_model_is_scaled_further_by_its_own_kind() {
         let rope = json!({
             "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 125
         });
         let llama = model(json!({ "rope_scaling": rope, "rope_theta": 5e5 }));
-        let further = scaling("llama3:4").apply(&llama, None).expect("stretched");
+        let further = scaling("llama3:4").apply(&llama, None).expect("scaled");
         assert_eq!(further["rope_scaling"]["factor"], json!(32.0));
         assert_eq!(further["rope_scaling"]["original_max_position_embeddings"], json!(125));
         assert_eq!(further["max_position_embeddings"], json!(4000));
         refused(scaling("yarn:4").apply(&llama, None), &["yarn:4", "already", "llama3", "8", "llama3:F", "theta:BASE"]);
-        let fresh = scaling("llama3:8").apply(&model(json!({})), None).expect("stretched");
+        let fresh = scaling("llama3:8").apply(&model(json!({})), None).expect("scaled");
         let wanted = json!({
             "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 1000
@@ -329,7 +329,7 @@ mod tests {
             assert!(overflow.to_string().contains(word), "{overflow}");
         }
         for kind in ["linear", "dynamic", "yarn"] {
-            let config = config(&scaling(&format!("{kind}:2")).apply(&model(json!({})), None).expect("stretched"));
+            let config = config(&scaling(&format!("{kind}:2")).apply(&model(json!({})), None).expect("scaled"));
             assert_eq!(config.context_overflow(2000), None, "{kind}");
             let overflow = config.context_overflow(2001).expect("longer");
             assert!(overflow.to_string().contains(&format!("{kind}:2")), "{overflow}");

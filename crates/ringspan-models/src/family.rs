@@ -15,7 +15,7 @@ pub(crate) struct Family {
     /// The keys that it reads in addition to those of [`Config`].
     pub(crate) keys: &'static [&'static str],
     /// Fills in the defaults of transformers for absent keys, where they differ from those of [`Config`].
-    pub(crate) completed: fn(Value) -> Value,
+    pub(crate) fill_defaults: fn(Value) -> Value,
     /// Builds the model for a configuration.
     pub(crate) model: fn(&Config, &ModelBuilder) -> Result<Arc<dyn Model>>,
 }

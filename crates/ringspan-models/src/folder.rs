@@ -12,7 +12,7 @@ pub use write::{SavedType, Writer, save};
 
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::registry::completed;
+use crate::registry::with_family_defaults;
 use ringspan_candle::{StoredWeights, Weights};
 use std::path::Path;
 
@@ -50,7 +50,7 @@ pub fn load_stored(folder: &Path) -> Result<(Config, StoredWeights)> {
 /// # Errors
 /// A file that is missing or not JSON.
 pub fn config_json(path: &Path) -> Result<serde_json::Value> {
-    parse(&if path.is_file() { path.to_owned() } else { path.join(CONFIG) }).map(completed)
+    parse(&if path.is_file() { path.to_owned() } else { path.join(CONFIG) }).map(with_family_defaults)
 }
 
 fn parse<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T> {

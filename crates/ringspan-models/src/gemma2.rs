@@ -43,7 +43,7 @@ fn defaults() -> Value {
 }
 
 pub(crate) const FAMILY: Family =
-    Family { model_type: "gemma2", keys: Keys::NAMES, completed: |json| with_defaults(json, defaults()), model };
+    Family { model_type: "gemma2", keys: Keys::NAMES, fill_defaults: |json| with_defaults(json, defaults()), model };
 
 fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
     let keys: Keys = config.keys()?;

@@ -29,7 +29,7 @@ family_keys! {
     }
 }
 
-pub(crate) const FAMILY: Family = Family { model_type: "gemma3_text", keys: Keys::NAMES, completed, model };
+pub(crate) const FAMILY: Family = Family { model_type: "gemma3_text", keys: Keys::NAMES, fill_defaults, model };
 
 fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
     let keys: Keys = config.keys()?;
@@ -164,7 +164,7 @@ impl Layer for GemmaLayer {
     }
 }
 /// Takes the language model's configuration out of a multimodal one, and fills in the sizes that files leave out.
-fn completed(json: Value) -> Value {
+fn fill_defaults(json: Value) -> Value {
     let mut text = match json.get("text_config") {
         Some(Value::Object(text)) if json["model_type"] == "gemma3" => {
             let mut text = text.clone();

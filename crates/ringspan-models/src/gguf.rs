@@ -157,7 +157,7 @@ fn read(file: &GgufFile, name: &str) -> Result<(Weight, Vec<usize>)> {
 
 /// A tensor as the Hugging Face model has it: the changes of llama.cpp's converter are undone.
 fn converted(family: &GgufFamily, config: &Config, name: &str, weight: Weight) -> candle_core::Result<Weight> {
-    if family.one_in_norms && name.ends_with("norm.weight") {
+    if family.norms_plus_one && name.ends_with("norm.weight") {
         return Ok((weight.to_tensor()? - 1.0)?.into());
     }
     let heads = match () {

@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use std::sync::Arc;
 
 pub(crate) const FAMILY: Family =
-    Family { model_type: "glm4", keys: &[], completed: |json| with_defaults(json, defaults()), model };
+    Family { model_type: "glm4", keys: &[], fill_defaults: |json| with_defaults(json, defaults()), model };
 
 /// The defaults that transformers uses for keys that `config.json` lacks.
 fn defaults() -> Value {

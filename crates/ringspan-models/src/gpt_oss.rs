@@ -24,10 +24,10 @@ family_keys! {
     }
 }
 
-pub(crate) const FAMILY: Family = Family { model_type: "gpt_oss", keys: Keys::NAMES, completed, model };
+pub(crate) const FAMILY: Family = Family { model_type: "gpt_oss", keys: Keys::NAMES, fill_defaults, model };
 
 /// Fills in the defaults that transformers uses for absent keys.
-fn completed(json: Value) -> Value {
+fn fill_defaults(json: Value) -> Value {
     let mut json = with_defaults(
         json,
         json!({

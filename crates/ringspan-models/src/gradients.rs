@@ -1,4 +1,5 @@
-//! Loss and gradients, layer by layer: memory holds the graph of one layer, and of others what the [`CheckpointPolicy`] stores.
+//! Loss and gradients, layer by layer: memory holds the graph of one layer, and the activations of the other layers that the
+//! [`CheckpointPolicy`] stores.
 
 mod graph;
 

@@ -25,7 +25,8 @@ family_keys! {
     }
 }
 
-pub(crate) const FAMILY: Family = Family { model_type: "granite", keys: Keys::NAMES, completed: |json| json, model };
+pub(crate) const FAMILY: Family =
+    Family { model_type: "granite", keys: Keys::NAMES, fill_defaults: |json| json, model };
 
 fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
     config.check_activation(config.hidden_act.as_deref(), "silu")?;

@@ -48,7 +48,7 @@ pub use decoder::Decoder;
 pub use error::{Error, Result};
 pub use extension::{ContextOverflow, RopeScaling};
 pub use init::NewWeights;
-pub use lora::names::{Layers, Names, Pattern};
+pub use lora::names::{AdaptedLayers, LayerNames, Pattern};
 pub use lora::{Lora, ROUTER, TARGETS};
 pub use model_source::ModelSource;
 pub use parameters::Parameters;

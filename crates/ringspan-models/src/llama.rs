@@ -12,7 +12,7 @@ use ringspan_candle::layers::{Attention, ForwardPass, GatedMlp, QkvLinear, RmsNo
 use ringspan_candle::model::{Layer, ModelBuilder, Scope};
 use std::sync::Arc;
 
-pub(crate) const FAMILY: Family = Family { model_type: "llama", keys: &[], completed: |json| json, model };
+pub(crate) const FAMILY: Family = Family { model_type: "llama", keys: &[], fill_defaults: |json| json, model };
 
 fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
     let biases = Biases { attention: config.attention_bias, mlp: config.mlp_bias };

@@ -5,7 +5,7 @@ pub(crate) mod names;
 
 use crate::error::{Error, Result};
 
-use names::{ALL_LINEAR, Layers, Names, Pattern};
+use names::{ALL_LINEAR, AdaptedLayers, LayerNames, Pattern};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use ringspan_candle::lora::{layer_of, stream};
@@ -30,7 +30,7 @@ pub struct Lora {
     /// Probability with which an element of an adapter's input is dropped in training, in 0..1.
     pub dropout: f64,
     /// Which layers have adapters.
-    pub layers: Layers,
+    pub layers: AdaptedLayers,
     /// Whether the factor is `alpha / sqrt(rank)` instead (rank-stabilized LoRA; Kalajdzievski, 2023, arXiv:2312.03732).
     pub(crate) rank_stabilized: bool,
     /// Ranks of the layers whose name matches a pattern; the first match counts.
@@ -45,7 +45,7 @@ impl Lora {
     /// # Errors
     /// A rank of 0, or an alpha that is not a number above 0.
     pub fn of_all_layers(rank: usize, alpha: f64) -> Result<Self> {
-        Self::beside(rank, alpha, Layers::named(Names::AllButRouters))
+        Self::for_layers(rank, alpha, AdaptedLayers::named(LayerNames::AllButRouters))
     }
 
     /// Adapters of one rank for layers whose names end with a target, or for all linear layers if the one target is
@@ -57,25 +57,25 @@ impl Lora {
         if let [word] = &targets[..]
             && word == ALL_LINEAR
         {
-            return Self::beside(rank, alpha, Layers::named(Names::AllLinear));
+            return Self::for_layers(rank, alpha, AdaptedLayers::named(LayerNames::AllLinear));
         }
         let refuse = |problem: String| Err(Error::Lora(problem));
         if targets.iter().any(|target| target == ALL_LINEAR) {
             return refuse(format!("'{ALL_LINEAR}' is beside other names: it stands alone, for all of them"));
         }
         if targets.is_empty() {
-            return refuse(format!("it stands beside no layer: name some, or {ALL_LINEAR}"));
+            return refuse(format!("it is attached to no layer: name some, or {ALL_LINEAR}"));
         }
-        Self::beside(rank, alpha, Layers::named(Names::Ends(targets)))
+        Self::for_layers(rank, alpha, AdaptedLayers::named(LayerNames::Ends(targets)))
     }
 
     /// Adapters of one rank for the layers that `layers` selects.
     ///
     /// # Errors
     /// A rank of 0, an alpha that is not a number above 0, or a target that is given twice.
-    pub(crate) fn beside(rank: usize, alpha: f64, layers: Layers) -> Result<Self> {
+    pub(crate) fn for_layers(rank: usize, alpha: f64, layers: AdaptedLayers) -> Result<Self> {
         check_size(rank, alpha)?;
-        if let Names::Ends(targets) = &layers.targets {
+        if let LayerNames::Ends(targets) = &layers.targets {
             let twice = |(at, target): (usize, &String)| targets[..at].contains(target).then(|| target.clone());
             if let Some(target) = targets.iter().enumerate().find_map(twice) {
                 return Err(Error::Lora(format!("'{target}' is given twice")));
@@ -107,7 +107,7 @@ impl Lora {
     }
 
     /// The target layers, as they were requested.
-    pub fn targets(&self) -> &Names {
+    pub fn targets(&self) -> &LayerNames {
         &self.layers.targets
     }
 

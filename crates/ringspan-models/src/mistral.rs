@@ -8,7 +8,7 @@ use ringspan_candle::Model;
 use ringspan_candle::model::ModelBuilder;
 use std::sync::Arc;
 
-pub(crate) const FAMILY: Family = Family { model_type: "mistral", keys: &[], completed: |json| json, model };
+pub(crate) const FAMILY: Family = Family { model_type: "mistral", keys: &[], fill_defaults: |json| json, model };
 
 fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
     llama::with(config, builder, &config.causal_mask(config.window()?), Biases::default())

@@ -27,7 +27,7 @@ fn defaults() -> Value {
 }
 
 pub(crate) const FAMILY: Family =
-    Family { model_type: "mixtral", keys: Keys::NAMES, completed: |json| with_defaults(json, defaults()), model };
+    Family { model_type: "mixtral", keys: Keys::NAMES, fill_defaults: |json| with_defaults(json, defaults()), model };
 
 fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
     config.check_activation(config.hidden_act.as_deref(), "silu")?;

@@ -35,7 +35,7 @@ impl ModelSource {
             let problem = format!("there is no such folder or file{}", download_hint(&path));
             return Err(Error::Format { path, problem });
         }
-        match adapter::is_here(&path) {
+        match adapter::is_adapter_folder(&path) {
             true => adapter::describe(&path).map(|adapter| Self::Adapter(path, Box::new(adapter))),
             false => Ok(Self::Model(Base::at(path))),
         }

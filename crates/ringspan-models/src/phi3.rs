@@ -21,7 +21,7 @@ family_keys! {
 }
 
 pub(crate) const FAMILY: Family =
-    Family { model_type: "phi3", keys: Keys::NAMES, completed: |json| with_defaults(json, defaults()), model };
+    Family { model_type: "phi3", keys: Keys::NAMES, fill_defaults: |json| with_defaults(json, defaults()), model };
 
 /// The defaults that transformers uses for keys that `config.json` lacks.
 fn defaults() -> Value {

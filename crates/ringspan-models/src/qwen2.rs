@@ -20,7 +20,7 @@ family_keys! {
     }
 }
 
-pub(crate) const FAMILY: Family = Family { model_type: "qwen2", keys: Keys::NAMES, completed: |json| json, model };
+pub(crate) const FAMILY: Family = Family { model_type: "qwen2", keys: Keys::NAMES, fill_defaults: |json| json, model };
 
 fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
     config.check_activation(config.hidden_act.as_deref(), "silu")?;

@@ -14,7 +14,7 @@ use ringspan_candle::model::{Layer, ModelBuilder, Scope};
 use std::sync::Arc;
 
 pub(crate) const FAMILY: Family =
-    Family { model_type: "qwen3", keys: qwen2::Keys::NAMES, completed: |json| json, model };
+    Family { model_type: "qwen3", keys: qwen2::Keys::NAMES, fill_defaults: |json| json, model };
 
 fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
     config.check_activation(config.hidden_act.as_deref(), "silu")?;

@@ -39,7 +39,7 @@ fn family(model_type: &str) -> Option<&'static Family> {
 
 impl<'de> Deserialize<'de> for Config {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
-        let json = completed(Value::deserialize(deserializer)?);
+        let json = with_family_defaults(Value::deserialize(deserializer)?);
         let config = Config::deserialize(json).map_err(serde::de::Error::custom)?;
         let read = keys(&config.model_type);
         Ok(config.with_family_keys(read))
@@ -81,12 +81,12 @@ pub(crate) fn model(config: &Config) -> Result<(Arc<dyn Model>, ModelParameters)
 
 /// Fills in the defaults of transformers for absent keys of `config.json`, which depend on the family. Of a multimodal model,
 /// it returns the configuration of the language model.
-pub(crate) fn completed(json: Value) -> Value {
+pub(crate) fn with_family_defaults(json: Value) -> Value {
     let name = match json["model_type"].as_str() {
         // Its language model has a `model_type` of its own.
         Some("gemma3") => "gemma3_text",
         Some(name) => name,
         None => return json,
     };
-    family(name).map_or_else(|| json.clone(), |family| (family.completed)(json.clone()))
+    family(name).map_or_else(|| json.clone(), |family| (family.fill_defaults)(json.clone()))
 }

@@ -33,7 +33,7 @@ pub(crate) fn of_all_layers(config: &Config) -> Result<RotaryEmbedding> {
 /// # Errors
 /// An unknown kind of scaling, and numbers that it lacks or cannot use.
 pub(crate) fn new(config: &Config, parameters: Option<&Parameters>, theta: f64) -> Result<RotaryEmbedding> {
-    if let Some(part) = part_turned(config, parameters).filter(|part| *part != 1.0) {
+    if let Some(part) = rotated_share(config, parameters).filter(|part| *part != 1.0) {
         return Err(Error::Config(format!("partial_rotary_factor is {part}: possible is 1, all of a head turns")));
     }
     with_width(config, parameters, theta, config.head_dim())
@@ -44,7 +44,7 @@ pub(crate) fn new(config: &Config, parameters: Option<&Parameters>, theta: f64) 
 /// # Errors
 /// As for [`new`]; a share that is not an even number of elements.
 pub(crate) fn partial(config: &Config, theta: f64, part: f64) -> Result<RotaryEmbedding> {
-    let (part, dim) = (part_turned(config, config.rope()).unwrap_or(part), config.head_dim());
+    let (part, dim) = (rotated_share(config, config.rope()).unwrap_or(part), config.head_dim());
     let turned = (dim as f64 * part) as usize;
     if !(part <= 1.0 && turned >= 2 && turned.is_multiple_of(2)) {
         let problem =
@@ -55,7 +55,7 @@ pub(crate) fn partial(config: &Config, theta: f64, part: f64) -> Result<RotaryEm
 }
 
 /// The share of a head that is rotated, if the configuration gives one.
-fn part_turned(config: &Config, parameters: Option<&Parameters>) -> Option<f64> {
+fn rotated_share(config: &Config, parameters: Option<&Parameters>) -> Option<f64> {
     parameters.and_then(|parameters| parameters.partial_rotary_factor).or(config.partial_rotary_factor)
 }
 
@@ -91,9 +91,9 @@ fn with_width(config: &Config, parameters: Option<&Parameters>, theta: f64, dim:
             }
             rope.by_length = Some(ByLength::DynamicBase { theta, factor: factor()?, trained });
         }
-        "llama3" => stretch_llama3(&mut rope, config, parameters)?,
-        "yarn" => yarn::stretch(&mut rope, config, parameters, theta)?,
-        "longrope" => longrope::stretch(&mut rope, config, parameters)?,
+        "llama3" => scale_llama3(&mut rope, config, parameters)?,
+        "yarn" => yarn::scale(&mut rope, config, parameters, theta)?,
+        "longrope" => longrope::scale(&mut rope, config, parameters)?,
         other => return refuse(format!("rope type '{other}' is unknown: possible are {KINDS}")),
     }
     Ok(rope)
@@ -101,7 +101,7 @@ fn with_width(config: &Config, parameters: Option<&Parameters>, theta: f64, dim:
 
 /// Scaling of Llama 3.1: divides the frequencies of wavelengths beyond the original context, keeps short wavelengths, and
 /// blends between them.
-fn stretch_llama3(rope: &mut RotaryEmbedding, config: &Config, parameters: &Parameters) -> Result<()> {
+fn scale_llama3(rope: &mut RotaryEmbedding, config: &Config, parameters: &Parameters) -> Result<()> {
     let factor = parameters.need("factor", parameters.factor)?;
     let low = parameters.need("low_freq_factor", parameters.low_freq_factor)?;
     let high = parameters.need("high_freq_factor", parameters.high_freq_factor)?;

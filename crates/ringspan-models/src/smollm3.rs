@@ -28,23 +28,23 @@ fn defaults() -> Value {
 }
 
 pub(crate) const FAMILY: Family =
-    Family { model_type: "smollm3", keys: Keys::NAMES, completed: |json| with_defaults(json, defaults()), model };
+    Family { model_type: "smollm3", keys: Keys::NAMES, fill_defaults: |json| with_defaults(json, defaults()), model };
 
 fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
     config.check_activation(config.hidden_act.as_deref(), "silu")?;
     let keys: Keys = config.keys()?;
-    let turns = turns(config, &keys)?;
-    let masks = masks(config, &keys, &turns)?;
+    let rotates = rotates(config, &keys)?;
+    let masks = masks(config, &keys, &rotates)?;
     let rope = Arc::new(rope::new(config, config.rope(), 2_000_000.0)?);
     let norm = |scope: &Scope| RmsNorm::new(scope, config.hidden_size, config.rms_norm_eps);
     let layer = |index: usize, scope: &Scope| {
-        SmolLayer::new(config, index, scope, turns[index].then(|| rope.clone()), masks[index].clone())
+        SmolLayer::new(config, index, scope, rotates[index].then(|| rope.clone()), masks[index].clone())
     };
     Ok(Arc::new(causal_lm(config, builder, norm, layer)))
 }
 
 /// Whether each layer has a rotary embedding.
-fn turns(config: &Config, keys: &Keys) -> Result<Vec<bool>> {
+fn rotates(config: &Config, keys: &Keys) -> Result<Vec<bool>> {
     let layers = config.num_hidden_layers;
     let interval = keys.no_rope_layer_interval.unwrap_or(4);
     match &keys.no_rope_layers {
@@ -58,11 +58,11 @@ fn turns(config: &Config, keys: &Keys) -> Result<Vec<bool>> {
 }
 
 /// The mask of each layer. Without `layer_types`, a window that is in use applies to the layers without rotary embedding.
-fn masks(config: &Config, keys: &Keys, turns: &[bool]) -> Result<Vec<Mask>> {
+fn masks(config: &Config, keys: &Keys, rotates: &[bool]) -> Result<Vec<Mask>> {
     let width = config.window()?.filter(|_| keys.use_sliding_window == Some(true));
     let slides = match config.sliding_layers()? {
         Some(slides) => slides,
-        None => turns.iter().map(|turns| !turns && width.is_some()).collect(),
+        None => rotates.iter().map(|rotates| !rotates && width.is_some()).collect(),
     };
     if let Some(index) = slides.iter().position(|slides| *slides).filter(|_| width.is_none()) {
         return Err(Error::Config(format!(

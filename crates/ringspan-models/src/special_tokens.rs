@@ -24,7 +24,7 @@ impl SpecialTokens {
     /// A post-processor that fails.
     pub fn of(tokenizer: &Tokenizer) -> tokenizers::Result<Self> {
         let Some(processor) = tokenizer.get_post_processor() else { return Ok(Self::default()) };
-        // No text surely becomes exactly one token, so a token outside the vocabulary marks the text's place.
+        // It is not certain that any text becomes exactly one token, so a token outside the vocabulary stands for the text.
         const TEXT: u32 = u32::MAX;
         let text = Encoding::from_tokens(vec![Token::new(TEXT, "x".into(), (0, 1))], 0);
         let processed = processor.process(text, None, true)?;
@@ -56,7 +56,7 @@ pub fn without_tokenizer(folder: &Path) -> String {
     let sentence_piece = folder.join("tokenizer.model");
     match sentence_piece.exists() {
         true => format!(
-            "is missing, and tokenizer.model beside it is another format (SentencePiece's), which is not read: make one of it \
+            "is missing, and tokenizer.model next to it is another format (SentencePiece's), which is not read: make one of it \
              with transformers, `AutoTokenizer.from_pretrained(\"{folder}\").save_pretrained(\"{folder}\")`",
             folder = folder.display()
         ),

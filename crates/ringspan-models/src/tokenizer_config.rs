@@ -1,4 +1,4 @@
-//! `tokenizer_config.json`, the file of special tokens and chat templates beside a tokenizer.
+//! `tokenizer_config.json`, the file of special tokens and chat templates next to a tokenizer.
 
 use crate::error::{Error, Result};
 use serde_json::Value;

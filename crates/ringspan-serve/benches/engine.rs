@@ -1,10 +1,10 @@
-//! What clients of the engine wait for, with random weights: the speed of many streams together beside that of one, and the time
-//! between the tokens of those who generate while others' prompts are read.
+//! Benchmark of the engine as its clients see it, with random weights: the throughput of many streams compared with one, and the
+//! time between tokens of running requests while the prompts of others are prefilled.
 //!
-//! Run `cargo bench -p ringspan-serve --bench engine` on a machine left alone. Arguments change the settings: `ranks=2`,
+//! Run `cargo bench -p ringspan-serve --bench engine` on an idle machine. Arguments change the settings: `ranks=2`,
 //! `threads=1` (a rank), `streams=16`, `prompt=4000` (tokens of the long prompt), `clients=16` and `each=512` (prompts that come at
-//! once, and their tokens), `chunk=512`, `mixed=64` (a fixed number of prompts' tokens beside others; without it, the engine
-//! measures).
+//! once, and their tokens), `chunk=512`, `mixed=64` (a fixed number of prompt tokens in a step that also decodes; without it, the
+//! engine chooses the number).
 
 #[path = "../tests/support/mod.rs"]
 mod support;
@@ -26,7 +26,7 @@ fn greedy(prompt: Vec<u32>, max_tokens: usize) -> Request {
     Request { sampling: SamplingParams::greedy(), ..Request::new(prompt, max_tokens) }
 }
 
-/// A client that notes when its tokens come, in seconds since it asked.
+/// A client that records the arrival time of each token, in seconds since the request.
 struct Listener {
     leaves: Arc<AtomicBool>,
     thread: JoinHandle<Vec<f64>>,
@@ -61,14 +61,14 @@ impl Listener {
         self.thread.join().expect("a client")
     }
 
-    /// Leaves at the next token.
+    /// Disconnects at the next token.
     fn leave(self) -> Vec<f64> {
         self.leaves.store(true, Ordering::Relaxed);
         self.finish()
     }
 }
 
-/// The value below which a share of the values is.
+/// A percentile: the value below which this share of the values is.
 fn at_share(values: &[f64], share: f64) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -102,7 +102,7 @@ fn streams_together(client: &Client, streams: usize) {
 }
 
 /// The time between the tokens of a request while the long prompt of another is read.
-fn beside_a_long_prompt(client: &Client, prompt: usize) {
+fn during_a_long_prompt(client: &Client, prompt: usize) {
     let began = Instant::now();
     let generates = Listener::new(client, greedy(tokens(2, 1), 100_000));
     std::thread::sleep(Duration::from_secs(2));
@@ -110,10 +110,10 @@ fn beside_a_long_prompt(client: &Client, prompt: usize) {
     let first = Listener::new(client, greedy(tokens(prompt, 2), 1)).finish()[0];
     let moments = generates.leave();
     let alone: Vec<f64> = moments.iter().copied().filter(|at| *at < from).skip(5).collect();
-    let beside: Vec<f64> = moments.iter().copied().filter(|at| *at >= from && *at < from + first).collect();
+    let during: Vec<f64> = moments.iter().copied().filter(|at| *at >= from && *at < from + first).collect();
     println!("a prompt of {prompt} tokens is read in {first:.2} s ({:.0} tokens/s)", prompt as f64 / first);
     println!("  between others' tokens, alone: {}", spread(&gaps(&alone)));
-    println!("  between others' tokens, meanwhile: {}", spread(&gaps(&beside)));
+    println!("  between others' tokens, meanwhile: {}", spread(&gaps(&during)));
 }
 
 /// Many prompts at once: when their first tokens come, and the time between tokens.
@@ -150,7 +150,7 @@ fn main() -> Result<()> {
     let engine = Engine::start(large(), Mesh { ring: ranks, threads, ..Mesh::single() }, &options)?;
     let client = engine.client();
     streams_together(&client, number("streams", 16).max(1));
-    beside_a_long_prompt(&client, prompt.max(1));
+    during_a_long_prompt(&client, prompt.max(1));
     many_prompts(&client, clients.max(1), each.max(1));
     engine.shutdown(true)
 }

@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor, bail};
 use ringspan::Run;
 
-/// Generated tokens are dealt to the ranks in blocks of this many positions: long enough that a rank's rows stay in long runs,
+/// Generated tokens are distributed over the ranks in blocks of this many positions: long enough that a rank's rows stay in long runs,
 /// short enough that the ranks fill evenly.
 pub const BLOCK: usize = 64;
 
@@ -205,7 +205,7 @@ mod tests {
         let room = |prompt, generated, ranks| Cache::generating(1, prompt, generated, ranks).expected;
         assert_eq!(room(10, 0, 2), 10);
         assert_eq!(room(10, 20, 2), 30);
-        assert_eq!(room(10, 1000, 2), 10 + 500 + BLOCK, "blocks are not dealt evenly");
+        assert_eq!(room(10, 1000, 2), 10 + 500 + BLOCK, "blocks are not distributed evenly");
         for generated in [2_000_000_000, usize::MAX] {
             assert_eq!(room(10, generated, 3), 10 + MAX_PREALLOCATED);
         }

@@ -19,7 +19,7 @@ pub(crate) struct Prefill<'a> {
 }
 
 impl<'a> Prefill<'a> {
-    /// The prompt must be dealt to the ranks by the context's layout; the cache must be empty.
+    /// The prompt must be distributed over the ranks by the context's layout; the cache must be empty.
     pub(crate) fn new(context: &'a Context, cache: &'a mut Cache) -> Self {
         cache.announce(context.layout().runs(context.group().rank()));
         Self { context, cache: RefCell::new(cache) }
@@ -97,8 +97,8 @@ impl Attend for Decode<'_> {
         let query = [Run { document: 0, start: self.position[0], len: 1, step: 1 }];
         // The positions of query and keys count from the same origin; only masks that are aligned to the end look at the
         // length.
-        let frame = self.position[0] + 1;
-        let tokens = Tokens { queries: &query, keys: cache.runs(), frames: (frame, frame) };
+        let extent = self.position[0] + 1;
+        let tokens = Tokens { queries: &query, keys: cache.runs(), extents: (extent, extent) };
         decode(self.group, mask, &tokens, &AttentionInputs { q, k: &k, v: &v, sinks, bias }, score)
     }
 

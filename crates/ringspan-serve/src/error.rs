@@ -85,7 +85,7 @@ pub enum Error {
     Rank {
         /// The rank.
         rank: usize,
-        /// What went wrong.
+        /// The problem.
         problem: String,
     },
     /// A step of the engine, or its cache, does not fit: what was asked, and what is possible.

@@ -1,7 +1,7 @@
 //! The groups of ranks that a rank works with.
 
 use crate::error::Result;
-use crate::place::ModelPlace;
+use crate::model_parallel_rank::ModelParallelRank;
 use ringspan::attention::Group;
 use ringspan::comm::{Buffer, Communicator};
 use ringspan::kernel::Kernel;
@@ -20,21 +20,21 @@ pub struct Groups {
     /// The ranks over which whole experts are distributed, and those that share the width of an expert; `None` if each rank has all
     /// experts.
     experts: Option<[Arc<dyn Communicator>; 2]>,
-    place: ModelPlace,
+    model_rank: ModelParallelRank,
 }
 
 impl Groups {
-    /// Splits the communicator of all ranks into groups: `grid` is ring x Ulysses, and `place` the part of the model with which this
-    /// rank computes. All ranks must call this.
+    /// Splits the communicator of all ranks into groups: `grid` is ring x Ulysses, and `model_rank` says with which part of the
+    /// model this rank computes. All ranks must call this.
     pub(crate) fn new(
         world: Arc<dyn Communicator>,
         grid: (usize, usize),
-        place: ModelPlace,
+        model_rank: ModelParallelRank,
         kernel: Kernel,
     ) -> Result<Self> {
-        let (rank, stage) = (world.rank(), world.size() / place.stage.1.max(1));
-        let (tp, ep, moe_tp) = (place.shard.tp.1, place.shard.ep.1, place.shard.moe_tp.1);
-        let pipeline = match place.stage.1 {
+        let (rank, stage) = (world.rank(), world.size() / model_rank.stage.1.max(1));
+        let (tp, ep, moe_tp) = (model_rank.shard.tp.1, model_rank.shard.ep.1, model_rank.shard.moe_tp.1);
+        let pipeline = match model_rank.stage.1 {
             1 => None,
             _ => Some([world.split(rank / stage, rank)?, world.split(rank % stage, rank)?]),
         };
@@ -50,7 +50,7 @@ impl Groups {
             each => Some([world.split(rank / each * moe_tp + rank % moe_tp, rank)?, world.split(rank / moe_tp, rank)?]),
         };
         let cp = Arc::new(Group::new(cp, grid, kernel)?);
-        Ok(Self { world, pipeline, cp, tensor, experts, place })
+        Ok(Self { world, pipeline, cp, tensor, experts, model_rank })
     }
 
     /// All ranks.
@@ -78,7 +78,7 @@ impl Groups {
         &self.tensor
     }
 
-    /// What computes the layers of a model with `experts` experts, or without any.
+    /// The implementation of expert layers for a model with `experts` experts, or without any.
     ///
     /// # Errors
     /// Fewer experts than ranks that share them.
@@ -105,7 +105,7 @@ impl Groups {
 
     /// The ranks that have parts of the pages of a context-parallel rank: stage by stage, the tensor-parallel ranks.
     pub(crate) fn sharing_pages(&self, cp_rank: usize) -> impl Iterator<Item = usize> + use<> {
-        let (stages, tp) = (self.place.stage.1.max(1), self.place.shard.tp.1.max(1));
+        let (stages, tp) = (self.model_rank.stage.1.max(1), self.model_rank.shard.tp.1.max(1));
         let stage_size = self.world.size() / stages;
         (0..stages).flat_map(move |stage| {
             let first = stage * stage_size + cp_rank * tp;
@@ -124,8 +124,8 @@ impl Groups {
     }
 
     /// The part of the model with which this rank computes.
-    pub(crate) fn place(&self) -> ModelPlace {
-        self.place
+    pub(crate) fn model_rank(&self) -> ModelParallelRank {
+        self.model_rank
     }
 }
 
@@ -139,7 +139,7 @@ impl From<Arc<Group>> for Groups {
             cp,
             tensor: TensorParallel::default(),
             experts: None,
-            place: ModelPlace::default(),
+            model_rank: ModelParallelRank::default(),
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::groups::Groups;
-use crate::place::ModelPlace;
+use crate::model_parallel_rank::ModelParallelRank;
 use ringspan::attention::Group;
 use ringspan::comm::ranks::Ranks;
 use ringspan::comm::timed::Timed;
@@ -103,11 +103,11 @@ impl Mesh {
     }
 
     /// The part of the model with which a rank computes.
-    pub(crate) fn place(&self, rank: usize) -> ModelPlace {
+    pub(crate) fn model_rank(&self, rank: usize) -> ModelParallelRank {
         let (tp, ep, moe_tp) = (self.tp.max(1), self.ep.max(1), self.moe_tp().max(1));
         let (stage, rank) = (rank / self.stage_size().max(1), rank % self.stage_size().max(1));
         let shard = ParallelRank { tp: (rank % tp, tp), ep: (rank / moe_tp % ep, ep), moe_tp: (rank % moe_tp, moe_tp) };
-        ModelPlace { stage: (stage, self.pp), shard }
+        ModelParallelRank { stage: (stage, self.pp), shard }
     }
 
     /// Checks that the ranks can share a model.
@@ -145,7 +145,7 @@ impl Mesh {
             if tp > 1 && ulysses > queries {
                 let all = decoder.head_counts().queries;
                 return refuse(format!(
-                    "ulysses {ulysses} deals heads to {ulysses} ranks, but tp {tp} leaves {queries} of the {all} query heads to some"
+                    "ulysses {ulysses} distributes heads over {ulysses} ranks, but tp {tp} leaves {queries} of the {all} query heads to some"
                 ));
             }
             HeadShare::all(queries, key_values, (ring, ulysses).into())?;
@@ -160,8 +160,8 @@ impl Mesh {
 
     fn on_rank<T: Send>(&self, world: Arc<dyn Communicator>, work: impl Fn(&Groups) -> Result<T> + Sync) -> Result<T> {
         let kernel = self.devices.of(world.rank()).kernel(self.threads)?;
-        let place = self.place(world.rank());
-        let groups = Groups::new(world, (self.ring, self.ulysses), place, kernel)?;
+        let model_rank = self.model_rank(world.rank());
+        let groups = Groups::new(world, (self.ring, self.ulysses), model_rank, kernel)?;
         pool::run(self.threads, || work(&groups))?
     }
 }
@@ -202,7 +202,8 @@ mod tests {
             let topology = sizes.topology().expect("sizes that divide");
             for rank in 0..mesh.size() {
                 let of: BTreeMap<_, _> = topology.coordinates(rank).into_iter().collect();
-                let ModelPlace { stage, shard: ParallelRank { tp: of_tp, ep: of_ep, moe_tp } } = mesh.place(rank);
+                let ModelParallelRank { stage, shard: ParallelRank { tp: of_tp, ep: of_ep, moe_tp } } =
+                    mesh.model_rank(rank);
                 let expected = [of["pp"], of["attn_tp"], of["moe_ep"], of["moe_tp"]];
                 assert_eq!([stage.0, of_tp.0, of_ep.0, moe_tp.0], expected, "{mesh}, rank {rank}");
                 assert_eq!(rank % mesh.stage_size() / tp, of["attn_cp"], "{mesh}, rank {rank}");

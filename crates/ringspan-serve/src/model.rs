@@ -1,7 +1,7 @@
 //! A model in memory.
 
 use crate::error::{Error, Result};
-use crate::place::ModelPlace;
+use crate::model_parallel_rank::ModelParallelRank;
 use candle_core::{DType, Tensor};
 use ringspan_candle::{Attend, Devices, StoredWeights, Unit, Weight, model::on_device};
 use ringspan_models::Decoder;
@@ -19,7 +19,7 @@ pub struct Model {
     stored: BTreeMap<String, usize>,
     vocabulary: usize,
     /// Which shard of the model this is; by default all of it.
-    place: ModelPlace,
+    model_rank: ModelParallelRank,
     key_value_heads: usize,
     /// The rows of the output head that a pipeline stage has; `None` if there is one stage, which has them among its weights.
     head: Option<Weight>,
@@ -39,8 +39,8 @@ impl Model {
             let format = weight.format().map_or_else(dense, |format| format.to_string());
             *stored.entry(format).or_default() += weight.bytes();
         }
-        let (place, key_value_heads) = (ModelPlace::default(), decoder.head_counts().key_values);
-        Ok(Self { decoder, weights: vec![weights], stored, vocabulary, place, key_value_heads, head: None })
+        let (model_rank, key_value_heads) = (ModelParallelRank::default(), decoder.head_counts().key_values);
+        Ok(Self { decoder, weights: vec![weights], stored, vocabulary, model_rank, key_value_heads, head: None })
     }
 
     /// Puts the weights on the devices of the ranks that will compute with them, in the type in which these compute;
@@ -54,23 +54,23 @@ impl Model {
         Ok(Self { weights, ..self })
     }
 
-    /// The part of the model with which ranks at this place of the mesh compute. Rows of matrices share their memory with those of
-    /// the whole model, unless `copy` asks for memory of their own, so that the rest can be freed.
+    /// The part of the model with which a model-parallel rank computes. Rows of matrices share their memory with those of the
+    /// whole model, unless `copy` asks for memory of their own, so that the rest can be freed.
     ///
     /// # Errors
     /// Sizes that the ranks cannot share, and quantized matrices that would be cut inside a block.
-    pub(crate) fn shard(&self, place: ModelPlace, copy: bool) -> Result<Self> {
-        let own = |weights| portions(&self.decoder, weights, place, copy);
+    pub(crate) fn shard(&self, model_rank: ModelParallelRank, copy: bool) -> Result<Self> {
+        let own = |weights| portions(&self.decoder, weights, model_rank, copy);
         let weights = self.weights.iter().map(own).collect::<Result<_>>()?;
         let whole_head = || self.decoder.parameter(self.weights(0), self.decoder.head_name());
-        let head = match place.stage.1 {
+        let head = match model_rank.stage.1 {
             1 => None,
-            _ => Some(rows(whole_head()?, place.vocabulary(self.vocabulary), copy)?),
+            _ => Some(rows(whole_head()?, model_rank.vocabulary(self.vocabulary), copy)?),
         };
         let heads =
-            self.decoder.head_counts().of_rank(place.shard.tp).map_err(|error| Error::Mesh(error.to_string()))?;
+            self.decoder.head_counts().of_rank(model_rank.shard.tp).map_err(|error| Error::Mesh(error.to_string()))?;
         let (decoder, stored, key_value_heads) = (self.decoder.clone(), self.stored.clone(), heads.key_values.len());
-        Ok(Self { decoder, weights, stored, vocabulary: self.vocabulary, place, key_value_heads, head })
+        Ok(Self { decoder, weights, stored, vocabulary: self.vocabulary, model_rank, key_value_heads, head })
     }
 
     /// The same shard of the model with the adapters that are attached to `decoder`, whose whole matrices are `matrices`.
@@ -78,21 +78,21 @@ impl Model {
     /// # Errors
     /// Matrices that the ranks cannot share.
     pub(crate) fn adapted(&self, decoder: Decoder, matrices: StoredWeights, devices: &Devices) -> Result<Self> {
-        let matrices = portions(&decoder, &matrices, self.place, true)?;
+        let matrices = portions(&decoder, &matrices, self.model_rank, true)?;
         let with_base = |(device, base): (_, &StoredWeights)| {
             let mut weights = base.clone();
             weights.extend(on_device(&matrices, device)?);
             Ok(weights)
         };
         let weights = devices.iter().zip(&self.weights).map(with_base).collect::<Result<_>>()?;
-        let Self { vocabulary, place, key_value_heads, .. } = *self;
+        let Self { vocabulary, model_rank, key_value_heads, .. } = *self;
         let (stored, head) = (self.stored.clone(), self.head.clone());
-        Ok(Self { decoder, weights, stored, vocabulary, place, key_value_heads, head })
+        Ok(Self { decoder, weights, stored, vocabulary, model_rank, key_value_heads, head })
     }
 
     /// Which part of the model this is.
-    pub(crate) fn place(&self) -> ModelPlace {
-        self.place
+    pub(crate) fn model_rank(&self) -> ModelParallelRank {
+        self.model_rank
     }
 
     /// Some rows of the output head's matrix, which this part of the model must have.
@@ -101,7 +101,7 @@ impl Model {
     /// A model without an output head, and rows that are elsewhere.
     pub(crate) fn head_rows(&self, rank: usize, of_vocabulary: Range<usize>) -> Result<Weight> {
         let whole = || self.decoder.parameter(self.weights(rank), self.decoder.head_name());
-        let own = self.place.vocabulary(self.vocabulary);
+        let own = self.model_rank.vocabulary(self.vocabulary);
         let here = of_vocabulary.start - own.start..of_vocabulary.end - own.start;
         rows(self.head.as_ref().map_or_else(whole, Ok)?, here, false)
     }
@@ -119,7 +119,7 @@ impl Model {
 
     /// Describes in which formats, and in how many bytes, the weights are stored and held on the devices; `None` if files store
     /// f32 alone.
-    pub fn held(&self, devices: &Devices) -> Option<String> {
+    pub fn weight_formats(&self, devices: &Devices) -> Option<String> {
         if self.stored.keys().all(|format| format == "F32") {
             return None;
         }
@@ -153,7 +153,7 @@ impl Model {
 
     /// The layers that this part of the model has.
     pub(crate) fn layer_range(&self) -> Range<usize> {
-        self.place.layers(self.decoder.config().num_hidden_layers)
+        self.model_rank.layers(self.decoder.config().num_hidden_layers)
     }
 
     /// Computes the hidden states `[T, C]` of this rank's `tokens`, before the last norm.
@@ -187,20 +187,27 @@ impl Model {
     }
 }
 
-/// The portions of whole parameters that the ranks at a place of the mesh compute with; parameters that `weights` lacks are left out.
-fn portions(decoder: &Decoder, weights: &StoredWeights, place: ModelPlace, copy: bool) -> Result<StoredWeights> {
-    let (mut own, layers) = (StoredWeights::new(), place.layers(decoder.config().num_hidden_layers));
+/// The portions of parameters that a model-parallel rank computes with; parameters that `weights` lacks are left out.
+fn portions(
+    decoder: &Decoder,
+    weights: &StoredWeights,
+    model_rank: ModelParallelRank,
+    copy: bool,
+) -> Result<StoredWeights> {
+    let (mut own, layers) = (StoredWeights::new(), model_rank.layers(decoder.config().num_hidden_layers));
     let is_here = |unit: &Unit| match unit {
-        Unit::Embedding => place.is_first(),
+        Unit::Embedding => model_rank.is_first(),
         Unit::Layer(layer) => layers.contains(layer),
-        Unit::Head => place.is_last(),
+        Unit::Head => model_rank.is_last(),
     };
     for unit in decoder.units().filter(is_here) {
-        let portions =
-            decoder.all_parameters().portions(unit, place.shard).map_err(|error| Error::Mesh(error.to_string()))?;
+        let portions = decoder
+            .all_parameters()
+            .portions(unit, model_rank.shard)
+            .map_err(|error| Error::Mesh(error.to_string()))?;
         for portion in portions {
             // Stages hold rows of the head apart, since all of them compute logits.
-            let is_head = unit == Unit::Head && portion.name == decoder.head_name() && place.stage.1 > 1;
+            let is_head = unit == Unit::Head && portion.name == decoder.head_name() && model_rank.stage.1 > 1;
             let Some(whole) = weights.get(&portion.name).filter(|_| !is_head) else { continue };
             let part = whole.portion(&portion, copy)?;
             let part = match own.remove(&portion.name) {
@@ -249,7 +256,7 @@ mod tests {
         let mesh = Mesh { pp: 2, tp: 2, ep: 2, ..Mesh::single() };
         let mut held: BTreeMap<String, usize> = BTreeMap::new();
         for rank in 0..mesh.size() {
-            let part = model.shard(mesh.place(rank), rank % 2 == 0).expect("a part");
+            let part = model.shard(mesh.model_rank(rank), rank % 2 == 0).expect("a part");
             let own = part.weights(0).iter();
             for (name, weight) in own.chain(part.head.iter().map(|rows| (&head, rows))) {
                 *held.entry(name.clone()).or_default() += weight.bytes();

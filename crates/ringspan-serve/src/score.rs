@@ -30,7 +30,7 @@ pub struct Scores {
     pub logits: Option<Vec<f32>>,
 }
 
-/// Scores a batch whose tokens are dealt to the ranks by `layout`; returns `None` in a process without rank 0.
+/// Scores a batch whose tokens are distributed over the ranks by `layout`; returns `None` in a process without rank 0.
 ///
 /// # Errors
 /// Tokens outside the vocabulary, a batch whose size differs from that of its documents, failures of any rank.

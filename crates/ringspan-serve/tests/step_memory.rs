@@ -1,4 +1,4 @@
-//! Peak memory of a chunk of a prompt beside the cache, counted by the allocator: it does not depend on how much precedes the chunk.
+//! Peak memory of a prompt chunk without the cache, counted by the allocator: it does not depend on the length before the chunk.
 
 use ringspan_candle::Weight;
 use ringspan_models::{Config, Decoder};
@@ -29,8 +29,8 @@ fn model() -> Model {
     Model::new(decoder, weights).expect("a whole model")
 }
 
-/// Bytes that all ranks hold at most, beside the cache and the model, while they compute a chunk behind `context` tokens.
-fn peak_beside_cache(model: &Model, ranks: usize, context: usize) -> usize {
+/// Peak bytes of all ranks, without the cache and the model, while they compute a chunk behind `context` tokens.
+fn peak_without_cache(model: &Model, ranks: usize, context: usize) -> usize {
     let before = ALLOCATOR.allocated();
     let mesh = Mesh { ring: ranks, ..Mesh::single() };
     let end = context + CHUNK;
@@ -63,8 +63,8 @@ fn a_chunk_takes_as_much_memory_behind_a_long_text_as_behind_a_short_one() {
     for ranks in [1, 3] {
         // With 4,096 tokens on each rank, the kernel packs as many keys at a time as it ever does.
         let contexts = [4096, 32_768].map(|tokens| tokens * ranks);
-        let [short, long] = contexts.map(|context| peak_beside_cache(&model, ranks, context));
-        println!("{ranks} ranks, behind {contexts:?} tokens: {short} and {long} bytes beside the cache");
+        let [short, long] = contexts.map(|context| peak_without_cache(&model, ranks, context));
+        println!("{ranks} ranks, behind {contexts:?} tokens: {short} and {long} bytes without the cache");
         // Lists of pages, rows, runs and tiles grow, by less than a hundredth of the 16,384 bytes of a token in the cache.
         let listed = 160 * (contexts[1] - contexts[0]);
         assert!(long < short + short / 50 + listed, "{ranks} ranks: {short} and {long} bytes");

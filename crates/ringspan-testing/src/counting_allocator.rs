@@ -43,7 +43,7 @@ impl CountingAllocator {
         self.peak.store(self.allocated(), Relaxed);
     }
 
-    /// The result of `work`, and the most bytes that were allocated at once while it ran, beside those allocated before.
+    /// The result of `work`, and the most bytes that were allocated at once while it ran, without those allocated before.
     pub fn peak_of<R>(&self, work: impl FnOnce() -> R) -> (R, usize) {
         let before = self.allocated();
         self.reset_peak();

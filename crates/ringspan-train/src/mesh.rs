@@ -61,7 +61,7 @@ impl RunMesh {
             let (ulysses, tp) = (config.ulysses, config.tp);
             if ulysses > heads && tp > 1 {
                 return Err(Error::Settings(format!(
-                    "--ulysses {ulysses} deals heads to {ulysses} ranks, but --tp {tp} leaves {heads} of the {} query heads \
+                    "--ulysses {ulysses} distributes heads over {ulysses} ranks, but --tp {tp} leaves {heads} of the {} query heads \
                      to some: choose ulysses x tp of at most {}",
                     decoder.config().num_attention_heads,
                     decoder.config().num_attention_heads

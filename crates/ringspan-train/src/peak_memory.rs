@@ -40,14 +40,14 @@ impl PeakGpuMemory {
 
     /// Starts measuring.
     pub(crate) fn begin(&mut self) -> Result<()> {
-        self.devices.most_used()?;
+        self.devices.peak_used()?;
         self.peak = 0;
         Ok(())
     }
 
     /// The peak since [`begin`](Self::begin); none where the CPU computes.
     pub(crate) fn peak(&mut self) -> Result<Option<u64>> {
-        let fullest_gpu = self.devices.most_used()?.into_iter().max();
+        let fullest_gpu = self.devices.peak_used()?.into_iter().max();
         self.peak = self.peak.max(fullest_gpu.unwrap_or(0));
         Ok(fullest_gpu.map(|_| self.peak))
     }

@@ -1,4 +1,4 @@
-//! A few tokens from the model as it is after training, so that a person sees at once what it learnt.
+//! Generates a few tokens with the trained model, so that a person sees at once what it learnt.
 
 use crate::{
     config::TrainConfig,

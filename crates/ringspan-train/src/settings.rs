@@ -35,12 +35,12 @@ pub struct Settings {
     /// --seed, with standard deviation initializer_range
     #[arg(long, value_name = "FILE", help_heading = "Model and data")]
     pub model_config: Option<PathBuf>,
-    /// Tokenizer of a new model: a tokenizer.json, or a folder that has one [default: the one beside --model-config, or else
+    /// Tokenizer of a new model: a tokenizer.json, or a folder that has one [default: the one next to --model-config, or else
     /// bytes]
     #[arg(long, value_name = "FILE", help_heading = "Model and data")]
     pub tokenizer: Option<PathBuf>,
     /// Text: a folder of text, a text file, or a .jsonl, .json or .parquet file with `text`, `messages`, `conversations`,
-    /// `prompt` and `completion`, or `instruction` and `output`, or a folder of such files with no other text beside them; all
+    /// `prompt` and `completion`, or `instruction` and `output`, or a folder of such files with no other text next to them; all
     /// but Parquet also as .gz or .zst. Given more than once, sources are mixed by their sizes, or as PATH=WEIGHT by weights:
     /// each sequence is of one source [default: the current folder]
     #[arg(long, value_name = "PATH[=WEIGHT]", help_heading = "Model and data")]
@@ -49,7 +49,7 @@ pub struct Settings {
     /// Tokens instead of text: a safetensors file with `tokens` [B,S] and optionally `lengths` [B]; every step takes it whole
     #[arg(long, value_name = "FILE", help_heading = "Model and data")]
     pub tokens: Option<PathBuf>,
-    /// Jinja file of a chat template, which makes text of `messages` [default: the one beside the tokenizer]
+    /// Jinja file of a chat template, which makes text of `messages` [default: the one next to the tokenizer]
     #[arg(long, value_name = "FILE", help_heading = "Model and data")]
     pub chat_template: Option<PathBuf>,
     /// Texts for evaluation, in any form that --data takes: none of them is learned, and nothing is held out of --data [default:
@@ -67,7 +67,7 @@ pub struct Settings {
     /// sizes and times of its files and a sample of each; and check all checksums of the cached tokens
     #[arg(long, num_args = 0..=1, default_missing_value = "true", help_heading = "Model and data")]
     pub check_data: Option<bool>,
-    /// How documents fill the sequences of a step: in-order, or balanced, which deals the same documents so that attention
+    /// How documents fill the sequences of a step: in-order, or balanced, which assigns the same documents so that attention
     /// costs each sequence about the same [default: in-order]
     #[arg(long, value_name = "NAME", help_heading = "Model and data")]
     pub packing: Option<String>,
@@ -89,7 +89,7 @@ pub struct Settings {
     #[arg(long, value_name = "B", help_heading = "Model and data")]
     pub batch_size: Option<usize>,
 
-    /// Stretch the rotary embedding of the given model for longer sequences: linear:F, dynamic:F, yarn:F, llama3:F, as
+    /// Scale the rotary embedding of the given model for longer sequences: linear:F, dynamic:F, yarn:F, llama3:F, as
     /// yarn:4; or give it another base, as theta:8e6 [default: as config.json says]
     #[arg(long, value_name = "KIND:FACTOR", help_heading = "Model and data")]
     pub rope_scaling: Option<String>,
@@ -142,7 +142,7 @@ pub struct Settings {
     /// How queries meet keys: ring, bidirectional-ring, all-gather, halo, pass-q [default: ring]
     #[arg(long, help_heading = "Mesh")]
     pub strategy: Option<String>,
-    /// How tokens are dealt to ranks: contiguous, zigzag, striped:K, per-document-zigzag, balanced, balanced:BLOCK [default:
+    /// How tokens are distributed over ranks: contiguous, zigzag, striped:K, per-document-zigzag, balanced, balanced:BLOCK [default:
     /// per-document-zigzag]
     #[arg(long, help_heading = "Mesh")]
     pub layout: Option<String>,

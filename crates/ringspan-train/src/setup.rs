@@ -149,8 +149,8 @@ impl Setup {
         }
     }
 
-    /// What the ranks of this process share of gathered parameters; none where each has its own copy, in another process or on a
-    /// GPU.
+    /// The gathered parameters that the ranks of this process share; none where each has its own copy, in another process or on
+    /// a GPU.
     pub(crate) fn shared_gathers(&self, ranks: &Ranks) -> Option<Arc<SharedGathers>> {
         (self.mesh.shares_memory && ranks.local().is_none()).then(Arc::default)
     }

@@ -1,4 +1,4 @@
-//! One training step on one batch, with all that it computes, so that meshes can be compared.
+//! One training step on one batch, with all of its results, so that meshes can be compared.
 
 use crate::{
     config::TrainConfig,

@@ -63,7 +63,7 @@ impl Tokenizer {
     ///
     /// # Errors
     /// [`Error::Tokenizer`] when the file is missing or damaged, [`Error::Template`] and [`Error::Model`] for a damaged file
-    /// beside it.
+    /// next to it.
     pub fn read(path: &Path) -> Result<Self> {
         let bytes = std::fs::read(path).map_err(Error::io("read", path))?;
         let folder = path.parent().map(Path::to_path_buf);

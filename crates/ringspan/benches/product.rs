@@ -52,20 +52,20 @@ struct Shape {
 }
 
 /// The tensors of a linear layer in one type.
-struct Numbers<T> {
+struct LinearTensors<T> {
     x: Vec<T>,
     w: Vec<T>,
     dy: Vec<T>,
 }
 
-impl Numbers<f32> {
+impl LinearTensors<f32> {
     fn new(Shape { tokens, ins, outs }: Shape) -> Self {
         Self { x: random(tokens * ins, 1), w: random(outs * ins, 2), dy: random(tokens * outs, 3) }
     }
 
-    fn rounded(&self) -> Numbers<bf16> {
+    fn rounded(&self) -> LinearTensors<bf16> {
         let [x, w, dy] = [&self.x, &self.w, &self.dy].map(|x| x.iter().map(|x| bf16::from_f32(*x)).collect());
-        Numbers { x, w, dy }
+        LinearTensors { x, w, dy }
     }
 }
 
@@ -102,7 +102,7 @@ fn table() {
     let rounds = given("rounds").map_or(3, |rounds| rounds.parse().expect("rounds=NUMBER"));
     for (name, ins, outs) in CASES.into_iter().filter(|case| chosen("case", case.0)) {
         let shape = Shape { tokens, ins, outs };
-        let wide = Numbers::<f32>::new(shape);
+        let wide = LinearTensors::<f32>::new(shape);
         let narrow = wide.rounded();
         for (layout_name, layout) in Layout::ALL.into_iter().filter(|layout| chosen("layout", layout.0)) {
             let ([a, b], elements) = layout.factors(&wide.x, &wide.w, &wide.dy, shape);
@@ -120,11 +120,11 @@ fn table() {
                         let time = |work: &mut (dyn FnMut() + Send)| pool.install(|| speed(operations, work));
                         timed.push([
                             time(&mut || gemm(a, b, &mut out, threads)),
-                            time(&mut || by.product(a, b, Output::Fresh(&mut out))),
-                            time(&mut || packed.product(a, Output::Fresh(&mut out))),
-                            time(&mut || plain.product(c, d, Output::Fresh(&mut out))),
-                            time(&mut || by.product(c, d, Output::Fresh(&mut out))),
-                            time(&mut || narrow_packed.product(c, Output::Fresh(&mut out))),
+                            time(&mut || by.product(a, b, Output::Overwrite(&mut out))),
+                            time(&mut || packed.product(a, Output::Overwrite(&mut out))),
+                            time(&mut || plain.product(c, d, Output::Overwrite(&mut out))),
+                            time(&mut || by.product(c, d, Output::Overwrite(&mut out))),
+                            time(&mut || narrow_packed.product(c, Output::Overwrite(&mut out))),
                             time(&mut || by.product(c, d, Output::Rounded(&mut narrow_out))),
                             peak_of(isa, false, threads),
                             peak_of(isa, isa.multiplies_bf16(), threads),
@@ -153,7 +153,7 @@ fn packing() {
     println!("packing a weight for 1024 tokens: milliseconds, and share of the product with it packed");
     for (name, ins, outs) in CASES.into_iter().filter(|case| chosen("case", case.0)) {
         let shape = Shape { tokens: 1024, ins, outs };
-        let wide = Numbers::<f32>::new(shape);
+        let wide = LinearTensors::<f32>::new(shape);
         let narrow = wide.rounded();
         for (layout_name, layout) in Layout::ALL.into_iter().filter(|(_, layout)| *layout != Layout::Weight) {
             let ([a, b], elements) = layout.factors(&wide.x, &wide.w, &wide.dy, shape);
@@ -163,9 +163,9 @@ fn packing() {
                 let by = Arithmetic::new(isa, true).expect("an instruction set of this machine");
                 let (packed, narrow_packed) = (by.pack::<f32, f32>(b), by.pack::<bf16, bf16>(d));
                 let pack = 1e-6 / speed(1.0, || drop(black_box(by.pack::<f32, f32>(b))));
-                let product = 1e-6 / speed(1.0, || packed.product(a, Output::Fresh(&mut out)));
+                let product = 1e-6 / speed(1.0, || packed.product(a, Output::Overwrite(&mut out)));
                 let narrow_pack = 1e-6 / speed(1.0, || drop(black_box(by.pack::<bf16, bf16>(d))));
-                let narrow = 1e-6 / speed(1.0, || narrow_packed.product(c, Output::Fresh(&mut out)));
+                let narrow = 1e-6 / speed(1.0, || narrow_packed.product(c, Output::Overwrite(&mut out)));
                 let of = |pack: f64, product: f64| format!("{pack:6.2} ms {:5.1} %", 100.0 * pack / product);
                 println!("{name} {layout_name:8} {by:12} f32 {} bf16 {}", of(pack, product), of(narrow_pack, narrow));
             }

@@ -47,7 +47,7 @@ fn exactly(query: usize, scale: f32) -> Vec<f64> {
 }
 
 /// The report of a rank: a line of text, and the squared error and norm of its checked rows.
-struct Told {
+struct RankReport {
     line: String,
     error: f64,
     size: f64,
@@ -114,7 +114,7 @@ fn main() -> Result<(), Error> {
                 attention::forward_bytes(&group, &schedule, &inputs)? as f64 / f64::from(1 << 20),
                 comm.bytes_sent() as f64 / f64::from(1 << 20),
             );
-            Ok::<_, Error>((seconds, Told { line, error, size }))
+            Ok::<_, Error>((seconds, RankReport { line, error, size }))
         })?;
     let longest = told.iter().map(|(seconds, _)| *seconds).fold(0.0, f64::max);
     told.iter().for_each(|(_, told)| println!("{}", told.line));

@@ -11,7 +11,7 @@ use ringspan::kernel::{self, HeadMap, Kernel, View};
 use ringspan::mesh::Grid;
 use ringspan::schedule::{Pass, Sizes};
 use ringspan::{Documents, Error, Group, Layout, LayoutKind, Mask, Schedule, Score, StrategyKind};
-use ringspan_testing::{CountingAllocator, hands_on};
+use ringspan_testing::{CountingAllocator, delegate_communicator};
 use std::sync::{Arc, Mutex};
 
 #[global_allocator]
@@ -36,7 +36,7 @@ impl Pending for Copied {
 }
 
 impl Communicator for Copying {
-    hands_on!(0);
+    delegate_communicator!(0);
     fn send(&self, to: usize, tag: u64, data: Arc<Buffer>) -> Result<Box<dyn Pending>, Error> {
         let (len, capacity) = match &*data {
             Buffer::F32(values) => (values.len(), values.capacity()),
@@ -72,7 +72,7 @@ const SMALL: f64 = 64e3;
 
 /// The memory of one pass on P ranks, in bytes.
 #[derive(Debug)]
-struct Held {
+struct HeldBytes {
     /// Peak of each rank by its plan.
     planned: Vec<f64>,
     /// Peak of the process, minus what was allocated before the ranks had tensors.
@@ -84,14 +84,14 @@ struct Held {
 }
 
 /// Measures forward and backward of S tokens in a ring of P ranks.
-fn measure(shape: Shape, tokens: usize, ranks: usize, kind: LayoutKind, mask: &Mask) -> [Held; 2] {
+fn measure(shape: Shape, tokens: usize, ranks: usize, kind: LayoutKind, mask: &Mask) -> [HeldBytes; 2] {
     let layout = Layout::new(kind, &Documents::batch(1, tokens), ranks).expect("a layout");
     let schedule = Schedule::new(StrategyKind::Ring, &layout, &layout, mask, (ranks, 1)).expect("a schedule");
     measure_schedule(shape, &schedule, false)
 }
 
 /// Measures forward and backward with a schedule for as many queries as keys.
-fn measure_schedule(shape: Shape, schedule: &Schedule, biased: bool) -> [Held; 2] {
+fn measure_schedule(shape: Shape, schedule: &Schedule, biased: bool) -> [HeldBytes; 2] {
     let Shape { heads, kv_heads, dim, threads: kernel_threads } = shape;
     let (layout, ranks, all) = (schedule.query(), schedule.query().ranks(), schedule.key().documents().row_len());
     let score = Score::new(1.0 / (dim as f32).sqrt());
@@ -153,7 +153,7 @@ fn measure_schedule(shape: Shape, schedule: &Schedule, biased: bool) -> [Held; 2
     })
     .expect("nothing fails");
     let most = (0..ranks).map(|rank| layout.tokens(rank)).max().unwrap_or(0);
-    [0, 1].map(|pass| Held {
+    [0, 1].map(|pass| HeldBytes {
         planned: parts.iter().map(|part| part.0[pass] as f64).collect(),
         allocated: parts[0].1[pass] as f64,
         workspace: parts.iter().map(|part| part.2[pass]).max().unwrap_or(0) as f64,
@@ -174,9 +174,9 @@ fn allowed(shape: Shape, tokens: f64) -> [f64; 2] {
 }
 
 /// Checks both passes; returns the largest bytes of a rank by its plan, for comparison.
-fn check(what: &str, shape: Shape, got: &[Held; 2]) -> [f64; 2] {
+fn check(what: &str, shape: Shape, got: &[HeldBytes; 2]) -> [f64; 2] {
     [0, 1].map(|pass| {
-        let Held { planned, allocated, workspace, tokens } = &got[pass];
+        let HeldBytes { planned, allocated, workspace, tokens } = &got[pass];
         let most = planned.iter().fold(0.0f64, |most, bytes| most.max(*bytes));
         let ranks = planned.len() as f64;
         let limit = 1.15 * allowed(shape, *tokens)[pass] + workspace;
@@ -327,7 +327,7 @@ fn documents_in_pieces_take_no_more_memory() {
         assert!(runs > 300, "{runs} runs are no pieces");
         let (biased, _) = held(random, ranks, true);
         for pass in [0, 1] {
-            let sum = |held: &Held| held.planned.iter().sum::<f64>();
+            let sum = |held: &HeldBytes| held.planned.iter().sum::<f64>();
             let (in_pieces, whole) = (sum(&pieces[pass]), sum(&halves[pass]));
             println!(
                 "{ranks} ranks, pass {pass}: {in_pieces} in pieces, {whole} in halves, {} with a bias",

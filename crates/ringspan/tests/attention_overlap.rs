@@ -4,7 +4,7 @@ use ringspan::attention::{Group, Inputs, backward, forward};
 use ringspan::comm::{Buffer, Communicator, Pending, threads};
 use ringspan::kernel::{Kernel, View};
 use ringspan::{Documents, Error, Layout, LayoutKind, Mask, Schedule, Score, StrategyKind};
-use ringspan_testing::hands_on;
+use ringspan_testing::delegate_communicator;
 use ringspan_testing::mesh::random;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -27,12 +27,12 @@ fn note(log: &Log, event: Event) {
 }
 
 /// Records which transfers are started and waited for, and passes the calls on.
-struct Noted {
+struct RecordingComm {
     inner: Arc<dyn Communicator>,
     log: Log,
 }
 
-impl Noted {
+impl RecordingComm {
     fn started(&self, event: fn(usize) -> Event) -> usize {
         let mut log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
         let number = log.iter().filter(|e| matches!(e, Event::Sends(_) | Event::Receives(_))).count();
@@ -61,8 +61,8 @@ impl Pending for Waiting {
     }
 }
 
-impl Communicator for Noted {
-    hands_on!(inner);
+impl Communicator for RecordingComm {
+    delegate_communicator!(inner);
     fn send(&self, to: usize, tag: u64, data: Arc<Buffer>) -> Result<Box<dyn Pending>, Error> {
         let number = self.started(Event::Sends);
         Ok(self.pending(self.inner.send(to, tag, data)?, Event::HasSent(number)))
@@ -75,7 +75,7 @@ impl Communicator for Noted {
         self.inner.progress();
     }
     fn split(&self, color: usize, key: usize) -> Result<Arc<dyn Communicator>, Error> {
-        Ok(Arc::new(Noted { inner: self.inner.split(color, key)?, log: self.log.clone() }))
+        Ok(Arc::new(RecordingComm { inner: self.inner.split(color, key)?, log: self.log.clone() }))
     }
 }
 
@@ -91,7 +91,7 @@ fn events(ring: usize, ulysses: usize, chunks: usize) -> Vec<[Vec<Event>; 2]> {
         let own = log.clone();
         let kernel =
             Kernel::new(1).with_progress(Arc::new(move || note(&own, Event::Computes))).with_pause(Duration::ZERO);
-        let group = Group::new(Arc::new(Noted { inner: comm, log: log.clone() }), (ring, ulysses), kernel)?;
+        let group = Group::new(Arc::new(RecordingComm { inner: comm, log: log.clone() }), (ring, ulysses), kernel)?;
         let values = random(layout.tokens(0) * heads * dim, 1);
         let view = View::new(&values, layout.tokens(0), heads, dim).expect("its size");
         let score = Score::new(0.1);

@@ -4,7 +4,7 @@ use ringspan::attention::{Group, Inputs, backward, forward};
 use ringspan::comm::{Buffer, Communicator, Pending, threads};
 use ringspan::kernel::{Kernel, View};
 use ringspan::{Documents, Error, Layout, LayoutKind, Mask, Schedule, Score, StrategyKind};
-use ringspan_testing::hands_on;
+use ringspan_testing::delegate_communicator;
 use ringspan_testing::mesh::random;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -17,7 +17,7 @@ struct Lazy {
 }
 
 impl Communicator for Lazy {
-    hands_on!(inner);
+    delegate_communicator!(inner);
     fn send(&self, to: usize, tag: u64, data: Arc<Buffer>) -> Result<Box<dyn Pending>, Error> {
         self.inner.send(to, tag, data)
     }

@@ -61,7 +61,7 @@ pub(super) fn gather(comm: &dyn Communicator, own: Buffer) -> Result<CpuStorage>
 pub(super) fn scatter(comm: &dyn Communicator, own: Buffer, counts: &[usize]) -> Result<CpuStorage> {
     match own {
         Buffer::F32(own) => Ok(CpuStorage::F32(comm.reduce_scatter(own, counts).map_err(candle_core::Error::wrap)?)),
-        own => sum(&comm.all_to_all(dealt(own, counts)?).map_err(candle_core::Error::wrap)?),
+        own => sum(&comm.all_to_all(split_by_rank(own, counts)?).map_err(candle_core::Error::wrap)?),
     }
 }
 
@@ -79,7 +79,7 @@ pub(super) fn reduce(comm: &dyn Communicator, own: Buffer) -> Result<CpuStorage>
 /// All-to-all: sends `counts[r]` elements to rank r, and returns what the ranks sent to this one, in rank order.
 pub(super) fn exchange(comm: &dyn Communicator, own: Buffer, counts: &[usize]) -> Result<CpuStorage> {
     let dtype = dtype(&own)?;
-    joined(&comm.all_to_all(dealt(own, counts)?).map_err(candle_core::Error::wrap)?, dtype)
+    joined(&comm.all_to_all(split_by_rank(own, counts)?).map_err(candle_core::Error::wrap)?, dtype)
 }
 
 /// The number of elements of a result.
@@ -100,7 +100,7 @@ fn dtype(message: &Buffer) -> Result<DType> {
 }
 
 /// Splits the elements into consecutive messages of these lengths.
-fn dealt(own: Buffer, counts: &[usize]) -> Result<Vec<Buffer>> {
+fn split_by_rank(own: Buffer, counts: &[usize]) -> Result<Vec<Buffer>> {
     let mut first = 0;
     let part = |count: &usize| {
         let range = first..first + count;

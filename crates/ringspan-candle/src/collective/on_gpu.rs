@@ -57,7 +57,7 @@ fn gather(comm: &Comm, x: &Tensor, counts: &[usize]) -> Result<Tensor> {
 
 /// This rank's rows of the sum over ranks, which is added in rank order.
 fn scatter(comm: &Comm, x: &Tensor, counts: &[usize]) -> Result<Tensor> {
-    let parts = comm.all_to_all(dealt(x, counts)?).map_err(candle_core::Error::wrap)?;
+    let parts = comm.all_to_all(split_by_rank(x, counts)?).map_err(candle_core::Error::wrap)?;
     sum(x, counts[comm.rank()], &parts)
 }
 
@@ -68,12 +68,12 @@ fn reduce(comm: &Comm, x: &Tensor) -> Result<Tensor> {
 }
 
 fn exchange(comm: &Comm, x: &Tensor, send: &[usize], receive: &[usize]) -> Result<Tensor> {
-    let parts = comm.all_to_all(dealt(x, send)?).map_err(candle_core::Error::wrap)?;
+    let parts = comm.all_to_all(split_by_rank(x, send)?).map_err(candle_core::Error::wrap)?;
     rows(x, &parts, receive)
 }
 
 /// Splits the rows of x into consecutive messages of these numbers of rows.
-fn dealt(x: &Tensor, counts: &[usize]) -> Result<Vec<Buffer>> {
+fn split_by_rank(x: &Tensor, counts: &[usize]) -> Result<Vec<Buffer>> {
     let mut from = 0;
     let part = |count: &usize| {
         let rows = x.narrow(0, from, *count)?;

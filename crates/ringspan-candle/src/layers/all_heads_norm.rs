@@ -51,7 +51,7 @@ impl AllHeadsNorm {
             return rms_norm(&flat, weight, self.eps)?.reshape(x.shape());
         }
         let wide = cast(&flat, DType::F32)?;
-        let squares = (wide.sqr()?.sum_keepdim(D::Minus1)? / self.copies(tp.place())? as f64)?;
+        let squares = (wide.sqr()?.sum_keepdim(D::Minus1)? / self.copies(tp.rank_and_size())? as f64)?;
         // Sums the squares over the ranks, with the result on each of them.
         let squares = pass.gather(&pass.reduce(&squares)?)?;
         let scale = ((squares / self.width as f64)? + self.eps)?.sqrt()?.recip()?;

@@ -95,7 +95,8 @@ impl Attention {
     fn score(&self, pass: &ForwardPass) -> Result<Score> {
         let score = self.score.clone();
         let Some(dropout) = pass.attend().input_dropout().filter(|_| self.dropout > 0.0) else { return Ok(score) };
-        let heads = self.heads.of_rank(pass.attend().tensor_parallel().place()).map_err(candle_core::Error::wrap)?;
+        let heads =
+            self.heads.of_rank(pass.attend().tensor_parallel().rank_and_size()).map_err(candle_core::Error::wrap)?;
         let dropout = dropout.of_attention(self.dropout, self.stream, heads.queries.start);
         Ok(Score { dropout: Some(dropout), ..score })
     }

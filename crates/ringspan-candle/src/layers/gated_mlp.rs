@@ -30,7 +30,7 @@ pub struct GatedMlp {
 #[derive(Debug, Clone)]
 enum Inner {
     /// Gate and up in matrices of their own.
-    Apart([Projection; 2]),
+    Separate([Projection; 2]),
     /// Gate and up in one matrix, the rows of gate first.
     Stacked(Projection),
 }
@@ -42,7 +42,7 @@ impl GatedMlp {
     #[must_use]
     pub fn new(scope: &Scope, hidden: usize, width: usize, bias: bool, activation: Activation) -> Self {
         let wide = |name| Projection::new(&scope.at(name), [width, hidden], bias, ShardSpec::Rows(SPLIT));
-        let inner = Inner::Apart([wide("gate_proj"), wide("up_proj")]);
+        let inner = Inner::Separate([wide("gate_proj"), wide("up_proj")]);
         let down = Projection::new(&scope.at("down_proj"), [hidden, width], bias, ShardSpec::Columns(SPLIT));
         Self { name: scope.name().into(), inner, down, activation }
     }
@@ -93,7 +93,7 @@ impl GatedMlp {
             return self.tiled(&x, needs_values, pass);
         }
         let [gate, up] = match &self.inner {
-            Inner::Apart([gate, up]) => [gate.forward(&x, pass)?, up.forward(&x, pass)?],
+            Inner::Separate([gate, up]) => [gate.forward(&x, pass)?, up.forward(&x, pass)?],
             Inner::Stacked(both) => halves(&both.forward(&x, pass)?, 1)?,
         };
         reduced(&self.down, &gated(&gate, &up, self.activation)?, needs_values, pass)
@@ -124,7 +124,7 @@ impl GatedMlp {
     /// The projections of gate and up, or the one projection of both.
     fn inner(&self) -> &[Projection] {
         match &self.inner {
-            Inner::Apart(both) => both,
+            Inner::Separate(both) => both,
             Inner::Stacked(both) => std::slice::from_ref(both),
         }
     }
@@ -147,7 +147,7 @@ impl GatedMlp {
             })
         };
         let inner = match &self.inner {
-            Inner::Apart([gate, up]) => dense(gate)?.zip(dense(up)?).map(<[Tensor; 2]>::from),
+            Inner::Separate([gate, up]) => dense(gate)?.zip(dense(up)?).map(<[Tensor; 2]>::from),
             Inner::Stacked(both) => dense(both)?.map(|both| halves(&both, 0)).transpose()?,
         };
         Ok(inner.zip(dense(&self.down)?).map(|([gate, up], down)| [gate, up, down]))

@@ -28,7 +28,7 @@ pub struct MixtureOfExperts {
 #[derive(Debug, Clone)]
 enum Experts {
     /// Each expert has matrices gate, up and down of its own.
-    Apart(Vec<[Projection; 3]>),
+    Separate(Vec<[Projection; 3]>),
     /// One tensor for each parameter holds all experts.
     Stacked(StackedExperts),
 }
@@ -57,7 +57,7 @@ impl MixtureOfExperts {
             let (gate, up) = (wide(gate), wide(up));
             [gate, up, Projection::new(&scope.at(down), [hidden, width], false, ShardSpec::Columns(split))]
         };
-        let experts = Experts::Apart((0..router.experts).map(expert).collect());
+        let experts = Experts::Separate((0..router.experts).map(expert).collect());
         Self { index, width, router: RouterLayer::new(&scope.at("gate"), hidden, router), experts }
     }
 
@@ -119,7 +119,9 @@ impl MixtureOfExperts {
         let dropout = dropout.filter(|_| self.has_adapters(pass));
         let routing = Routing { chosen: choices.chosen, weights: choices.weights, dropout };
         match &self.experts {
-            Experts::Apart(all) => experts.mix(self.index, x, &routing, &|index| apart(&all[index], pass)),
+            Experts::Separate(all) => {
+                experts.mix(self.index, x, &routing, &|index| separate_experts(&all[index], pass))
+            }
             Experts::Stacked(all) => {
                 let stack = all.here(pass)?;
                 experts.mix(self.index, x, &routing, &|index| stack.expert(index))
@@ -136,7 +138,7 @@ impl MixtureOfExperts {
     /// Whether any expert has an adapter.
     fn has_adapters(&self, pass: &ForwardPass) -> bool {
         match &self.experts {
-            Experts::Apart(all) => {
+            Experts::Separate(all) => {
                 all.iter().flatten().any(|linear| pass.adapters().adapter_of(linear.name()).is_some())
             }
             Experts::Stacked(_) => false,
@@ -145,7 +147,7 @@ impl MixtureOfExperts {
 }
 
 /// The parameters of an expert with matrices of its own.
-fn apart([gate, up, down]: &[Projection; 3], pass: &ForwardPass) -> Result<Expert> {
+fn separate_experts([gate, up, down]: &[Projection; 3], pass: &ForwardPass) -> Result<Expert> {
     let weight = |linear: &Projection| linear.weight(pass).cloned();
     let expert = GatedExpert {
         adapters: [gate.adapter(pass)?, up.adapter(pass)?, down.adapter(pass)?],

@@ -145,10 +145,10 @@ impl Projection {
         Ok(match self.columns {
             None => 0,
             Some(Split::QueryHeads(heads, dim)) => {
-                heads.of_rank(tp.place()).map_err(candle_core::Error::wrap)?.queries.start * dim
+                heads.of_rank(tp.rank_and_size()).map_err(candle_core::Error::wrap)?.queries.start * dim
             }
             Some(Split::KeyValueHeads(heads, dim)) => {
-                heads.of_rank(tp.place()).map_err(candle_core::Error::wrap)?.key_values.start * dim
+                heads.of_rank(tp.rank_and_size()).map_err(candle_core::Error::wrap)?.key_values.start * dim
             }
             Some(Split::Even(_)) => tp.shard_range(self.inputs).start,
             Some(Split::ExpertWidth(_)) => pass.attend().experts().local_width(self.inputs).start,

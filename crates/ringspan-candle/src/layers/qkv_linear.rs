@@ -17,7 +17,7 @@ pub struct QkvLinear {
 
 #[derive(Debug, Clone)]
 enum Projections {
-    Apart(Box<[Projection; 3]>),
+    Separate(Box<[Projection; 3]>),
     Stacked(Projection),
 }
 
@@ -30,7 +30,7 @@ impl QkvLinear {
         };
         let key_value = |name: &str| projection(name, heads.key_values, Split::KeyValueHeads(heads, head_dim));
         let q = projection("q_proj", heads.queries, Split::QueryHeads(heads, head_dim));
-        let projections = Projections::Apart(Box::new([q, key_value("k_proj"), key_value("v_proj")]));
+        let projections = Projections::Separate(Box::new([q, key_value("k_proj"), key_value("v_proj")]));
         Self { projections, heads, head_dim }
     }
 
@@ -56,13 +56,13 @@ impl QkvLinear {
             tape::reshape(&flat, (tokens, width / self.head_dim, self.head_dim))
         };
         match &self.projections {
-            Projections::Apart(projections) => {
+            Projections::Separate(projections) => {
                 let [q, k, v] = &**projections;
                 Ok([heads(q.forward(&x, pass)?)?, heads(k.forward(&x, pass)?)?, heads(v.forward(&x, pass)?)?])
             }
             Projections::Stacked(projection) => {
-                let place = pass.attend().tensor_parallel().place();
-                let of_rank = self.heads.of_rank(place).map_err(candle_core::Error::wrap)?;
+                let rank = pass.attend().tensor_parallel().rank_and_size();
+                let of_rank = self.heads.of_rank(rank).map_err(candle_core::Error::wrap)?;
                 let (q, kv) = (of_rank.queries.len(), of_rank.key_values.len());
                 let all = heads(projection.forward(&x, pass)?)?;
                 Ok([all.narrow(1, 0, q)?, all.narrow(1, q, kv)?, all.narrow(1, q + kv, kv)?])

@@ -6,7 +6,7 @@ use super::ForwardPass;
 use super::projection::Projection;
 use crate::cast::cast;
 use crate::dropout::InputDropout;
-use crate::experts::{Load, RouterGradient, with_router_gradient};
+use crate::experts::{ExpertLoad, RouterGradient, with_router_gradient};
 use crate::linear::linear;
 use crate::lora::Adapter;
 use crate::parameters::{Init, Scope};
@@ -106,7 +106,7 @@ pub(super) struct Choices {
     pub(super) chosen: Vec<u32>,
     /// Their weights `[T, K]`, f32, differentiable.
     pub(super) weights: Tensor,
-    pub(super) load: Load,
+    pub(super) load: ExpertLoad,
 }
 
 /// A router with the names of its parameters.
@@ -207,8 +207,9 @@ fn softmax(logits: &Tensor) -> Result<Tensor> {
     exponentials.broadcast_div(&exponentials.sum_keepdim(D::Minus1)?)
 }
 
-fn load(rows: &[Vec<f32>], chosen: &[u32], experts: usize) -> Load {
-    let mut load = Load { chosen: vec![0.0; experts], probability: vec![0.0; experts], tokens: rows.len() as f64 };
+fn load(rows: &[Vec<f32>], chosen: &[u32], experts: usize) -> ExpertLoad {
+    let mut load =
+        ExpertLoad { chosen: vec![0.0; experts], probability: vec![0.0; experts], tokens: rows.len() as f64 };
     chosen.iter().for_each(|&expert| load.chosen[expert as usize] += 1.0);
     for row in rows {
         load.probability.iter_mut().zip(row).for_each(|(sum, p)| *sum += f64::from(*p));

@@ -22,7 +22,7 @@ pub(super) struct StackedExperts {
 }
 
 /// The experts of a layer on this rank, with the values of their parameters.
-pub(super) struct ExpertsHere {
+pub(super) struct LocalExperts {
     stack: Arc<ExpertStack>,
     /// The number of the first of them among all experts.
     first: usize,
@@ -48,7 +48,7 @@ impl StackedExperts {
     }
 
     /// The experts on this rank, with the values of their parameters.
-    pub(super) fn here(&self, pass: &ForwardPass) -> Result<ExpertsHere> {
+    pub(super) fn here(&self, pass: &ForwardPass) -> Result<LocalExperts> {
         let bias = |name: &String| pass.tensor(name).cloned();
         let ([gate_up, gate_up_bias], [down, down_bias]) = (&self.gate_up, &self.down);
         let experts = pass.attend().experts();
@@ -61,11 +61,11 @@ impl StackedExperts {
             // Where ranks sum over shards of the width, only the first adds the bias.
             adds_down_bias: experts.local_width(self.width).start == 0,
         };
-        Ok(ExpertsHere { stack: Arc::new(stack), first: experts.local_experts(self.experts).start })
+        Ok(LocalExperts { stack: Arc::new(stack), first: experts.local_experts(self.experts).start })
     }
 }
 
-impl ExpertsHere {
+impl LocalExperts {
     /// The expert with this number among all experts.
     pub(super) fn expert(&self, index: usize) -> Result<Expert> {
         match index.checked_sub(self.first) {

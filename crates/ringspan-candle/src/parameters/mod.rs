@@ -1,12 +1,12 @@
 //! The parameters of a model: their names, shapes, shards and initial values, by unit, and their weights in memory.
 
-mod all;
 mod builder;
+mod model_parameters;
 mod parameter;
 mod weights;
 
-pub use all::ModelParameters;
 pub use builder::{ModelBuilder, Scope};
+pub use model_parameters::ModelParameters;
 pub use parameter::{Init, LinearLayer, Parameter, UnitParameters};
 pub use weights::{StoredWeights, Weights, constant, on_device, stored};
 

@@ -49,7 +49,7 @@ impl LinearLayer {
         self.is_router || self.shard.is_of_experts()
     }
 
-    /// The two matrices of an adapter of inner width `r` beside it: A `[r, inputs]` and B `[outputs, r]`.
+    /// The two matrices of its adapter of inner width `r`: A `[r, inputs]` and B `[outputs, r]`.
     #[must_use]
     pub fn adapter_parameters(&self, r: usize) -> [Parameter; 2] {
         let [a, b] = matrices(&self.name);

@@ -15,7 +15,7 @@ pub(super) trait Block<const LEN: usize>: AnyBitPattern {
 }
 
 /// A block of LEN numbers, at least 16.
-trait Numbers<const LEN: usize>: AnyBitPattern {
+trait BlockNumbers<const LEN: usize>: AnyBitPattern {
     /// Decodes the numbers of the block, and passes them to `visitor`, 16 at a time.
     fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>);
 }
@@ -29,7 +29,7 @@ trait Visitor<L: Lanes> {
     fn take_scaled(&mut self, l: L, scale: L::F, codes: [L::F; 2]);
 }
 
-impl<B: Numbers<LEN>, const LEN: usize> Block<LEN> for B {
+impl<B: BlockNumbers<LEN>, const LEN: usize> Block<LEN> for B {
     #[inline(always)]
     fn decode<L: Lanes>(l: L, blocks: &[Self], to: &mut [f32]) {
         debug_assert_eq!(blocks.len() * LEN, to.len());
@@ -176,7 +176,7 @@ pub(super) struct Q4_0 {
     codes: [u8; 16],
 }
 
-impl Numbers<32> for Q4_0 {
+impl BlockNumbers<32> for Q4_0 {
     #[inline(always)]
     fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
         let (scale, eight) = (l.splat_half(self.scale), l.splat_bytes(8));
@@ -195,7 +195,7 @@ pub(super) struct Q5_0 {
     codes: [u8; 16],
 }
 
-impl Numbers<32> for Q5_0 {
+impl BlockNumbers<32> for Q5_0 {
     #[inline(always)]
     fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
         // Subtracting 16 from a code without the fifth bit sets its four high bits.
@@ -214,7 +214,7 @@ pub(super) struct Q8_0 {
     codes: [[u8; 16]; 2],
 }
 
-impl Numbers<32> for Q8_0 {
+impl BlockNumbers<32> for Q8_0 {
     #[inline(always)]
     fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
         let codes = [l.widen(l.bytes(self.codes[0])), l.widen(l.bytes(self.codes[1]))];
@@ -233,7 +233,7 @@ pub(super) struct Q4K {
     codes: [[[u8; 16]; 2]; 4],
 }
 
-impl Numbers<256> for Q4K {
+impl BlockNumbers<256> for Q4K {
     #[inline(always)]
     fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
         let parts = scales_and_minima(l, self.scale, self.minimum, &self.parts);
@@ -262,7 +262,7 @@ pub(super) struct Q5K {
     codes: [[[u8; 16]; 2]; 4],
 }
 
-impl Numbers<256> for Q5K {
+impl BlockNumbers<256> for Q5K {
     #[inline(always)]
     fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
         let parts = scales_and_minima(l, self.scale, self.minimum, &self.parts);
@@ -293,7 +293,7 @@ pub(super) struct Q6K {
     scale: [u8; 2],
 }
 
-impl Numbers<256> for Q6K {
+impl BlockNumbers<256> for Q6K {
     #[inline(always)]
     fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
         let (three, offset) = (l.splat_bytes(3), l.splat_bytes(32));
@@ -328,7 +328,7 @@ pub(super) struct Iq4Nl {
     codes: [u8; 16],
 }
 
-impl Numbers<32> for Iq4Nl {
+impl BlockNumbers<32> for Iq4Nl {
     #[inline(always)]
     fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
         chosen(l, l.splat_half(self.scale), UNEVEN, self.codes, visitor);
@@ -347,7 +347,7 @@ pub(super) struct Mxfp4 {
     codes: [u8; 16],
 }
 
-impl Numbers<32> for Mxfp4 {
+impl BlockNumbers<32> for Mxfp4 {
     #[inline(always)]
     fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
         // The scale is half of 2^(exponent - 127), since the table is doubled; for the two smallest exponents it is
@@ -369,12 +369,12 @@ fn chosen<L: Lanes>(l: L, scale: L::F, table: [i8; 16], codes: [u8; 16], visitor
 }
 
 /// Scales and minima of eight sub-blocks, with the block's factors applied.
-struct Parts {
+struct SubBlockScales {
     scales: [f32; 16],
     minima: [f32; 16],
 }
 
-impl Parts {
+impl SubBlockScales {
     /// Decodes codes of sub-block i: the scale times the code, minus the minimum.
     #[inline(always)]
     fn above<L: Lanes>(&self, l: L, i: usize) -> impl Fn(L::B) -> L::F {
@@ -387,14 +387,14 @@ impl Parts {
 /// four are the low six bits of a byte each. Of the last four, the low four bits of scale and minimum share a byte, and the
 /// high two bits are the high bits of the first eight bytes.
 #[inline(always)]
-fn scales_and_minima<L: Lanes>(l: L, scale: [u8; 2], minimum: [u8; 2], packed: &[u8; 12]) -> Parts {
+fn scales_and_minima<L: Lanes>(l: L, scale: [u8; 2], minimum: [u8; 2], packed: &[u8; 12]) -> SubBlockScales {
     let (mut scales, mut minima) = ([0; 16], [0; 16]);
     for i in 0..4 {
         let (a, b, both) = (packed[i], packed[4 + i], packed[8 + i]);
         (scales[i], minima[i]) = (a & 63, b & 63);
         (scales[4 + i], minima[4 + i]) = (both & 15 | a >> 2 & 48, both >> 4 | b >> 2 & 48);
     }
-    let mut parts = Parts { scales: [0.0; 16], minima: [0.0; 16] };
+    let mut parts = SubBlockScales { scales: [0.0; 16], minima: [0.0; 16] };
     l.store(l.mul(l.splat_half(scale), l.widen(l.bytes(scales))), &mut parts.scales);
     l.store(l.mul(l.splat_half(minimum), l.widen(l.bytes(minima))), &mut parts.minima);
     parts

@@ -34,12 +34,12 @@ impl Recomputed {
 }
 
 /// A value that a backward pass reads.
-pub(super) enum Held {
+pub(super) enum SavedValue {
     Tensor(Tensor),
     Recomputed(Rc<Recomputed>),
 }
 
-impl Held {
+impl SavedValue {
     pub(super) fn tensor(self) -> Result<Tensor> {
         match self {
             Self::Tensor(tensor) => Ok(tensor),

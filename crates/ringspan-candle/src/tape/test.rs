@@ -100,14 +100,14 @@ fn an_output_without_values_can_be_reshaped() -> Result<()> {
 }
 
 /// The identity, which notes when its backward pass runs, and how many operations are still held then.
-struct Noted {
+struct RecordsBackward {
     number: usize,
     held: Arc<()>,
     all: Arc<Mutex<Vec<Weak<()>>>>,
     ran: Arc<Mutex<Vec<(usize, usize)>>>,
 }
 
-impl CustomOp1 for Noted {
+impl CustomOp1 for RecordsBackward {
     fn name(&self) -> &'static str {
         "noted"
     }
@@ -129,7 +129,7 @@ fn operations_run_backward_in_reverse_order_and_are_freed_on_the_way() -> Result
     let x = Var::from_tensor(&wave(&[3], 0.3)?)?;
     let (all, ran) = (Arc::default(), Arc::<Mutex<Vec<_>>>::default());
     let noted = |number, x: &Tensor| {
-        let op = Noted { number, held: Arc::default(), all: Arc::clone(&all), ran: ran.clone() };
+        let op = RecordsBackward { number, held: Arc::default(), all: Arc::clone(&all), ran: ran.clone() };
         apply(op, [x], Reads::Inputs)
     };
     let (output, tape) = Tape::record(|| {
@@ -187,7 +187,7 @@ fn a_recording_that_fails_leaves_the_one_around_it_as_it_was() -> Result<()> {
 fn unused_sums_are_not_computed() -> Result<()> {
     let [x, y] = [0.3, 0.5].map(|pace| wave(&[2, 3], pace).and_then(|tensor| Var::from_tensor(&tensor)));
     let (x, y) = (x?, y?);
-    let noted = || Noted { number: 0, held: Arc::default(), all: Arc::default(), ran: Arc::default() };
+    let noted = || RecordsBackward { number: 0, held: Arc::default(), all: Arc::default(), ran: Arc::default() };
     let unused = |y: &Tensor| apply_unused(noted(), [y], Reads::Nothing, ((2, 3), y.dtype()));
     let (output, tape) = Tape::record(|| residual(&x.sqr()?, &unused(&y)?))?;
     assert_eq!((output.dims(), output.stride()), (&[2, 3][..], &[0, 0][..]));

@@ -96,9 +96,9 @@ fn sums_over_ranks_are_added_up_in_f32() {
         let own = if comm.rank() == 0 { 256.0 } else { 1.0f32 };
         let x = gpu.parameter(&Tensor::full(own, (8, 1), &Device::Cpu)?)?;
         let all = ringspan_candle::collective::all_reduce(&comm, &x)?;
-        let dealt = ringspan_candle::collective::reduce_scatter(&comm, &x, vec![1; 8])?;
-        assert_eq!((all.dtype(), dealt.dtype()), (DType::BF16, DType::BF16));
-        Ok((numbers(&all)[0], numbers(&dealt)[0]))
+        let scattered = ringspan_candle::collective::reduce_scatter(&comm, &x, vec![1; 8])?;
+        assert_eq!((all.dtype(), scattered.dtype()), (DType::BF16, DType::BF16));
+        Ok((numbers(&all)[0], numbers(&scattered)[0]))
     });
     // 263 is halfway between 262 and 264, and the tie goes to the even mantissa of 264.
     assert!(sums.iter().all(|sum| *sum == (264.0, 264.0)), "{sums:?}");

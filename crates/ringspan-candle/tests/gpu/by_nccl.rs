@@ -1,7 +1,6 @@
 //! Ranks whose tensors are sent by NCCL, as between processes. Threads stand for the processes, with a communicator that
 //! takes no tensors on GPUs. The results have the same bits as on ranks that hand their tensors over.
 
-use crate::apart::Apart;
 use crate::ranks::{MESHES, Means, Mesh, collectives, collectives_of, on_ranks, sums_in_order};
 use crate::{gpu, numbers, random, rounding};
 use candle_core::{DType, Result, Tensor};
@@ -11,6 +10,7 @@ use ringspan_candle::stored_activation::Storage;
 use ringspan_candle::{RankDevice, collective};
 use ringspan_cuda::Gpu;
 use ringspan_cuda::nccl::{self, Options};
+use ringspan_testing::comm::as_processes;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -38,7 +38,7 @@ fn kernel_gpu(device: &RankDevice) -> Gpu {
 
 fn connected(comm: Comm, gpu: &Gpu) -> Result<Comm> {
     let options = Options { deadline: SOON, shared_gpus: true };
-    nccl::over(&Apart(comm), gpu, options).map_err(candle_core::Error::wrap)
+    nccl::over(&*as_processes(comm), gpu, options).map_err(candle_core::Error::wrap)
 }
 
 #[test]
@@ -100,13 +100,13 @@ fn collectives_stand_between_what_candle_does_before_and_afterwards() {
             for _ in 0..3 {
                 let (a, b) = ((&x * 1.5)?, x.sqr()?.affine(0.5, 0.1)?);
                 let sum = collective::all_reduce(&comm, &a)?;
-                let dealt = collective::all_to_all(&comm, &b, &[1, 2, 3], &[own + 1; 3])?;
+                let scattered = collective::all_to_all(&comm, &b, &[1, 2, 3], &[own + 1; 3])?;
                 if writes {
                     // Nothing else reads these tensors: their elements have been sent.
                     a.zero_set()?;
                     b.zero_set()?;
                 }
-                let all = collective::all_gather(&comm, &(dealt * 2.0)?)?;
+                let all = collective::all_gather(&comm, &(scattered * 2.0)?)?;
                 x = (all.narrow(0, 3 * own, 6)? + sum)?.affine(0.2, 0.0)?;
             }
             Ok(numbers(&x))
@@ -128,7 +128,7 @@ fn collectives_go_from_gpu_to_gpu() {
         on_ranks(2, |comm| {
             let (own, device) = (comm.rank(), [&first, &second][comm.rank()]);
             let options = Options { deadline: SOON, ..Options::default() };
-            let over = |comm: Comm| nccl::over(&Apart(comm), &kernel_gpu(device), options);
+            let over = |comm: Comm| nccl::over(&*as_processes(comm), &kernel_gpu(device), options);
             let comm = if by_nccl { over(comm).map_err(candle_core::Error::wrap)? } else { comm };
             let x = device.parameter(&random(&[4, 3], own as u64))?;
             let all = collective::all_gather(&comm, &x)?;

@@ -1,16 +1,18 @@
 //! Every operation on a GPU has the values and gradients that it has on the CPU; in bf16, up to rounding.
 #![cfg(feature = "cuda")]
 
-mod apart;
+#[path = "../support/mod.rs"]
+mod support;
+
 mod bf16;
 #[cfg(feature = "nccl")]
 mod by_nccl;
 mod fused;
+mod gpu_memory;
 mod loss;
 mod offload;
 mod ranks;
 mod residual_norm;
-mod room;
 mod stacked;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
@@ -27,6 +29,7 @@ use ringspan_candle::swiglu::{geglu, swiglu};
 use ringspan_candle::{Adapter, Expert, Experts, GatedExpert, InputDropout, Precision, RankDevice, Routing, cotangent};
 use ringspan_cuda::Gpu;
 use std::sync::Arc;
+use support::{BF16, F32, assert_within, numbers, random};
 
 /// The first GPU; `None` on a machine without one, where a test has nothing to do.
 fn gpu() -> Option<RankDevice> {
@@ -42,30 +45,6 @@ fn rounding(gpu: &RankDevice) -> RankDevice {
     gpu.clone().computing_in(Precision::Bf16)
 }
 
-/// Random numbers in -1..1 that are exact in bf16, so that results in f32 and bf16 differ only by rounding inside the
-/// computation.
-fn random(shape: &[usize], seed: u64) -> Tensor {
-    let mut state = seed;
-    let mut next = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        half::bf16::from_f64((state >> 11) as f64 / (1u64 << 52) as f64 - 1.0).to_f32()
-    };
-    next();
-    Tensor::from_vec((0..shape.iter().product()).map(|_| next()).collect::<Vec<_>>(), shape, &Device::Cpu)
-        .expect("sizes")
-}
-
-fn numbers(tensor: &Tensor) -> Vec<f32> {
-    tensor.flatten_all().and_then(|tensor| cast(&tensor, DType::F32)?.to_vec1()).expect("numbers")
-}
-
-/// The relative error (L2) that is accepted in f32, where sums are added in another order.
-const F32: f64 = 2e-6;
-
-/// The relative error (L2) that is accepted in bf16: it rounds a number by up to 2^-9 of itself, and a layer in these tests
-/// rounds at most four times in succession, counting its inputs, its outputs and what is passed between its products.
-const BF16: f64 = 8e-3;
-
 /// The relative error (L2) that is accepted on this device.
 fn bound(device: &RankDevice) -> f64 {
     match device.precision() {
@@ -77,15 +56,6 @@ fn bound(device: &RankDevice) -> f64 {
 #[track_caller]
 fn assert_equal(what: &str, got: &[f32], wanted: &[f32]) {
     assert_within(F32, what, got, wanted);
-}
-
-#[track_caller]
-fn assert_within(bound: f64, what: &str, got: &[f32], wanted: &[f32]) {
-    assert_eq!(got.len(), wanted.len(), "{what}");
-    let norm: f64 = wanted.iter().map(|x| f64::from(*x).powi(2)).sum();
-    let off: f64 = got.iter().zip(wanted).map(|(a, b)| (f64::from(*a) - f64::from(*b)).powi(2)).sum();
-    // The comparison fails for NaN.
-    assert!(off.sqrt() <= bound * norm.sqrt(), "{what} differs by {:e}", (off / norm).sqrt());
 }
 
 /// The value of `f` on a device, and the gradients of its inputs for one gradient of the value.

@@ -1,6 +1,5 @@
 //! Operations over ranks: attention, decoding and collectives of tensors on a GPU that the ranks share.
 
-use crate::apart::Apart;
 use crate::{F32, assert_equal, assert_within, bound, gpu, numbers, random, results, rounding};
 use candle_core::{Device, Result, Tensor};
 use ringspan::attention::{Group, Tokens};
@@ -11,6 +10,7 @@ use ringspan_candle::decode::decode;
 use ringspan_candle::stored_activation::Storage;
 use ringspan_candle::{Attend, AttentionInputs, Context, RankDevice, collective};
 use ringspan_cuda::Gpu;
+use ringspan_testing::comm::as_processes;
 use std::sync::Arc;
 
 /// The values and gradients of each rank.
@@ -265,7 +265,7 @@ fn a_new_token_meets_a_cache_on_the_gpu_and_no_tensor_crosses() -> Result<()> {
                             room.narrow(0, 0, rows)
                         };
                         let (q, k, v) = (on(&[1, 4, dim], 9)?, cache(20)?, cache(40)?);
-                        let tokens = Tokens { queries: &query, keys: layout.runs(own), frames: (held, held) };
+                        let tokens = Tokens { queries: &query, keys: layout.runs(own), extents: (held, held) };
                         let out = decode(
                             &group,
                             &Mask::causal(),
@@ -304,7 +304,7 @@ pub(crate) fn collectives_of(device: &RankDevice, width: usize, comm: &Arc<dyn C
     let input = |rows: usize| [random(&[rows, width], own as u64 + 7)];
     let gathered = results(device, &input(2 * own), &|_, x| collective::all_gather(comm, &x[0]));
     let summed = results(device, &input(2), &|_, x| collective::all_reduce(comm, &x[0]));
-    let dealt = results(device, &input(5), &|_, x| collective::reduce_scatter(comm, &x[0], vec![3, 0, 2]));
+    let scattered = results(device, &input(5), &|_, x| collective::reduce_scatter(comm, &x[0], vec![3, 0, 2]));
     // Rank r sends r rows to each of the others, and none to itself.
     let others = |rows: [usize; 3]| [0, 1, 2].map(|rank| if rank == own { 0 } else { rows[rank] });
     let (send, receive) = (others([own; 3]), others([0, 1, 2]));
@@ -313,7 +313,7 @@ pub(crate) fn collectives_of(device: &RankDevice, width: usize, comm: &Arc<dyn C
         let x = Tensor::cat(&[&x[0], &x[0]], 1)?.narrow(1, 1, width + 1)?;
         collective::all_to_all(comm, &x, &send, &receive)
     });
-    Ok([gathered, summed, dealt, sent].concat())
+    Ok([gathered, summed, scattered, sent].concat())
 }
 
 /// Sums of numbers whose result depends on the order of addition, on each of three ranks; and the sums in rank order.
@@ -345,7 +345,7 @@ fn collectives_have_the_results_of_the_cpu() {
     let wanted = collectives(&RankDevice::CPU, 3, &Ok);
     for gpu in [gpu.clone(), rounding(&gpu)] {
         assert_ranks_within(bound(&gpu), "handed over", &collectives(&gpu, 3, &Ok), &wanted);
-        let apart = collectives(&gpu, 3, &|comm| Ok(Arc::new(Apart(comm))));
+        let apart = collectives(&gpu, 3, &|comm| Ok(as_processes(comm)));
         assert_ranks_within(bound(&gpu), "through the CPU", &apart, &wanted);
     }
 }

@@ -1,5 +1,6 @@
 //! Layers on the CPU that compute in bf16: values and gradients equal those in f32 for the same inputs, up to rounding.
 
+use crate::support::{BF16, assert_within, numbers, random};
 use candle_core::{DType, Device, Result, Tensor, Var};
 use ringspan::attention::{Group, Tokens};
 use ringspan::comm::threads::{Options, run};
@@ -24,38 +25,13 @@ use ringspan_candle::{
 };
 use std::sync::Arc;
 
-/// The relative error (L2) that is accepted: bf16 rounds a number by up to 2^-9 of itself, and a layer in these tests rounds
-/// at most four times in succession, counting its inputs, its outputs and what is passed between its products.
-const BOUND: f64 = 8e-3;
-
 fn rounding() -> RankDevice {
     RankDevice::CPU.computing_in(Precision::Bf16)
 }
 
-/// Random numbers in -1..1 that are exact in bf16, so that results in f32 and bf16 differ only by rounding inside the
-/// computation.
-fn random(shape: &[usize], seed: u64) -> Tensor {
-    let mut state = seed;
-    let mut next = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        half::bf16::from_f64((state >> 11) as f64 / (1u64 << 52) as f64 - 1.0).to_f32()
-    };
-    next();
-    Tensor::from_vec((0..shape.iter().product()).map(|_| next()).collect::<Vec<_>>(), shape, &Device::Cpu)
-        .expect("sizes")
-}
-
-fn numbers(tensor: &Tensor) -> Vec<f32> {
-    tensor.flatten_all().and_then(|tensor| tensor.to_dtype(DType::F32)?.to_vec1()).expect("numbers")
-}
-
 #[track_caller]
 fn assert_near(what: &str, got: &[f32], wanted: &[f32]) {
-    assert_eq!(got.len(), wanted.len(), "{what}");
-    let norm: f64 = wanted.iter().map(|x| f64::from(*x).powi(2)).sum();
-    let off: f64 = got.iter().zip(wanted).map(|(a, b)| (f64::from(*a) - f64::from(*b)).powi(2)).sum();
-    // The comparison fails for NaN.
-    assert!(off.sqrt() <= BOUND * norm.sqrt(), "{what} differs by {:e}", (off / norm).sqrt());
+    assert_within(BF16, what, got, wanted);
 }
 
 /// The value of `f` in a type, and the gradients of its inputs for one gradient of the value. The last `exact` inputs are f32
@@ -301,7 +277,7 @@ fn decoding_reads_keys_and_values_in_bf16() {
                     (at(&[1, 4, 16], 1)?, at(&[9, 2, 16], 2 + rank as u64)?, at(&[9, 2, 16], 5 + rank as u64)?);
                 let run = |start, len| Run { document: 0, start, len, step: 1 };
                 let (queries, keys) = (vec![run(17, 1)], vec![run(9 * rank, 9)]);
-                let tokens = Tokens { queries: &queries, keys: &keys, frames: (18, 18) };
+                let tokens = Tokens { queries: &queries, keys: &keys, extents: (18, 18) };
                 let out = ringspan_candle::decode::decode(
                     &group,
                     &Mask::causal(),
@@ -335,11 +311,11 @@ fn collectives_move_words_and_sum_in_f32() {
             let sent = comm.bytes_sent() - before;
             assert!((7 * 3 * 2..7 * 3 * 4).contains(&sent), "{sent} bytes of 7 x 3 numbers");
             assert_eq!(numbers(&all)[..6], [256.0, 256.0, 256.0, 1.0, 1.0, 1.0]);
-            let (sum, dealt) = (collective::all_reduce(&comm, &x)?, collective::reduce_scatter(&comm, &x, counts)?);
-            assert!(numbers(&sum).iter().chain(&numbers(&dealt)).all(|sum| *sum == 264.0), "263 is no bf16");
+            let (sum, scattered) = (collective::all_reduce(&comm, &x)?, collective::reduce_scatter(&comm, &x, counts)?);
+            assert!(numbers(&sum).iter().chain(&numbers(&scattered)).all(|sum| *sum == 264.0), "263 is no bf16");
             let exchanged = collective::all_to_all(&comm, &x, &[1; 8], &[1; 8])?;
             assert_eq!(numbers(&exchanged)[..6], numbers(&all)[..6]);
-            for y in [&all, &sum, &dealt, &exchanged] {
+            for y in [&all, &sum, &scattered, &exchanged] {
                 assert_eq!(y.dtype(), DType::BF16);
             }
             // The gradient of a sum over ranks is the sum of the ranks' gradients.
@@ -480,6 +456,6 @@ fn the_bound_tells_bf16_from_f32() {
     for (f32, bf16) in on(Precision::F32).iter().zip(&on(Precision::Bf16)) {
         let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt();
         let off = norm(&mut f32.iter().zip(bf16).map(|(a, b)| a - b)) / norm(&mut f32.iter().copied());
-        assert!(off > 5e-4 && off < BOUND, "{off:e}");
+        assert!(off > 5e-4 && off < BF16, "{off:e}");
     }
 }

@@ -1,5 +1,8 @@
 //! All tests that need no process of their own, linked into one program. A new file of tests is a module here.
 
+#[path = "../support/mod.rs"]
+mod support;
+
 mod bf16;
 mod collectives;
 mod feed_forward;

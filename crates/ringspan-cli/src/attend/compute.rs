@@ -1,7 +1,7 @@
 //! Runs the ranks of `attend`: each takes its tokens, computes, and returns its part of the results.
 
 use super::input::Input;
-use super::parameters::Terms;
+use super::parameters::ScoreTerms;
 use crate::device::Devices;
 use crate::files::FileTensor;
 use crate::mesh::DEADLINE;
@@ -16,10 +16,10 @@ use std::sync::Arc;
 use std::time::Instant;
 
 /// Everything that the ranks need to compute.
-pub(super) struct Work<'a> {
+pub(super) struct RankWork<'a> {
     pub(super) input: &'a Input<'a>,
     pub(super) schedule: &'a Schedule,
-    pub(super) terms: &'a Terms<'a>,
+    pub(super) terms: &'a ScoreTerms<'a>,
     pub(super) wire: Wire,
     pub(super) devices: &'a Devices,
     pub(super) repeat: usize,
@@ -50,13 +50,13 @@ pub(crate) struct RankReport {
     pub(super) peak_bytes: u64,
 }
 
-impl Work<'_> {
+impl RankWork<'_> {
     /// Runs all ranks; returns `None` in a process without rank 0.
-    pub(super) fn run(&self, place: &Ranks) -> Result<Option<Vec<RankResult>>> {
+    pub(super) fn run(&self, world: &Ranks) -> Result<Option<Vec<RankResult>>> {
         let ranks = self.schedule.query().ranks();
         let options = threads::Options { deadline: DEADLINE, ..Default::default() };
-        let own = place.run(ranks, options, |comm| self.rank(comm))?;
-        gather(place, own)
+        let own = world.run(ranks, options, |comm| self.rank(comm))?;
+        gather(world, own)
     }
 
     fn rank(&self, comm: Arc<dyn Communicator>) -> Result<RankResult> {
@@ -105,7 +105,7 @@ impl Work<'_> {
         let forward = forward.to_host(kernel)?;
         let gradients = gradients.map(|gradients| gradients.to_host(kernel)).transpose()?;
         let shares = HeadShare::all(sizes.heads, sizes.kv_heads, schedule.grid())?;
-        let heads = shares[schedule.grid().place(rank).1].query.len();
+        let heads = shares[schedule.grid().coordinates(rank).1].query.len();
         let backward_bytes = d_out
             .as_ref()
             .map(|d_out| attention::backward_bytes(&group, schedule, &inputs, d_out.view()))
@@ -132,19 +132,19 @@ impl Work<'_> {
 }
 
 /// Gathers the results of all ranks in the process of rank 0; returns `None` in other processes.
-fn gather(place: &Ranks, mut own: Vec<RankResult>) -> Result<Option<Vec<RankResult>>> {
-    if place.local().is_none() {
+fn gather(world: &Ranks, mut own: Vec<RankResult>) -> Result<Option<Vec<RankResult>>> {
+    if world.local().is_none() {
         return Ok(Some(own));
     }
     let mut reports = Vec::new();
     for part in &own {
         reports.push(Buffer::U8(serde_json::to_vec(&part.report)?));
     }
-    let reports = place.gather(reports)?;
+    let reports = world.gather(reports)?;
     let mut tensors = Vec::new();
     for of in TENSORS {
         let own = own.iter_mut().map(|part| Buffer::F32(of(part).map(std::mem::take).unwrap_or_default())).collect();
-        tensors.push(place.gather(own)?);
+        tensors.push(world.gather(own)?);
     }
     let (Some(reports), Some(first)) = (reports, own.first()) else { return Ok(None) };
     let mut parts = Vec::new();

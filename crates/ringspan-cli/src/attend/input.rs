@@ -24,7 +24,7 @@ const KNOWN: [&str; 13] = [
 
 /// Upper limit on the product of the other dims of a tensor with a dim of 0. Such a tensor has no bytes in the file, but rows
 /// and heads without elements still cost memory and time.
-const MOST_OF_NOTHING: usize = 1 << 16;
+const MOST_EMPTY: usize = 1 << 16;
 
 /// Sizes of the tensors: B batch, Sq queries, Sk keys, H query heads, G key-value heads, D and Dv head widths.
 #[derive(Debug, Clone, Copy, serde::Serialize)]
@@ -128,8 +128,8 @@ impl Sizes {
             let room = elements.filter(|elements| Vec::<f32>::new().try_reserve_exact(*elements).is_ok());
             let nothing = dims.contains(&0);
             ensure!(
-                !nothing || elements.is_some_and(|elements| elements <= MOST_OF_NOTHING),
-                "a tensor of {dims:?} holds nothing; beside a dim of 0, the others may multiply to {MOST_OF_NOTHING}"
+                !nothing || elements.is_some_and(|elements| elements <= MOST_EMPTY),
+                "a tensor of {dims:?} holds nothing; with a dim of 0, the others may multiply to {MOST_EMPTY}"
             );
             ensure!(room.is_some(), "a tensor of {dims:?} f32 elements has more bytes than this machine can give");
         }

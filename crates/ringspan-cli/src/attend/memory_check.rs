@@ -15,8 +15,8 @@ struct MemoryNeeds {
 }
 
 /// Refuses ranks that are threads of this process and together take more memory than is free.
-pub(super) fn check(plan: &Plan, sizes: &Sizes, backward: bool, place: &Ranks) -> Result<()> {
-    let Some(free) = ringspan::memory::available().filter(|_| place.local().is_none()) else { return Ok(()) };
+pub(super) fn check(plan: &Plan, sizes: &Sizes, backward: bool, world: &Ranks) -> Result<()> {
+    let Some(free) = ringspan::memory::available().filter(|_| world.local().is_none()) else { return Ok(()) };
     let ranks = plan.schedule.query().ranks();
     let needs = MemoryNeeds {
         threads: threads::memory(ranks),

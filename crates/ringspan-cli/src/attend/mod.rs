@@ -15,7 +15,7 @@ use crate::device::Devices;
 use crate::files::{self, TensorBytes};
 use crate::{allocator, output};
 use anyhow::{Context, Result, ensure};
-use compute::Work;
+use compute::RankWork;
 use input::Input;
 use report::Report;
 use ringspan::comm::ranks::Ranks;
@@ -54,7 +54,7 @@ pub(crate) fn run(args: &AttendArgs, ranks: &Ranks) -> Result<()> {
     }
     let (ranks, blocks) = devices.connect(ranks)?;
     blocks.iter().for_each(output::note);
-    let work = Work {
+    let work = RankWork {
         input: &data,
         schedule: &plan.schedule,
         terms: &terms,

@@ -50,7 +50,7 @@ pub fn mask(args: &AttendArgs, file: &Tensors<'_>, documents: usize) -> Result<M
 }
 
 /// The terms that turn products of queries and keys into attention weights.
-pub struct Terms<'a> {
+pub struct ScoreTerms<'a> {
     pub score: Score,
     /// `[B or 1, H or 1, Sq, Sk]`
     pub bias: Option<FileTensor<'a, 4>>,
@@ -59,8 +59,8 @@ pub struct Terms<'a> {
 }
 
 /// The terms that flags and tensors define together.
-pub fn terms<'a>(args: &AttendArgs, file: &Tensors<'a>, sizes: &Sizes) -> Result<Terms<'a>> {
-    Ok(Terms { score: score(args, file, sizes)?, bias: bias(file, sizes)?, gives_sinks: file.has("sinks") })
+pub fn terms<'a>(args: &AttendArgs, file: &Tensors<'a>, sizes: &Sizes) -> Result<ScoreTerms<'a>> {
+    Ok(ScoreTerms { score: score(args, file, sizes)?, bias: bias(file, sizes)?, gives_sinks: file.has("sinks") })
 }
 
 fn score(args: &AttendArgs, file: &Tensors<'_>, sizes: &Sizes) -> Result<Score> {

@@ -2,7 +2,7 @@
 
 use super::args::{AttendArgs, WireName};
 use super::input::{self, Input};
-use super::parameters::Terms;
+use super::parameters::ScoreTerms;
 use anyhow::{Context, Result, ensure};
 use ringspan::attention::Wire;
 use ringspan::mesh::Grid;
@@ -27,7 +27,7 @@ impl Plan {
         path: &Path,
         input: &Input<'_>,
         mask: &Mask,
-        terms: &Terms<'_>,
+        terms: &ScoreTerms<'_>,
         threads: Option<usize>,
     ) -> Result<Self> {
         let sizes = input.sizes;

@@ -1,6 +1,6 @@
 //! The report of `attend`, as text for people and as JSON for programs.
 
-use super::compute::{RankReport, RankResult, Work};
+use super::compute::{RankReport, RankResult, RankWork};
 use super::input::Sizes;
 use super::plan::Plan;
 use crate::files::type_name;
@@ -66,7 +66,7 @@ struct Run {
 }
 
 impl Report {
-    pub(super) fn new(work: &Work<'_>, plan: &Plan, parts: &[RankResult]) -> Self {
+    pub(super) fn new(work: &RankWork<'_>, plan: &Plan, parts: &[RankResult]) -> Self {
         let schedule = work.schedule;
         let estimate = |e: &ringspan::schedule::Estimate| Estimate {
             strategy: e.strategy.to_string(),

@@ -1,6 +1,6 @@
 //! Puts the results of all ranks together.
 
-use super::compute::{RankResult, Work};
+use super::compute::{RankResult, RankWork};
 use super::input::Sizes;
 use crate::files::OutputTensor;
 use anyhow::Result;
@@ -9,7 +9,7 @@ use ringspan::kernel::Relative;
 use safetensors::Dtype;
 
 /// The output tensors. Tokens that no rank holds are padding: out 0, lse -inf, gradients 0.
-pub(super) fn join(work: &Work<'_>, parts: &[RankResult]) -> Result<Vec<OutputTensor>> {
+pub(super) fn join(work: &RankWork<'_>, parts: &[RankResult]) -> Result<Vec<OutputTensor>> {
     let input = work.input;
     let Sizes { batch, queries, keys, heads, kv_heads, dim, v_dim } = input.sizes;
     let (query, key) = (work.schedule.query(), work.schedule.key());

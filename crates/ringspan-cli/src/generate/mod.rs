@@ -61,7 +61,7 @@ pub(crate) struct GenerateArgs {
 struct Generated {
     /// Number of new tokens.
     tokens: usize,
-    ended: Ended,
+    end_reason: EndReason,
     /// For each rank, the number of tokens whose keys and values it has cached.
     cached: Vec<usize>,
     /// Time from the start to the first token.
@@ -72,7 +72,7 @@ struct Generated {
 
 /// Why a text ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Ended {
+enum EndReason {
     /// One of the model's end tokens was drawn.
     EndToken,
     /// There are `--max-tokens` tokens.
@@ -103,13 +103,13 @@ pub(crate) fn run(args: &GenerateArgs, ranks: &Ranks) -> Result<()> {
         Options { sampling, max_tokens: args.max_tokens as usize, stop_tokens: model::end_tokens(&args.model.path)? };
 
     // The last generated token never passes through the model.
-    model::warn_beyond(&model, tokens.len() + options.max_tokens - 1);
+    model::warn_context_overflow(&model, tokens.len() + options.max_tokens - 1);
     ensure!(
         args.num_speculative_tokens == 0 || !mesh.devices.are_gpus(),
         "--num-speculative-tokens {} has no effect on GPUs, where tokens are generated one by one",
         args.num_speculative_tokens
     );
-    let weights = model.held(&mesh.devices);
+    let weights = model.weight_formats(&mesh.devices);
     let mut printer = Printer::new(&tokenizer, &tokens, &args.stop)?;
     let mesh = model::connected(mesh)?;
     let generated = match mesh.devices.are_gpus() {
@@ -125,12 +125,12 @@ pub(crate) fn run(args: &GenerateArgs, ranks: &Ranks) -> Result<()> {
 
 fn summary(generated: &Generated, prompt: usize, stopped: bool) -> String {
     let speed = |tokens: usize, time: Duration| tokens as f64 / time.as_secs_f64().max(1e-9);
-    let why = match generated.ended {
-        Ended::EndToken => "end of text",
-        Ended::MaxTokens => "--max-tokens",
-        Ended::Memory => "the memory for keys and values, which is full",
-        Ended::Printer if stopped => "--stop",
-        Ended::Printer => "the reader left",
+    let why = match generated.end_reason {
+        EndReason::EndToken => "end of text",
+        EndReason::MaxTokens => "--max-tokens",
+        EndReason::Memory => "the memory for keys and values, which is full",
+        EndReason::Printer if stopped => "--stop",
+        EndReason::Printer => "the reader left",
     };
     let cached: Vec<String> = generated.cached.iter().map(usize::to_string).collect();
     format!(

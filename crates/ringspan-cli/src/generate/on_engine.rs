@@ -1,6 +1,6 @@
 //! Generation by the engine that `ringspan serve` runs, with one request.
 
-use super::{Ended, Generated, Printer};
+use super::{EndReason, Generated, Printer};
 use anyhow::{Result, anyhow, ensure};
 use ringspan_serve::engine::request::{EngineClient, Event, FinishReason, Limits, Request, SamplingParams};
 use ringspan_serve::engine::{Engine, EngineOptions, KvCache};
@@ -77,18 +77,18 @@ fn follow(engine: &Engine, prompt: &[u32], options: &Options, printer: &mut Prin
         ..Request::new(prompt.to_vec(), options.max_tokens)
     })?;
     let (mut tokens, mut prefill) = (0, None);
-    let ended = loop {
+    let end_reason = loop {
         match events.blocking_recv() {
             Some(Event::Token(token, _)) => {
                 prefill.get_or_insert_with(|| began.elapsed());
                 tokens += 1;
                 if !printer.push(token)? {
-                    break Ended::Printer;
+                    break EndReason::Printer;
                 }
             }
-            Some(Event::Finished { reason: FinishReason::Stop { .. }, .. }) => break Ended::EndToken,
-            Some(Event::Finished { .. }) if tokens < options.max_tokens => break Ended::Memory,
-            Some(Event::Finished { .. }) => break Ended::MaxTokens,
+            Some(Event::Finished { reason: FinishReason::Stop { .. }, .. }) => break EndReason::EndToken,
+            Some(Event::Finished { .. }) if tokens < options.max_tokens => break EndReason::Memory,
+            Some(Event::Finished { .. }) => break EndReason::MaxTokens,
             Some(Event::Failed(problem)) => return Err(anyhow!(problem)),
             Some(Event::Started { .. } | Event::Prompt(_) | Event::Embedding(_)) => {}
             None => return Err(anyhow!("the engine ended without a word about the request")),
@@ -97,7 +97,7 @@ fn follow(engine: &Engine, prompt: &[u32], options: &Options, printer: &mut Prin
     let prefill: Duration = prefill.unwrap_or_else(|| began.elapsed());
     // The last generated token never passes through the model.
     let cached = cached(&client.limits(), prompt.len() + tokens.saturating_sub(1));
-    Ok(Generated { tokens, ended, cached, prefill, decode: began.elapsed().saturating_sub(prefill) })
+    Ok(Generated { tokens, end_reason, cached, prefill, decode: began.elapsed().saturating_sub(prefill) })
 }
 
 /// For each rank, its share of a text's first `tokens` tokens.

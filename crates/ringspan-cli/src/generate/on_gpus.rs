@@ -1,6 +1,6 @@
 //! Generation on GPUs, one text at a time: the engine's paged cache is in the memory of the CPU.
 
-use super::{Ended, Generated, Printer};
+use super::{EndReason, Generated, Printer};
 use anyhow::Result;
 use ringspan::comm::Buffer;
 use ringspan_serve::{Mesh, Model, Options, Stop};
@@ -25,10 +25,10 @@ pub(super) fn generate(
     };
     Ok(Some(Generated {
         tokens: first.tokens.len(),
-        ended: match first.stop {
-            Stop::Token => Ended::EndToken,
-            Stop::Length => Ended::MaxTokens,
-            Stop::Caller => Ended::Printer,
+        end_reason: match first.stop {
+            Stop::Token => EndReason::EndToken,
+            Stop::Length => EndReason::MaxTokens,
+            Stop::Caller => EndReason::Printer,
         },
         cached: cached.iter().flat_map(|buffer| numbers(buffer)).collect(),
         prefill: first.prefill,

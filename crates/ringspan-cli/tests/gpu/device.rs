@@ -75,32 +75,17 @@ fn a_build_without_gpus_for_models_says_how_to_make_one_with_them() {
 #[cfg(feature = "candle-cuda")]
 mod with_gpus {
     use super::*;
+    use crate::support::bf16::{self, models, off};
     use crate::support::model::{no_gpu, succeed};
-    use crate::support::{apart, read};
+    use crate::support::read;
     use ringspan_candle::{Devices, Precision};
     use ringspan_serve::{BLOCK, Mesh, Model, Options, Sampling, generate};
     use std::ops::ControlFlow;
-
-    /// The relative difference (L2).
-    fn off(got: &[f32], wanted: &[f32]) -> f64 {
-        apart(got, &wanted.iter().map(|x| f64::from(*x)).collect::<Vec<_>>())
-    }
 
     #[test]
     fn a_gpu_that_is_not_there_is_refused() {
         let said = refusal(&bench(&serde_json::json!({})), "generate", "--model model --prompt x --device cuda:99");
         assert!(said.contains("GPU 99: open: there are"), "{said}");
-    }
-
-    /// Configurations of a dense model, and of one whose second layer is a mixture of experts.
-    fn models() -> [serde_json::Value; 2] {
-        [
-            serde_json::json!({}),
-            serde_json::json!({
-                "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-                "norm_topk_prob": true, "mlp_only_layers": [0]
-            }),
-        ]
     }
 
     #[test]
@@ -132,80 +117,18 @@ mod with_gpus {
         }
     }
 
-    /// Scores in bf16 equal those of the CPU in f32 up to the rounding of bf16, and are not closer than bf16 allows.
     #[test]
     fn scores_in_bf16_are_those_of_the_cpu_up_to_rounding() {
-        if no_gpu() {
-            return;
-        }
-        for more in models() {
-            let bench = bench(&more);
-            let text = &std::fs::read_to_string(bench.path("text.txt")).expect("text")[..90];
-            std::fs::write(bench.path("short.txt"), text).expect("file");
-            let score = "--model model --text short.txt --out out.safetensors --logits";
-            succeed(&bench, "score", score);
-            let wanted = read(&bench.path("out.safetensors"));
-            for mesh in ["", "--ring 2", "--ulysses 2"] {
-                succeed(&bench, "score", &format!("{score} --device cuda:0 --dtype bf16 {mesh}"));
-                let got = read(&bench.path("out.safetensors"));
-                for name in ["logprobs", "logits"] {
-                    let off = off(&got[name].values(), &wanted[name].values());
-                    println!("{mesh}: {name} in bf16 differs by {off:e}");
-                    assert!(off <= ROUNDED, "{mesh}: {name} differs by {off:e}");
-                }
-                let off = off(&got["logits"].values(), &wanted["logits"].values());
-                assert!(off > 5e-4, "{mesh}: logits differ by {off:e} only: nothing was computed in bf16");
-            }
+        if !no_gpu() {
+            bf16::scores_are_those_of_f32_up_to_rounding("--device cuda:0");
         }
     }
 
-    /// Relative error after two layers: about a dozen roundings of each number, by up to 2^-9 each, most of them by less, and
-    /// in any direction.
-    const ROUNDED: f64 = 8e-3;
-
-    /// Every token drawn in bf16 is, in f32 on the CPU, as likely as the most likely one, up to rounding; and the cache takes
-    /// half the bytes.
     #[test]
     fn a_text_in_bf16_is_one_that_f32_may_draw_and_its_cache_takes_half() {
-        if no_gpu() {
-            return;
-        }
-        for more in models() {
-            let bench = bench(&more);
-            let (config, weights) = folder::load(&bench.path("model")).expect("what was saved");
-            // Weights are larger than new ones, so that the layers have an influence on the tokens.
-            let weights: ringspan_candle::Weights =
-                weights.into_iter().map(|(name, tensor)| (name, (tensor * 3.0).expect("numbers"))).collect();
-            let model = || Model::new(Decoder::new(config.clone()).expect("known"), weights.clone()).expect("a model");
-            let prompt: Vec<u32> = (0..BLOCK as u32 - 3).map(|i| i * 7 % 257).collect();
-            let options = Options { sampling: Sampling::greedy(), max_tokens: 8, stop_tokens: Vec::new() };
-            let run = |precision, ring| {
-                let devices = Devices::open("cuda:0".parse().expect("a device"), None).expect("a GPU that works");
-                let devices = devices.computing_in(precision);
-                let model = model().on(&devices).expect("a model there");
-                assert!(model.weights(0).values().all(|weight| weight.computed_in() == precision.dtype()));
-                let mesh = Mesh { ring, devices, ..Mesh::single() };
-                let all = generate(&model, &mesh, &prompt, &options, |_| Ok(ControlFlow::Continue(()))).expect("text");
-                let bytes: usize = all.iter().map(|rank| rank.cached_bytes).sum();
-                (all[0].tokens.clone(), bytes)
-            };
-            for ring in [1, 2] {
-                let ((_, wide), (tokens, narrow)) = (run(Precision::F32, ring), run(Precision::Bf16, ring));
-                assert_eq!((wide, tokens.len()), (2 * narrow, 8), "{ring} ranks: bytes of the cache");
-                let all = [&prompt[..], &tokens].concat();
-                let documents = ringspan::Documents::batch(1, all.len());
-                let batch = ringspan_serve::Batch { tokens: &all, documents: &documents };
-                let (layout, strategy) = (ringspan::LayoutKind::Contiguous, ringspan::StrategyKind::Ring);
-                let scores = ringspan_serve::score(&model(), &Mesh::single(), batch, layout, strategy, true);
-                let logits = scores.expect("scores").and_then(|scores| scores.logits).expect("logits");
-                for (row, token) in logits.chunks_exact(257).skip(prompt.len() - 1).zip(&tokens) {
-                    let most = row.iter().copied().fold(f32::MIN, f32::max);
-                    let size = (row.iter().map(|x| x * x).sum::<f32>() / 257.0).sqrt();
-                    let behind = (most - row[*token as usize]) / size;
-                    // Both logits may be off by the bound for all logits, and the greatest ones are off by more than most.
-                    assert!(behind <= 6.0 * ROUNDED as f32, "{ring} ranks: token {token} is {behind} behind");
-                }
-            }
+        if !no_gpu() {
+            let devices = Devices::open("cuda:0".parse().expect("a device"), None).expect("a GPU that works");
+            bf16::a_text_is_one_that_f32_may_draw_and_its_cache_takes_half(&devices);
         }
     }
 
@@ -312,7 +235,8 @@ mod with_gpus {
 #[cfg(all(feature = "candle-cuda", feature = "mpi", feature = "nccl"))]
 mod between_processes {
     use super::*;
-    use crate::support::{Bench, apart, read};
+    use crate::support::bf16::off;
+    use crate::support::{Bench, read};
     use ringspan_cuda::{Gpu, nccl};
     use std::process::{Command, Output};
 
@@ -386,7 +310,7 @@ mod between_processes {
         both("score", &score("gpu.safetensors"));
         let [got, wanted] =
             ["gpu", "cpu"].map(|out| read(&bench.path(&format!("{out}.safetensors")))["logprobs"].values());
-        let off = apart(&got, &wanted.iter().map(|x| f64::from(*x)).collect::<Vec<_>>());
+        let off = off(&got, &wanted);
         assert!(off <= 1e-5, "log-probabilities differ by {off:e}");
 
         let train = |out: &str| {

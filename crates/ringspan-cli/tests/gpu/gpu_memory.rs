@@ -50,12 +50,12 @@ fn tokens(root: &Path, rows: usize, len: usize) -> PathBuf {
 }
 
 #[derive(Default)]
-struct Watch {
+struct MemoryObserver {
     plan: Plan,
     of_step: Option<u64>,
 }
 
-impl Observer for Watch {
+impl Observer for MemoryObserver {
     fn planned(&mut self, plan: &Plan) {
         self.plan = plan.clone();
     }
@@ -125,7 +125,7 @@ fn a_training_takes_of_a_gpu_what_its_plan_predicts() {
             ..settings
         };
         let config = TrainConfig::resolve(settings).expect("possible");
-        let mut watch = Watch::default();
+        let mut watch = MemoryObserver::default();
         let outcome = train(&config, &AtomicBool::new(false), &mut watch).expect("a training");
         std::fs::remove_dir_all(&outcome.out).expect("what was written");
         let (predicted, most) = (outcome.predicted_gpu_memory as f64, outcome.peak_gpu_memory.expect("a count") as f64);

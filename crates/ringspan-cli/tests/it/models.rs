@@ -82,7 +82,7 @@ fn generate_refuses_what_makes_no_sense() {
     std::fs::remove_file(bench.path("model/tokenizer.json")).expect("it was there");
     std::fs::write(bench.path("model/tokenizer.model"), "\n").expect("file");
     let said = refusal("--model model --prompt x");
-    assert!(said.contains("model/tokenizer.json: is missing, and tokenizer.model beside it"), "{said}");
+    assert!(said.contains("model/tokenizer.json: is missing, and tokenizer.model next to it"), "{said}");
     std::fs::write(bench.path("model/tokenizer.json"), "{").expect("file");
     assert!(refusal("--model model --prompt x").contains("tokenizer.json"));
 }
@@ -121,14 +121,14 @@ fn scores_are_those_of_the_logits_and_the_same_on_every_mesh() {
             }
             let expected = first.get_or_insert_with(|| log_probs.clone());
             let expected: Vec<f64> = expected.iter().map(|x| f64::from(*x)).collect();
-            assert!(crate::support::apart(&log_probs, &expected) < 1e-5, "{mesh} {layout}");
+            assert!(crate::support::relative_l2(&log_probs, &expected) < 1e-5, "{mesh} {layout}");
         }
     }
 }
 
 /// A flag scales the rotary embedding as the configuration would: the same model gives other scores, and no warning.
 #[test]
-fn a_model_is_stretched_by_a_flag_as_by_its_configuration() {
+fn a_model_is_scaled_by_a_flag_as_by_its_configuration() {
     let bench = bench();
     let tokens: Vec<i64> = (0..5000).map(|i| i * i * 31 % VOCABULARY as i64).collect();
     write(&bench.path("tokens.safetensors"), &[("tokens", Tensor::i64(&[1, 5000], &tokens))]);
@@ -146,14 +146,14 @@ fn a_model_is_stretched_by_a_flag_as_by_its_configuration() {
         assert!(!warning.contains("warning"), "{warning}");
         assert_ne!(by_flag, plain, "{by}");
         let scaling: RopeScaling = by.parse().expect("a scaling");
-        let json = scaling.apply(&folder::config_json(&bench.path("model")).expect("JSON"), None).expect("stretched");
+        let json = scaling.apply(&folder::config_json(&bench.path("model")).expect("JSON"), None).expect("scaled");
         let (_, weights) = folder::load(&bench.path("model")).expect("loads");
-        folder::save(&bench.path("stretched"), &json, &weights).expect("saved");
-        assert_eq!(score("stretched", "").0, by_flag, "{by}");
+        folder::save(&bench.path("scaled"), &json, &weights).expect("saved");
+        assert_eq!(score("scaled", "").0, by_flag, "{by}");
         let another = if by == "yarn:2" { "linear:2" } else { "yarn:2" };
-        let flags = format!("--model stretched --rope-scaling {another} --tokens tokens.safetensors --out x");
+        let flags = format!("--model scaled --rope-scaling {another} --tokens tokens.safetensors --out x");
         let twice = run(&bench, "score", &flags);
-        assert!(message(&twice).contains("already stretched"), "{}", message(&twice));
+        assert!(message(&twice).contains("already scaled"), "{}", message(&twice));
     }
     let unknown = run(&bench, "generate", "--model model --prompt x --rope-scaling su:2");
     assert!(String::from_utf8_lossy(&unknown.stderr).contains("linear, dynamic, yarn"), "{unknown:?}");
@@ -220,7 +220,7 @@ fn verify_passes_where_matrices_are_stored_as_one() {
     }
 }
 
-/// Values narrower than keys, sinks, and experts in one tensor: on whole models, with adapters, and with experts dealt to
+/// Values narrower than keys, sinks, and experts in one tensor: on whole models, with adapters, and with experts distributed over
 /// ranks.
 #[test]
 fn verify_passes_for_families_whose_layers_are_of_their_own() {

@@ -21,7 +21,7 @@ const SECONDS: Duration = Duration::from_secs(10);
 struct Served {
     mpirun: Child,
     ranks: usize,
-    /// What the processes say.
+    /// The lines that the processes print.
     said: TempDir,
     /// Host and port.
     address: String,

@@ -1,6 +1,7 @@
 //! Input files for the binary, and dense attention in f64, written as plainly as possible.
 #![allow(dead_code, unreachable_pub, missing_docs)] // Each test file uses a part of it.
 
+pub mod bf16;
 pub mod http;
 pub mod model;
 
@@ -250,7 +251,7 @@ pub fn dense(s: &Sizes, tensors: &[(&str, Tensor)], scale: f64, sees: impl Fn(us
 }
 
 /// The relative difference ‖a - b‖ / ‖b‖ where b is finite; where b is -inf, a must be -inf, too.
-pub fn apart(a: &[f32], b: &[f64]) -> f64 {
+pub fn relative_l2(a: &[f32], b: &[f64]) -> f64 {
     assert_eq!(a.len(), b.len());
     let (mut difference, mut size) = (0.0, 0.0);
     for (index, (&a, &b)) in a.iter().zip(b).enumerate() {
@@ -273,7 +274,7 @@ pub fn compare(what: &str, results: &BTreeMap<String, Tensor>, dense: &Dense, to
             assert!(name.starts_with('d'), "{what}: no {name}");
             continue;
         };
-        let apart = apart(&tensor.values(), expected);
+        let apart = relative_l2(&tensor.values(), expected);
         // NaN fails, since it is not below the tolerance.
         assert!(apart <= tolerance, "{what}: {name} is {apart:.2e} from the dense result");
     }

@@ -43,7 +43,7 @@ struct Config {
     split_share: c_int,
 }
 
-type OnComm = unsafe extern "C" fn(Handle) -> c_int;
+type CommFunction = unsafe extern "C" fn(Handle) -> c_int;
 type Plain = unsafe extern "C" fn() -> c_int;
 
 /// NCCL's functions.
@@ -55,9 +55,9 @@ struct Calls {
     receive: unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int,
     group_start: Plain,
     group_end: Plain,
-    finalize: OnComm,
-    destroy: OnComm,
-    abort: OnComm,
+    finalize: CommFunction,
+    destroy: CommFunction,
+    abort: CommFunction,
     error_string: unsafe extern "C" fn(c_int) -> *const c_char,
     last_error: unsafe extern "C" fn(Handle) -> *const c_char,
 }

@@ -26,10 +26,10 @@ fn shared() -> Option<(&'static Gpu, MutexGuard<'static, ()>)> {
 }
 
 fn connected(comm: Comm, gpu: &Gpu, deadline: Duration) -> Result<Comm, Error> {
-    nccl::over(&*apart(comm), gpu, Options { deadline, shared_gpus: true })
+    nccl::over(&*as_processes(comm), gpu, Options { deadline, shared_gpus: true })
 }
 
-fn check_by_nccl(gpu: &Gpu, problem: impl Fn(usize) -> Problem, on: On) {
+fn check_by_nccl(gpu: &Gpu, problem: impl Fn(usize) -> Problem, on: MeshSetup) {
     check_with(gpu, problem, on, [0, 0], &|comm| Ok((connected(comm, gpu, SOON)?, gpu.kernel()?)));
 }
 
@@ -66,7 +66,7 @@ fn blocks_go_round_rings_in_both_directions() {
         (LayoutKind::Striped(1), StrategyKind::BidirectionalRing, 4),
         (LayoutKind::Zigzag, StrategyKind::AllGather, 3),
     ] {
-        check_by_nccl(gpu, |dim| causal(4, 2, dim), On::new(kind, strategy, (ranks, 1)));
+        check_by_nccl(gpu, |dim| causal(4, 2, dim), MeshSetup::new(kind, strategy, (ranks, 1)));
     }
 }
 
@@ -74,12 +74,16 @@ fn blocks_go_round_rings_in_both_directions() {
 fn rows_queries_and_heads_go_there_and_back() {
     let Some((gpu, _alone)) = shared() else { return };
     let window = |dim| Problem::new(1, 90, 4, 2, dim, Mask::causal().window(Some(20), None));
-    check_by_nccl(gpu, window, On::new(LayoutKind::Striped(4), StrategyKind::Halo, (3, 1)));
-    check_by_nccl(gpu, |dim| causal(4, 2, dim), On::new(LayoutKind::Zigzag, StrategyKind::PassQ, (3, 1)));
+    check_by_nccl(gpu, window, MeshSetup::new(LayoutKind::Striped(4), StrategyKind::Halo, (3, 1)));
+    check_by_nccl(gpu, |dim| causal(4, 2, dim), MeshSetup::new(LayoutKind::Zigzag, StrategyKind::PassQ, (3, 1)));
     for (heads, kv_heads, grid) in [(4, 2, (1, 2)), (4, 1, (2, 2)), (6, 3, (2, 3))] {
-        check_by_nccl(gpu, |dim| causal(heads, kv_heads, dim), On::new(LayoutKind::Zigzag, StrategyKind::Ring, grid));
+        check_by_nccl(
+            gpu,
+            |dim| causal(heads, kv_heads, dim),
+            MeshSetup::new(LayoutKind::Zigzag, StrategyKind::Ring, grid),
+        );
     }
-    let on = On { head_chunks: 2, ..On::new(LayoutKind::Contiguous, StrategyKind::AllGather, (2, 2)) };
+    let on = MeshSetup { head_chunks: 2, ..MeshSetup::new(LayoutKind::Contiguous, StrategyKind::AllGather, (2, 2)) };
     check_by_nccl(gpu, |dim| causal(8, 4, dim), on);
 }
 
@@ -87,7 +91,7 @@ fn rows_queries_and_heads_go_there_and_back() {
 fn blocks_of_16_bits_travel_as_they_are() {
     let Some((gpu, _alone)) = shared() else { return };
     for (stored, grid) in [(Wire::Bf16, (3, 1)), (Wire::F16, (2, 2))] {
-        let on = On { stored, wire: stored, ..On::new(LayoutKind::Zigzag, StrategyKind::Ring, grid) };
+        let on = MeshSetup { stored, wire: stored, ..MeshSetup::new(LayoutKind::Zigzag, StrategyKind::Ring, grid) };
         check_by_nccl(gpu, |dim| causal(4, 2, dim), on);
     }
 }
@@ -103,15 +107,15 @@ fn each_rank_has_a_gpu_of_its_own() {
     let of = |rank: usize| if rank == 0 { gpu } else { &second };
     let problem = causal(4, 2, 16);
     for strategy in [StrategyKind::Ring, StrategyKind::PassQ] {
-        let on = On::new(LayoutKind::Zigzag, strategy, (2, 1));
+        let on = MeshSetup::new(LayoutKind::Zigzag, strategy, (2, 1));
         let inputs = problem.inputs(3);
-        let means = |comm: Comm| {
+        let make_rank = |comm: Comm| {
             let gpu = of(comm.rank());
             let options = Options { deadline: SOON, ..Options::default() };
             assert_eq!(nccl::obstacle(&*comm, gpu, &options)?, None);
-            Ok((nccl::over(&*apart(comm), gpu, options)?, gpu.kernel()?))
+            Ok((nccl::over(&*as_processes(comm), gpu, options)?, gpu.kernel()?))
         };
-        let got = problem.on_mesh_with(&inputs, on, &means, &|group, schedule, local, d_out| {
+        let got = problem.on_mesh_with(&inputs, on, &make_rank, &|group, schedule, local, d_out| {
             let forward = attention::forward(group, schedule, local)?;
             let gradients = attention::backward(group, schedule, local, &forward, d_out)?;
             Ok((forward, gradients, [0; 2]))
@@ -139,7 +143,7 @@ fn a_step_of_decoding_merges_states_by_nccl() {
             let view = |values, tokens, heads| View::new(values, tokens, heads, 16).expect("its size");
             let (k, v) = (view(&k, layout.tokens(rank), 2), view(&v, layout.tokens(rank), 2));
             let local = Inputs::new(view(&inputs.q, 1, 4), k, v, &problem.score);
-            let tokens = Tokens { queries: &query, keys: layout.runs(rank), frames: (1, 150) };
+            let tokens = Tokens { queries: &query, keys: layout.runs(rank), extents: (1, 150) };
             attention::decode(&group, &problem.mask, &tokens, &local, merge)
         });
         for (out, lse) in answers.expect("decodes") {

@@ -16,8 +16,8 @@ use ringspan_serve::engine::request::TokenLogprobs;
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
 
-/// What a request asks for beside its texts.
-struct Asked {
+/// The fields of a request.
+struct ChatRequest {
     target: Target,
     conversation: Conversation,
     sampling: Sampling,
@@ -25,7 +25,7 @@ struct Asked {
     include_usage: bool,
 }
 
-impl Asked {
+impl ChatRequest {
     fn read(app: &App, body: Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(body);
         let target = app.target(&mut fields)?;
@@ -77,13 +77,13 @@ pub(crate) fn streaming(fields: &mut Fields) -> Result<(bool, bool)> {
 
 pub(crate) async fn create(State(app): State<Arc<App>>, Body(body): Body) -> Result<Response> {
     let begin = move |app: &Arc<App>| {
-        let asked = Asked::read(app, body)?;
-        let reply = asked.conversation.start(app, &asked.target, &asked.sampling)?;
-        Ok((asked, reply))
+        let request = ChatRequest::read(app, body)?;
+        let reply = request.conversation.start(app, &request.target, &request.sampling)?;
+        Ok((request, reply))
     };
-    let (asked, reply) = app.work(begin).await?;
-    let answer = Answer { id: app.id("chatcmpl-"), created: now(), app, asked };
-    match answer.asked.stream {
+    let (request, reply) = app.work(begin).await?;
+    let answer = Answer { id: app.id("chatcmpl-"), created: now(), app, request };
+    match answer.request.stream {
         true => Ok(sse::stream(sse::openai_failure, |writer| answer.stream(reply, writer))),
         false => answer.whole(reply).await,
     }
@@ -93,7 +93,7 @@ struct Answer {
     app: Arc<App>,
     id: String,
     created: u64,
-    asked: Asked,
+    request: ChatRequest,
 }
 
 /// A message as it grows.
@@ -108,19 +108,19 @@ struct Message {
 
 impl Answer {
     fn object(&self, object: &str, choices: Vec<Value>) -> Value {
-        json!({"id": self.id, "object": object, "created": self.created, "model": self.asked.target.model,
+        json!({"id": self.id, "object": object, "created": self.created, "model": self.request.target.model,
             "system_fingerprint": null, "choices": choices})
     }
 
     fn logprobs(&self, tokens: &[(u32, Option<TokenLogprobs>)]) -> Value {
-        match self.asked.sampling.logprobs {
+        match self.request.sampling.logprobs {
             None => Value::Null,
             Some(_) => json!({"content": logprobs::chat(&self.app.vocabulary, tokens), "refusal": null}),
         }
     }
 
     async fn whole(self, mut reply: Reply) -> Result<Response> {
-        let mut messages: Vec<Message> = (0..self.asked.sampling.n).map(|_| Message::default()).collect();
+        let mut messages: Vec<Message> = (0..self.request.sampling.n).map(|_| Message::default()).collect();
         let mut prompt_logprobs = Value::Null;
         while let Some((index, part)) = reply.next().await? {
             let message = &mut messages[index];
@@ -150,23 +150,23 @@ impl Answer {
             } else {
                 Value::Null
             };
-            let mut said = json!({"role": self.asked.conversation.role(), "content": content, "refusal": null});
+            let mut said = json!({"role": self.request.conversation.role(), "content": content, "refusal": null});
             if !message.calls.is_empty() {
                 said["tool_calls"] = message.calls.into();
             }
             let mut choice = json!({"index": index, "message": said, "logprobs": self.logprobs(&message.tokens),
                 "finish_reason": message.finish_reason, "stop_reason": message.stop_reason});
-            if self.asked.sampling.return_token_ids {
+            if self.request.sampling.return_token_ids {
                 choice["token_ids"] = message.tokens.iter().map(|(token, _)| *token).collect();
             }
             choice
         });
         let mut body = self.object("chat.completion", choices.collect());
         body["usage"] = reply.usage.to_json();
-        if self.asked.sampling.prompt_logprobs.is_some() {
+        if self.request.sampling.prompt_logprobs.is_some() {
             body["prompt_logprobs"] = prompt_logprobs;
         }
-        if self.asked.sampling.return_token_ids {
+        if self.request.sampling.return_token_ids {
             body["prompt_token_ids"] = reply.prompt.into();
         }
         Ok(Json(body).into_response())
@@ -174,7 +174,7 @@ impl Answer {
 
     fn chunk(&self, choices: Vec<Value>) -> Value {
         let mut chunk = self.object("chat.completion.chunk", choices);
-        if self.asked.include_usage {
+        if self.request.include_usage {
             chunk["usage"] = Value::Null;
         }
         chunk
@@ -183,22 +183,22 @@ impl Answer {
     fn delta(&self, index: usize, delta: Value, tokens: &[(u32, Option<TokenLogprobs>)]) -> Value {
         let logprobs = if tokens.is_empty() { Value::Null } else { self.logprobs(tokens) };
         let mut choice = json!({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": null});
-        if self.asked.sampling.return_token_ids {
+        if self.request.sampling.return_token_ids {
             choice["token_ids"] = tokens.iter().map(|(token, _)| *token).collect();
         }
         self.chunk(vec![choice])
     }
 
     async fn stream(self, mut reply: Reply, writer: sse::Writer) -> Result<()> {
-        for index in 0..self.asked.sampling.n {
-            let role = self.asked.conversation.role();
+        for index in 0..self.request.sampling.n {
+            let role = self.request.conversation.role();
             let mut first = self.delta(index, json!({"role": role, "content": ""}), &[]);
-            if self.asked.sampling.return_token_ids {
+            if self.request.sampling.return_token_ids {
                 first["prompt_token_ids"] = reply.prompt.clone().into();
             }
             writer.data(&first).await;
         }
-        let mut calls = vec![0; self.asked.sampling.n];
+        let mut calls = vec![0; self.request.sampling.n];
         while let Some((index, part)) = reply.next().await? {
             match part {
                 ReplyPart::Prompt(all) => {
@@ -230,7 +230,7 @@ impl Answer {
                 }
             }
         }
-        if self.asked.include_usage {
+        if self.request.include_usage {
             let mut last = self.chunk(Vec::new());
             last["usage"] = reply.usage.to_json();
             writer.data(&last).await;

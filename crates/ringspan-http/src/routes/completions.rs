@@ -59,18 +59,18 @@ pub(crate) fn prompts(app: &App, field: &str, value: Value, special: bool) -> Re
     }
 }
 
-struct Asked {
+struct CompletionRequest {
     target: Target,
     prompts: Vec<Prompt>,
     sampling: Sampling,
     echo: bool,
-    /// Whether `prompt_logprobs` was asked for, beside what an echo needs.
+    /// Whether the client asked for `prompt_logprobs`; an echo needs them too, but does not report them.
     prompt_logprobs: bool,
     stream: bool,
     include_usage: bool,
 }
 
-impl Asked {
+impl CompletionRequest {
     fn read(app: &App, body: Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(body);
         let target = app.target(&mut fields)?;
@@ -102,18 +102,18 @@ impl Asked {
 
 pub(crate) async fn create(State(app): State<Arc<App>>, Body(body): Body) -> Result<Response> {
     let begin = move |app: &Arc<App>| {
-        let asked = Asked::read(app, body)?;
-        let prompts: Vec<Vec<u32>> = asked.prompts.iter().map(|prompt| prompt.tokens.clone()).collect();
-        let texts = generation::start(app, &asked.target, &prompts, &asked.sampling)?;
-        Ok((asked, texts))
+        let request = CompletionRequest::read(app, body)?;
+        let prompts: Vec<Vec<u32>> = request.prompts.iter().map(|prompt| prompt.tokens.clone()).collect();
+        let texts = generation::start(app, &request.target, &prompts, &request.sampling)?;
+        Ok((request, texts))
     };
-    let (asked, texts) = app.work(begin).await?;
-    let prompt_tokens = asked.prompts.iter().map(|prompt| prompt.tokens.len()).sum();
-    let count = asked.prompts.len() * asked.sampling.n;
+    let (request, texts) = app.work(begin).await?;
+    let prompt_tokens = request.prompts.iter().map(|prompt| prompt.tokens.len()).sum();
+    let count = request.prompts.len() * request.sampling.n;
     let choices = (0..count).map(|_| Choice::default()).collect();
     let usage = Usage { prompt_tokens, ..Usage::default() };
-    let answer = Answer { id: app.id("cmpl-"), created: now(), app, asked, choices, usage };
-    match answer.asked.stream {
+    let answer = Answer { id: app.id("cmpl-"), created: now(), app, request, choices, usage };
+    match answer.request.stream {
         true => Ok(sse::stream(sse::openai_failure, |writer| answer.stream(texts, writer))),
         false => answer.whole(texts).await,
     }
@@ -123,7 +123,7 @@ struct Answer {
     app: Arc<App>,
     id: String,
     created: u64,
-    asked: Asked,
+    request: CompletionRequest,
     choices: Vec<Choice>,
     usage: Usage,
 }
@@ -143,23 +143,23 @@ struct Choice {
 impl Answer {
     /// Adds a part of a text to its choice; returns whether there is something to report.
     fn add(&mut self, index: usize, part: TextPart) -> Result<bool> {
-        let prompt = &self.asked.prompts[index / self.asked.sampling.n];
+        let prompt = &self.request.prompts[index / self.request.sampling.n];
         let choice = &mut self.choices[index];
         let vocabulary = &self.app.vocabulary;
-        let with_logprobs = self.asked.sampling.logprobs.is_some();
-        if self.asked.echo && !choice.echoed {
+        let with_logprobs = self.request.sampling.logprobs.is_some();
+        if self.request.echo && !choice.echoed {
             choice.echoed = true;
             choice.text.push_str(prompt.text.as_deref().unwrap_or_default());
         }
         match part {
             TextPart::Prompt(all) => {
-                if self.asked.echo && with_logprobs {
+                if self.request.echo && with_logprobs {
                     for (token, logprobs) in prompt.tokens.iter().zip(&all) {
                         choice.logprobs.push(vocabulary, *token, logprobs.as_ref());
                     }
                 }
                 choice.prompt_logprobs = logprobs::prompt(vocabulary, &all);
-                Ok(self.asked.echo)
+                Ok(self.request.echo)
             }
             TextPart::Text { text, tokens } => {
                 choice.text.push_str(&text);
@@ -177,29 +177,29 @@ impl Answer {
         }
     }
 
-    /// What a choice has to report.
+    /// The text and tokens of a choice that are not reported yet.
     fn take(&mut self, index: usize) -> Value {
-        let asked = &self.asked;
+        let request = &self.request;
         let choice = &mut self.choices[index];
-        let logprobs = match asked.sampling.logprobs {
+        let logprobs = match request.sampling.logprobs {
             Some(_) => choice.logprobs.take(),
             None => Value::Null,
         };
         let finish_reason = choice.end.as_ref().map(|end| if end.length { "length" } else { "stop" });
         let mut value = json!({"index": index, "text": std::mem::take(&mut choice.text), "logprobs": logprobs,
             "finish_reason": finish_reason, "stop_reason": choice.end.as_ref().map_or(Value::Null, stop_reason)});
-        if asked.prompt_logprobs {
+        if request.prompt_logprobs {
             value["prompt_logprobs"] = choice.prompt_logprobs.take();
         }
-        if asked.sampling.return_token_ids {
+        if request.sampling.return_token_ids {
             value["token_ids"] = std::mem::take(&mut choice.tokens).into();
-            value["prompt_token_ids"] = asked.prompts[index / asked.sampling.n].tokens.clone().into();
+            value["prompt_token_ids"] = request.prompts[index / request.sampling.n].tokens.clone().into();
         }
         value
     }
 
     fn object(&self, choices: Vec<Value>) -> Value {
-        json!({"id": self.id, "object": "text_completion", "created": self.created, "model": self.asked.target.model,
+        json!({"id": self.id, "object": "text_completion", "created": self.created, "model": self.request.target.model,
             "choices": choices})
     }
 
@@ -218,13 +218,13 @@ impl Answer {
             if self.add(index, part)? {
                 let choice = self.take(index);
                 let mut chunk = self.object(vec![choice]);
-                if self.asked.include_usage {
+                if self.request.include_usage {
                     chunk["usage"] = Value::Null;
                 }
                 writer.data(&chunk).await;
             }
         }
-        if self.asked.include_usage {
+        if self.request.include_usage {
             let mut last = self.object(Vec::new());
             last["usage"] = self.usage.to_json();
             writer.data(&last).await;

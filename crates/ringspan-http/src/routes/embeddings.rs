@@ -15,7 +15,7 @@ use ringspan_serve::engine::request::Pooling;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// Inputs that are computed at a time for one request; the engine's own limits hold beside.
+/// Inputs that are computed at a time for one request; the engine's own limits apply as well.
 const AT_A_TIME: usize = 16;
 
 pub(crate) async fn create(State(app): State<Arc<App>>, Body(body): Body) -> Result<Response> {

@@ -15,7 +15,7 @@ use axum::response::{IntoResponse, Response};
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
 
-struct Asked {
+struct MessagesRequest {
     target: Target,
     conversation: Conversation,
     sampling: Sampling,
@@ -133,7 +133,7 @@ fn tool_choice(choice: Option<Fields>) -> Result<(ToolChoice, bool)> {
     Ok((choice, parallel))
 }
 
-impl Asked {
+impl MessagesRequest {
     fn read(app: &App, body: Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(body);
         let target = app.target(&mut fields)?;
@@ -155,13 +155,13 @@ impl Asked {
 
 pub(crate) async fn create(State(app): State<Arc<App>>, Body(body): Body) -> Result<Response> {
     let begin = move |app: &Arc<App>| {
-        let asked = Asked::read(app, body)?;
-        let reply = asked.conversation.start(app, &asked.target, &asked.sampling)?;
-        Ok((asked, reply))
+        let request = MessagesRequest::read(app, body)?;
+        let reply = request.conversation.start(app, &request.target, &request.sampling)?;
+        Ok((request, reply))
     };
-    let (asked, reply) = app.work(begin).await?;
-    let stream = asked.stream;
-    let answer = Answer { id: app.id("msg_"), app, asked };
+    let (request, reply) = app.work(begin).await?;
+    let stream = request.stream;
+    let answer = Answer { id: app.id("msg_"), app, request };
     match stream {
         true => Ok(sse::stream(failure, |writer| answer.stream(reply, writer))),
         false => answer.whole(reply).await,
@@ -187,12 +187,12 @@ fn failure(error: &ApiError) -> Vec<(Option<&'static str>, String)> {
 struct Answer {
     app: Arc<App>,
     id: String,
-    asked: Asked,
+    request: MessagesRequest,
 }
 
 impl Answer {
     fn message(&self, content: Vec<Value>, usage: Usage) -> Value {
-        json!({"id": self.id, "type": "message", "role": "assistant", "model": self.asked.target.model, "content": content,
+        json!({"id": self.id, "type": "message", "role": "assistant", "model": self.request.target.model, "content": content,
             "stop_reason": null, "stop_sequence": null, "usage": usage_json(usage)})
     }
 

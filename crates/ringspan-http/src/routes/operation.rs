@@ -1,4 +1,4 @@
-//! What operators look at: `/health`, `/version`, `/metrics`, `/openapi.json`, and the page at `/`.
+//! Routes for operators: `/health`, `/version`, `/metrics`, `/openapi.json`, and the page at `/`.
 
 use crate::app::App;
 use crate::error::{ApiError, Result};

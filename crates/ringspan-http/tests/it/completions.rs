@@ -28,7 +28,7 @@ fn prompts_are_texts_or_tokens_one_or_several() {
     assert!(error["message"].as_str().unwrap().contains("264"), "{error}");
 }
 
-/// What lm-eval reads of a server.
+/// The fields of a response that lm-eval reads.
 #[test]
 fn echo_with_log_probabilities_scores_the_prompt() {
     let server = start();
@@ -45,7 +45,7 @@ fn echo_with_log_probabilities_scores_the_prompt() {
     for at in 1..4 {
         let own = logprobs["token_logprobs"][at].as_f64().unwrap();
         let top = logprobs["top_logprobs"][at].as_object().unwrap();
-        // The test's engine likes to repeat the last token, and the token of the text is reported beside it.
+        // The test's engine prefers to repeat the last token; the token of the prompt is reported in addition.
         assert!(own < -1.0 && top.len() == 2 && top.values().any(|value| value.as_f64() == Some(own)), "{logprobs}");
     }
     let more = server.complete("say:xy", json!({"echo": true, "logprobs": 0, "max_tokens": 5})).json();

@@ -1,4 +1,4 @@
-//! An engine for tests: it says what its prompt tells it to, with real log-probabilities, and fails when it is told to.
+//! A scripted engine for tests: its prompt contains the text that it generates. It has real log-probabilities, and fails on request.
 //!
 //! Tokens 0 to 255 are bytes. After `say:` in the last line of a prompt that has it, the rest of the line is the text; a prompt
 //! without it is repeated without an end.

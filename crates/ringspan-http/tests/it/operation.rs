@@ -1,4 +1,4 @@
-//! What operators look at, and adapters.
+//! Tests of the routes for operators, and of adapters.
 
 use crate::client::start;
 use serde_json::json;

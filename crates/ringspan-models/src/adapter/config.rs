@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::lora::Lora;
-use crate::lora::names::{Layers, Names, Pattern};
+use crate::lora::names::{AdaptedLayers, LayerNames, Pattern};
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 use std::path::Path;
@@ -98,7 +98,7 @@ impl Config {
         let alpha = value(keys, "lora_alpha")?.unwrap_or(8.0);
         let ranks = patterns(keys, "rank_pattern")?;
         let alphas = patterns(keys, "alpha_pattern")?;
-        let lora = Lora::beside(rank, alpha, layers(keys)?)?.with_patterns(ranks, alphas)?;
+        let lora = Lora::for_layers(rank, alpha, layers(keys)?)?.with_patterns(ranks, alphas)?;
         let lora = lora.with_dropout(value(keys, "lora_dropout")?.unwrap_or(0.0))?;
         let rank_stabilized = value(keys, "use_rslora")?.unwrap_or(false);
         Ok(Self { base: value(keys, "base_model_name_or_path")?, lora: Lora { rank_stabilized, ..lora }, frozen })
@@ -167,7 +167,7 @@ fn check_initialisation(keys: &Map<String, Value>) -> Result<Option<&'static str
 }
 
 /// Selects the layers that have adapters.
-fn layers(keys: &Map<String, Value>) -> Result<Layers> {
+fn layers(keys: &Map<String, Value>) -> Result<AdaptedLayers> {
     let targets = names(keys, "target_modules")?;
     let Some(targets) = targets else {
         return Err(Error::Lora("`target_modules` is null: it must name layers, or match their names".into()));
@@ -175,7 +175,7 @@ fn layers(keys: &Map<String, Value>) -> Result<Layers> {
     let excluded = names(keys, "exclude_modules")?;
     let indices = one_or_more::<usize>(keys, "layers_to_transform")?.filter(|indices| !indices.is_empty());
     let lists = one_or_more::<String>(keys, "layers_pattern")?.unwrap_or_default();
-    if indices.is_some() && !matches!(targets, Names::Ends(_)) {
+    if indices.is_some() && !matches!(targets, LayerNames::Ends(_)) {
         return Err(Error::Lora(
             "`layers_to_transform` belongs to a list of names, but `target_modules` is a word or an expression".into(),
         ));
@@ -187,15 +187,15 @@ fn layers(keys: &Map<String, Value>) -> Result<Layers> {
     if indices.is_some() && lists.is_empty() {
         lists.push(Pattern::any_list()?);
     }
-    Ok(Layers { targets, excluded, indices, lists })
+    Ok(AdaptedLayers { targets, excluded, indices, lists })
 }
 
 /// Names of layers: a list, or a single string.
-fn names(keys: &Map<String, Value>, key: &str) -> Result<Option<Names>> {
+fn names(keys: &Map<String, Value>, key: &str) -> Result<Option<LayerNames>> {
     match keys.get(key) {
         None | Some(Value::Null) => Ok(None),
-        Some(Value::String(word)) => Names::word(word).map(Some),
-        Some(_) => Ok(value(keys, key)?.map(Names::Ends)),
+        Some(Value::String(word)) => LayerNames::word(word).map(Some),
+        Some(_) => Ok(value(keys, key)?.map(LayerNames::Ends)),
     }
 }
 
@@ -245,13 +245,13 @@ fn shortened(value: &Value) -> String {
 
 /// The contents of `adapter_config.json` for an adapter of the model in `base`, as PEFT writes it.
 pub(super) fn written(lora: &Lora, base: &Path) -> Value {
-    let words = |names: &Names| match names {
-        Names::Ends(ends) => json!(ends),
-        Names::Matching(pattern) => json!(pattern.as_str()),
+    let words = |names: &LayerNames| match names {
+        LayerNames::Ends(ends) => json!(ends),
+        LayerNames::Matching(pattern) => json!(pattern.as_str()),
         // `Decoder::with_lora` replaces these words by names, so adapters of a model never have them.
-        Names::AllLinear | Names::AllButRouters => json!(crate::lora::names::ALL_LINEAR),
+        LayerNames::AllLinear | LayerNames::AllButRouters => json!(crate::lora::names::ALL_LINEAR),
     };
-    let Layers { targets, excluded, indices, lists } = &lora.layers;
+    let AdaptedLayers { targets, excluded, indices, lists } = &lora.layers;
     // The pattern that stands for a missing `layers_pattern` has an empty text, and is not written.
     let lists: Vec<&str> = lists.iter().map(Pattern::as_str).filter(|list| !list.is_empty()).collect();
     json!({

@@ -81,7 +81,7 @@ fn llama3_rope_needs_its_numbers() {
 }
 
 #[test]
-fn stretched_ropes_need_their_numbers() {
+fn scaled_ropes_need_their_numbers() {
     let rope = |kind: &str, more: Value| {
         let mut rope = json!({ "rope_type": kind });
         rope.as_object_mut().expect("an object").extend(more.as_object().expect("an object").clone());

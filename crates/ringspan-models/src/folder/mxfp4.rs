@@ -1,7 +1,7 @@
 //! Matrices in MXFP4 (Open Compute Project, 2023) as files of gpt-oss store them: a parameter has its 4-bit codes in a tensor
 //! whose name ends in `_blocks`, and its exponents in one whose name ends in `_scales`.
 
-use super::read::Stored;
+use super::read::StoredParameter;
 use crate::error::{Error, Result};
 use ringspan_candle::quantized::QuantizedMatrix;
 use safetensors::Dtype;
@@ -27,7 +27,7 @@ pub(super) fn is_part(name: &str, dtype: Dtype) -> bool {
 ///
 /// # Errors
 /// One tensor without the other, and shapes that do not fit each other.
-pub(super) fn joined(mut stored: BTreeMap<String, Stored>) -> Result<BTreeMap<String, Stored>> {
+pub(super) fn joined(mut stored: BTreeMap<String, StoredParameter>) -> Result<BTreeMap<String, StoredParameter>> {
     let names: Vec<String> =
         stored.iter().filter(|(_, of)| of.dtype == Dtype::U8).map(|(name, _)| name.clone()).collect();
     for name in names {
@@ -49,7 +49,7 @@ pub(super) fn joined(mut stored: BTreeMap<String, Stored>) -> Result<BTreeMap<St
             return refuse(&format!("exponents {:?} do not fit it", exponents.shape));
         }
         let shape = vec![experts, blocks * BLOCK, outputs];
-        stored.insert(parameter.to_owned(), Stored { shape, exponents: Some(Box::new(exponents)), ..codes });
+        stored.insert(parameter.to_owned(), StoredParameter { shape, exponents: Some(Box::new(exponents)), ..codes });
     }
     Ok(stored)
 }
@@ -58,7 +58,11 @@ pub(super) fn joined(mut stored: BTreeMap<String, Stored>) -> Result<BTreeMap<St
 ///
 /// # Errors
 /// Rows outside the matrices, and failures of the file system.
-pub(super) fn rows(codes: &Stored, exponents: &Stored, rows: Range<usize>) -> Result<QuantizedMatrix> {
+pub(super) fn rows(
+    codes: &StoredParameter,
+    exponents: &StoredParameter,
+    rows: Range<usize>,
+) -> Result<QuantizedMatrix> {
     let &[_, _, blocks] = &exponents.shape[..] else {
         return Err(Error::Format { path: exponents.file.clone(), problem: "exponents of no experts".into() });
     };
@@ -68,7 +72,7 @@ pub(super) fn rows(codes: &Stored, exponents: &Stored, rows: Range<usize>) -> Re
 }
 
 /// The bytes of `rows` rows from row `first` on, each of `len` bytes.
-fn bytes(stored: &Stored, first: usize, len: usize, rows: usize) -> Result<Vec<u8>> {
+fn bytes(stored: &StoredParameter, first: usize, len: usize, rows: usize) -> Result<Vec<u8>> {
     let io = |source| Error::Io { path: stored.file.clone(), source };
     let mut file = File::open(&stored.file).map_err(io)?;
     file.seek(SeekFrom::Start(stored.start + (first * len) as u64)).map_err(io)?;

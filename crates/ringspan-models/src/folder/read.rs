@@ -27,20 +27,20 @@ use std::path::{Path, PathBuf};
 pub struct Folder {
     config: Config,
     shapes: BTreeMap<String, Vec<usize>>,
-    stored: BTreeMap<String, Stored>,
+    stored: BTreeMap<String, StoredParameter>,
     /// The parameters that layers can compute with in their stored type.
     matrices: BTreeSet<String>,
 }
 
-/// The place of a parameter in its file.
+/// The location of a parameter: its file, and its offset there.
 #[derive(Debug, Clone)]
-pub(super) struct Stored {
+pub(super) struct StoredParameter {
     pub(super) file: PathBuf,
     pub(super) dtype: Dtype,
     /// Offset of its first byte in the file.
     pub(super) start: u64,
     pub(super) shape: Vec<usize>,
-    /// For a parameter in MXFP4: the place of its exponents; its codes are at `start`.
+    /// For a parameter in MXFP4: the location of its exponents; its codes are at `start`.
     pub(super) exponents: Option<Box<Self>>,
 }
 
@@ -109,7 +109,7 @@ impl Folder {
     /// # Errors
     /// A parameter or rows that do not exist, and failures of the file system.
     pub fn read(&self, name: &str, rows: Range<usize>) -> Result<Tensor> {
-        let Stored { file, dtype, start, shape, exponents } = self.of(name)?;
+        let StoredParameter { file, dtype, start, shape, exponents } = self.of(name)?;
         let mut part = shape.clone();
         let Some(first) = part.first_mut().filter(|first| rows.start <= rows.end && rows.end <= **first) else {
             return Err(Error::Rows { name: name.to_owned(), rows, shape: shape.clone() });
@@ -167,7 +167,7 @@ impl Folder {
     /// # Errors
     /// A parameter that has no such format, rows that do not exist, and failures of the file system.
     pub fn read_matrix(&self, name: &str, rows: Range<usize>) -> Result<QuantizedMatrix> {
-        let stored @ Stored { file, start, shape, exponents, .. } = self.of(name)?;
+        let stored @ StoredParameter { file, start, shape, exponents, .. } = self.of(name)?;
         let unknown = || Error::Unknown { name: name.to_owned(), shape: shape.clone() };
         let format = self.format(name).ok_or_else(unknown)?;
         let (all, columns, outputs) = match shape[..] {
@@ -202,7 +202,7 @@ impl Folder {
         Ok(turned.matrix().rows(rows.start - first * outputs..rows.end - first * outputs)?)
     }
 
-    fn of(&self, name: &str) -> Result<&Stored> {
+    fn of(&self, name: &str) -> Result<&StoredParameter> {
         self.stored.get(name).ok_or_else(|| Error::Unknown { name: name.to_owned(), shape: Vec::new() })
     }
 }
@@ -256,7 +256,7 @@ fn files(folder: &Path) -> Result<Vec<PathBuf>> {
 }
 
 /// The parameters that a file's header lists.
-fn tensors(path: &Path, tied: bool, known: &BTreeMap<String, Vec<usize>>) -> Result<Vec<(String, Stored)>> {
+fn tensors(path: &Path, tied: bool, known: &BTreeMap<String, Vec<usize>>) -> Result<Vec<(String, StoredParameter)>> {
     let format = |problem: String| Error::Format { path: path.to_owned(), problem };
     let TensorFile { metadata, data, .. } = TensorFile::open(path)?;
     let mut all = Vec::new();
@@ -268,7 +268,7 @@ fn tensors(path: &Path, tied: bool, known: &BTreeMap<String, Vec<usize>>) -> Res
             let start = data + (data_offsets.0 + part.start * size(*dtype)) as u64;
             all.push((
                 part.name,
-                Stored { file: path.to_owned(), dtype: *dtype, start, shape: part.shape, exponents: None },
+                StoredParameter { file: path.to_owned(), dtype: *dtype, start, shape: part.shape, exponents: None },
             ));
         }
     }

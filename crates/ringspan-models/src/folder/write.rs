@@ -2,7 +2,7 @@
 
 use super::{CONFIG, INDEX, SINGLE};
 use crate::error::{Error, Result};
-use crate::registry::completed;
+use crate::registry::with_family_defaults;
 use crate::tensor_file::TensorFile;
 use candle_core::{DType, Tensor};
 use half::bf16;
@@ -112,7 +112,7 @@ impl Writer {
         limit: u64,
     ) -> Result<Self> {
         std::fs::create_dir_all(folder).map_err(|source| Error::Io { path: folder.to_owned(), source })?;
-        let mut config = completed(config.clone());
+        let mut config = with_family_defaults(config.clone());
         if let Some(keys) = config.as_object_mut() {
             let key = if keys.contains_key("dtype") { "dtype" } else { "torch_dtype" };
             let name = if saved == SavedType::F32 { "float32" } else { "bfloat16" };
@@ -130,7 +130,7 @@ impl Writer {
             let path = folder.join(name(n));
             let (header, starts) =
                 header(group, saved).map_err(|problem| Error::Format { path: path.clone(), problem })?;
-            shards.push((name(n), begun(&path, &header)?));
+            shards.push((name(n), create_temporary(&path, &header)?));
             for ((tensor, shape), start) in group.iter().zip(starts) {
                 missing.insert((*tensor).clone(), (n, start, (*shape).clone()));
                 map.insert((*tensor).clone(), name(n));
@@ -140,9 +140,9 @@ impl Writer {
         let index = json!({ "metadata": { "total_size": total }, "weight_map": map });
         let index = match shards.len() {
             1 => None,
-            _ => Some(begun(&folder.join(INDEX), format!("{index:#}").as_bytes())?),
+            _ => Some(create_temporary(&folder.join(INDEX), format!("{index:#}").as_bytes())?),
         };
-        let config = begun(&folder.join(CONFIG), format!("{config:#}").as_bytes())?;
+        let config = create_temporary(&folder.join(CONFIG), format!("{config:#}").as_bytes())?;
         Ok(Self { folder: folder.to_owned(), saved, config, index, shards, missing })
     }
 
@@ -259,23 +259,23 @@ fn header(group: &Group<'_>, saved: SavedType) -> std::result::Result<(Vec<u8>, 
 /// Writes a file under a temporary name and renames it to `path`.
 pub(crate) fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
     let io = |source| Error::Io { path: path.to_owned(), source };
-    let file = begun(path, bytes)?;
+    let file = create_temporary(path, bytes)?;
     file.as_file().sync_all().map_err(io)?;
     file.persist(path).map_err(|error| io(error.error))?;
     Ok(())
 }
 
 /// Creates the temporary file that will be renamed to `path`, in the same folder, and writes its first bytes.
-fn begun(path: &Path, bytes: &[u8]) -> Result<NamedTempFile> {
+fn create_temporary(path: &Path, bytes: &[u8]) -> Result<NamedTempFile> {
     let io = |source| Error::Io { path: path.to_owned(), source };
-    let mut file = beside().tempfile_in(path.parent().unwrap_or(Path::new("."))).map_err(io)?;
+    let mut file = temporary_file().tempfile_in(path.parent().unwrap_or(Path::new("."))).map_err(io)?;
     file.write_all(bytes).map_err(io)?;
     Ok(file)
 }
 
 /// A builder of temporary files with the permissions of ordinary new files, which not only their owner can read.
 #[cfg(unix)]
-fn beside() -> tempfile::Builder<'static, 'static> {
+fn temporary_file() -> tempfile::Builder<'static, 'static> {
     use std::os::unix::fs::PermissionsExt;
     let mut builder = tempfile::Builder::new();
     builder.permissions(std::fs::Permissions::from_mode(0o666));
@@ -283,6 +283,6 @@ fn beside() -> tempfile::Builder<'static, 'static> {
 }
 
 #[cfg(not(unix))]
-fn beside() -> tempfile::Builder<'static, 'static> {
+fn temporary_file() -> tempfile::Builder<'static, 'static> {
     tempfile::Builder::new()
 }

@@ -30,15 +30,15 @@ pub(super) struct GgufFamily {
     pub(super) config: fn(&Metadata, &mut Value) -> Result<()>,
     /// Modules of a layer whose names differ from [`COMMON`], as (GGUF name, Hugging Face name); `{}` stands for an expert's
     /// number.
-    pub(super) parts: &'static [(&'static str, &'static str)],
+    pub(super) modules: &'static [(&'static str, &'static str)],
     /// Tensors of a layer whose Hugging Face names do not end in `.weight` or `.bias`, as (GGUF name, Hugging Face name).
-    pub(super) whole: &'static [(&'static str, &'static str)],
+    pub(super) full_names: &'static [(&'static str, &'static str)],
     /// Parameters of a layer that files store in two tensors.
-    pub(super) in_two: &'static [TwoTensors],
+    pub(super) split: &'static [TwoTensors],
     /// Which two elements of a head the rotary embedding rotates together.
     pub(super) pairs: Pairs,
     /// Whether the norms' weights in the file have 1 added.
-    pub(super) one_in_norms: bool,
+    pub(super) norms_plus_one: bool,
     /// Whether the rotary embedding may cover only a part of each head, so that its width says nothing of the head's.
     pub(super) partial_rotary: bool,
 }
@@ -143,15 +143,15 @@ impl GgufFamily {
         let number: usize = layer.parse().ok()?;
         let of_layer = |tensor: &str| format!("blk.{layer}.{tensor}");
         let named = |name: &str| format!("model.layers.{number}.{name}");
-        if let Some(two) = self.in_two.iter().find(|two| two.stored.contains(&rest)) {
+        if let Some(two) = self.split.iter().find(|two| two.stored.contains(&rest)) {
             let [first, second] = two.stored.map(of_layer);
-            return Some(match two.unless.is_some_and(|whole| has(&of_layer(whole))) {
+            return Some(match two.unless.is_some_and(|full_names| has(&of_layer(full_names))) {
                 true => StoredTensor::Spare,
                 false if stored == second => StoredTensor::Second { first },
                 false => StoredTensor::First { parameter: named(two.parameter), second, joined: two.joined },
             });
         }
-        if let Some((_, name)) = self.whole.iter().find(|(tensor, _)| *tensor == rest) {
+        if let Some((_, name)) = self.full_names.iter().find(|(tensor, _)| *tensor == rest) {
             return parameter(named(name));
         }
         let (part, kind) = rest.rsplit_once('.').filter(|(_, kind)| ["weight", "bias"].contains(kind))?;
@@ -161,8 +161,8 @@ impl GgufFamily {
     /// The Hugging Face name of a module of a layer.
     fn part(&self, stored: &str) -> Option<&'static str> {
         let found =
-            |parts: &[(&str, &'static str)]| parts.iter().find(|(name, _)| *name == stored).map(|(_, part)| *part);
-        found(self.parts).or_else(|| found(&COMMON))
+            |modules: &[(&str, &'static str)]| modules.iter().find(|(name, _)| *name == stored).map(|(_, part)| *part);
+        found(self.modules).or_else(|| found(&COMMON))
     }
 }
 
@@ -178,8 +178,8 @@ mod tests {
     /// A file may have the matrix `kv_b_proj` whole, in two parts, or both.
     #[test]
     fn the_two_parts_of_a_tensor_are_ignored_if_the_file_has_it_whole() {
-        let tensor = |name: &str, whole: bool| {
-            deepseek::DEEPSEEK2.tensor(name, |other| whole && other.ends_with("attn_kv_b.weight"))
+        let tensor = |name: &str, full_names: bool| {
+            deepseek::DEEPSEEK2.tensor(name, |other| full_names && other.ends_with("attn_kv_b.weight"))
         };
         for part in ["attn_k_b", "attn_v_b"] {
             assert!(matches!(tensor(&format!("blk.3.{part}.weight"), true), Some(StoredTensor::Spare)));
@@ -188,9 +188,9 @@ mod tests {
             panic!("the first of two")
         };
         assert_eq!((&*parameter, &*second), ("model.layers.3.self_attn.kv_b_proj.weight", "blk.3.attn_v_b.weight"));
-        let Some(StoredTensor::Parameter(whole)) = tensor("blk.3.attn_kv_b.weight", true) else {
+        let Some(StoredTensor::Parameter(full_names)) = tensor("blk.3.attn_kv_b.weight", true) else {
             panic!("a parameter")
         };
-        assert_eq!(whole, parameter);
+        assert_eq!(full_names, parameter);
     }
 }

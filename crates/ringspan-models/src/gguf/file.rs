@@ -1,4 +1,4 @@
-//! A GGUF file: its metadata, and the places of its tensors.
+//! A GGUF file: its metadata, and the offsets of its tensors.
 //!
 //! The format: <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>. Candle's own reader refuses a whole file for one
 //! tensor of a type that it does not know.
@@ -25,7 +25,7 @@ pub(super) struct GgufFile {
     data: u64,
 }
 
-/// Shape, type and place of a tensor.
+/// Shape, type and offset of a tensor.
 #[derive(Debug, Clone)]
 struct TensorInfo {
     /// Sizes of the dimensions, outermost first; the file lists the innermost first.

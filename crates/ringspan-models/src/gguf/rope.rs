@@ -98,11 +98,10 @@ fn llama3(config: &Value, factors: &[f32]) -> std::result::Result<Value, String>
         Ok(rope::new(&config, parameters.map(parse).transpose()?.as_ref(), 10_000.0)?.frequencies)
     };
     let both = frequencies(None).and_then(|plain| Ok((plain, frequencies(Some(parameters.clone()))?)));
-    let (plain, stretched) = both.map_err(|error| error.to_string())?;
-    let same = |((plain, stretched), factor): ((&f64, &f64), &f32)| {
-        (plain / stretched / f64::from(*factor) - 1.0).abs() < 1e-3
-    };
-    if plain.len() == factors.len() && plain.iter().zip(&stretched).zip(factors).all(same) {
+    let (plain, scaled) = both.map_err(|error| error.to_string())?;
+    let same =
+        |((plain, scaled), factor): ((&f64, &f64), &f32)| (plain / scaled / f64::from(*factor) - 1.0).abs() < 1e-3;
+    if plain.len() == factors.len() && plain.iter().zip(&scaled).zip(factors).all(same) {
         return Ok(parameters);
     }
     Err(format!(

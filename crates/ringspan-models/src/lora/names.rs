@@ -9,7 +9,7 @@ pub(crate) const ALL_LINEAR: &str = "all-linear";
 
 /// A selection of a model's linear layers.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Names {
+pub enum LayerNames {
     /// Layers whose full name is one of these, or ends with one of these after a dot.
     Ends(Vec<String>),
     /// Layers whose full name matches the pattern.
@@ -20,7 +20,7 @@ pub enum Names {
     AllButRouters,
 }
 
-impl Names {
+impl LayerNames {
     /// Parses a string in PEFT's configuration: `all-linear`, or a regular expression.
     pub(crate) fn word(word: &str) -> Result<Self> {
         if word == ALL_LINEAR { Ok(Self::AllLinear) } else { Pattern::whole(word).map(Self::Matching) }
@@ -36,7 +36,7 @@ impl Names {
     }
 }
 
-impl fmt::Display for Names {
+impl fmt::Display for LayerNames {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Ends(ends) => f.write_str(&ends.join(", ")),
@@ -116,11 +116,11 @@ impl Pattern {
 
 /// The selection of layers that have adapters.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Layers {
+pub struct AdaptedLayers {
     /// The target layers.
-    pub(crate) targets: Names,
+    pub(crate) targets: LayerNames,
     /// Target layers that have no adapter nevertheless (PEFT's `exclude_modules`).
-    pub(crate) excluded: Option<Names>,
+    pub(crate) excluded: Option<LayerNames>,
     /// If given, only layers with these numbers have adapters (`layers_to_transform`), unless a target is the layer's full
     /// name.
     pub(crate) indices: Option<Vec<usize>>,
@@ -128,9 +128,9 @@ pub struct Layers {
     pub(crate) lists: Vec<Pattern>,
 }
 
-impl Layers {
+impl AdaptedLayers {
     /// Selects all layers that `targets` names.
-    pub(crate) fn named(targets: Names) -> Self {
+    pub(crate) fn named(targets: LayerNames) -> Self {
         Self { targets, excluded: None, indices: None, lists: Vec::new() }
     }
 
@@ -145,7 +145,7 @@ impl Layers {
             return Ok(false);
         }
         let Some(indices) = &self.indices else { return Ok(true) };
-        if let Names::Ends(ends) = &self.targets
+        if let LayerNames::Ends(ends) = &self.targets
             && ends.iter().any(|end| end == layer)
         {
             return Ok(true);
@@ -171,11 +171,11 @@ mod tests {
     const Q: &str = "model.layers.10.self_attn.q_proj";
     const EXPERT: &str = "model.layers.1.mlp.experts.10.up_proj";
 
-    fn ends(names: &[&str]) -> Names {
-        Names::Ends(names.iter().map(|name| (*name).to_owned()).collect())
+    fn ends(names: &[&str]) -> LayerNames {
+        LayerNames::Ends(names.iter().map(|name| (*name).to_owned()).collect())
     }
 
-    fn has(names: &Names, layer: &str) -> bool {
+    fn has(names: &LayerNames, layer: &str) -> bool {
         names.has(layer).expect("an answer")
     }
 
@@ -195,22 +195,22 @@ mod tests {
             (r"^(?!.*mlp).*_proj$", true),
             (r"model\.layers\.\d\.self_attn\.q_proj|.*k_proj", false),
         ] {
-            assert_eq!(has(&Names::word(text).expect("one"), Q), matches, "{text}");
+            assert_eq!(has(&LayerNames::word(text).expect("one"), Q), matches, "{text}");
         }
-        assert!(has(&Names::word("all-linear").expect("a word"), Q));
-        let refused = Names::word("(q_proj").expect_err("no expression").to_string();
+        assert!(has(&LayerNames::word("all-linear").expect("a word"), Q));
+        let refused = LayerNames::word("(q_proj").expect_err("no expression").to_string();
         assert!(refused.contains("'(q_proj'"), "{refused}");
     }
 
     #[test]
     fn layers_are_counted_in_the_first_list_or_in_the_one_that_is_named() {
-        let of = |indices: &[usize], lists: &[&str]| Layers {
+        let of = |indices: &[usize], lists: &[&str]| AdaptedLayers {
             indices: Some(indices.to_vec()),
             lists: match lists {
                 [] => vec![Pattern::any_list().expect("a list")],
                 lists => lists.iter().map(|list| Pattern::list(list).expect("a list")).collect(),
             },
-            ..Layers::named(ends(&["q_proj", "up_proj"]))
+            ..AdaptedLayers::named(ends(&["q_proj", "up_proj"]))
         };
         for (indices, lists, in_q, in_expert) in [
             (&[10][..], &[][..], true, false),
@@ -225,9 +225,12 @@ mod tests {
             let got = [Q, EXPERT].map(|layer| layers.has(layer).expect("an answer"));
             assert_eq!(got, [in_q, in_expert], "{indices:?} of {lists:?}");
         }
-        let named = Layers { targets: ends(&[Q]), ..of(&[3], &[]) };
+        let named = AdaptedLayers { targets: ends(&[Q]), ..of(&[3], &[]) };
         assert!(named.has(Q).expect("an answer"), "a whole name counts wherever it is");
-        let excluded = Layers { excluded: Some(ends(&["10.self_attn.q_proj"])), ..Layers::named(Names::AllLinear) };
+        let excluded = AdaptedLayers {
+            excluded: Some(ends(&["10.self_attn.q_proj"])),
+            ..AdaptedLayers::named(LayerNames::AllLinear)
+        };
         assert_eq!([Q, EXPERT].map(|layer| excluded.has(layer).expect("an answer")), [false, true]);
     }
 }

@@ -1,5 +1,5 @@
-//! LongRoPE (Ding et al., 2024, arXiv:2402.13753): each pair is scaled by a factor of its own, which is another one in long
-//! texts.
+//! LongRoPE (Ding et al., 2024, arXiv:2402.13753): each pair is scaled by a factor of its own; there is one set of factors for
+//! short texts and one for long texts.
 
 use super::Parameters;
 use crate::config::Config;
@@ -10,9 +10,9 @@ use ringspan_candle::layers::{ByLength, RotaryEmbedding};
 ///
 /// # Errors
 /// Factors that are missing, too few, too many or not above 0.
-pub(super) fn stretch(rope: &mut RotaryEmbedding, config: &Config, parameters: &Parameters) -> Result<()> {
+pub(super) fn scale(rope: &mut RotaryEmbedding, config: &Config, parameters: &Parameters) -> Result<()> {
     let pairs = rope.frequencies.len();
-    let stretched = |name: &str, factors: &Option<Vec<f64>>| {
+    let scaled = |name: &str, factors: &Option<Vec<f64>>| {
         let refuse = |problem: String| Err(Error::Config(format!("rope type longrope needs {name}: {problem}")));
         let Some(factors) = factors else { return refuse("it is missing".into()) };
         if factors.len() != pairs {
@@ -25,8 +25,8 @@ pub(super) fn stretch(rope: &mut RotaryEmbedding, config: &Config, parameters: &
         let divided = |(frequency, factor): (&f64, &f64)| f64::from((1.0 / frequency) as f32 * *factor as f32).recip();
         Ok(rope.frequencies.iter().zip(factors).map(divided).collect::<Vec<f64>>())
     };
-    let short = stretched("short_factor", &parameters.short_factor)?;
-    let frequencies = stretched("long_factor", &parameters.long_factor)?;
+    let short = scaled("short_factor", &parameters.short_factor)?;
+    let frequencies = scaled("long_factor", &parameters.long_factor)?;
     let original = super::original_positions(config, parameters)?;
     let quotient = || config.max_position_embeddings.map(|positions| positions as f64 / original);
     let factor = parameters.need("factor", parameters.factor.or_else(quotient))?;

@@ -10,7 +10,7 @@ use std::f64::consts::PI;
 ///
 /// # Errors
 /// Numbers that are missing or contradict each other.
-pub(super) fn stretch(rope: &mut RotaryEmbedding, config: &Config, parameters: &Parameters, theta: f64) -> Result<()> {
+pub(super) fn scale(rope: &mut RotaryEmbedding, config: &Config, parameters: &Parameters, theta: f64) -> Result<()> {
     let original = super::original_positions(config, parameters)?;
     // Some files give the context before and after scaling instead of the factor.
     let quotient = || config.max_position_embeddings.map(|positions| positions as f64 / original);
@@ -40,8 +40,8 @@ pub(super) fn stretch(rope: &mut RotaryEmbedding, config: &Config, parameters: &
         high += 0.001;
     }
     for (i, frequency) in rope.frequencies.iter_mut().enumerate() {
-        let stretched = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
-        *frequency = *frequency / factor * stretched + *frequency * (1.0 - stretched);
+        let scaled = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
+        *frequency = *frequency / factor * scaled + *frequency * (1.0 - scaled);
     }
     Ok(())
 }

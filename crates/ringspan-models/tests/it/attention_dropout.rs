@@ -1,7 +1,7 @@
-//! Dropout of attention weights in training: it is a mask on the weights, the same on every mesh.
+//! Tests of attention dropout in training: it equals a mask on the attention weights, the same on every mesh.
 
 use crate::support::{
-    Batch, Spread, assert_equal, fixture, load, on_one_device, on_one_device_dropping, on_ranks, relative_l2,
+    Batch, TestMesh, assert_equal, fixture, load, on_one_device, on_one_device_dropping, on_ranks, relative_l2,
 };
 use ringspan::LayoutKind;
 use ringspan_candle::Weights;
@@ -31,9 +31,9 @@ fn every_mesh_drops_the_weights_that_a_mask_would() {
         assert!(relative_l2(&other.logits, &wanted.logits) > 1e-2, "{name}: seeds agree");
         for (ring, ulysses, tp) in [(1, 1, 1), (3, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 1, 4)] {
             let ep = if (ring * ulysses * tp) % ep == 0 { ep } else { 1 };
-            let spread = Spread { ring, ulysses, tp, ep, drops: Some(SEED), ..Spread::default() };
-            let got = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, spread);
-            assert_equal(&format!("{name}, {spread:?}"), &got, &wanted);
+            let test_mesh = TestMesh { ring, ulysses, tp, ep, dropout: Some(SEED), ..TestMesh::default() };
+            let got = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, test_mesh);
+            assert_equal(&format!("{name}, {test_mesh:?}"), &got, &wanted);
         }
     }
 }
@@ -45,9 +45,9 @@ fn ranks_without_tokens_drop_what_others_would() {
     let short = Batch { tokens: whole.tokens[..3].to_vec(), rows: 1, len: 3 };
     let (wanted, _) = on_one_device_dropping(&decoder, &weights, &short, Some(SEED));
     for (ring, ulysses, tp) in [(4, 1, 1), (1, 4, 1), (2, 2, 1), (4, 1, 2)] {
-        let spread = Spread { ring, ulysses, tp, drops: Some(SEED), ..Spread::default() };
-        let got = on_ranks(&decoder, &weights, &short, LayoutKind::Contiguous, spread);
-        assert_equal(&format!("3 tokens, {spread:?}"), &got, &wanted);
+        let test_mesh = TestMesh { ring, ulysses, tp, dropout: Some(SEED), ..TestMesh::default() };
+        let got = on_ranks(&decoder, &weights, &short, LayoutKind::Contiguous, test_mesh);
+        assert_equal(&format!("3 tokens, {test_mesh:?}"), &got, &wanted);
     }
 }
 

@@ -1,6 +1,7 @@
-//! Experts sharded over ranks, whole or by their width, compute what Hugging Face computes on one device.
+//! Tests of expert parallelism: experts sharded over ranks, whole or by their width, compute what Hugging Face computes on one
+//! device.
 
-use crate::support::{Batch, Spread, adapted, assert_equal, load, on_one_device, on_ranks};
+use crate::support::{Batch, TestMesh, adapted, assert_equal, load, on_one_device, on_ranks};
 use ringspan::LayoutKind;
 
 #[test]
@@ -20,9 +21,9 @@ fn experts_spread_over_ranks_equal_hugging_face() {
         for (ring, ulysses, ep, moe_tp) in
             [(2, 1, 2, 1), (3, 1, 3, 1), (2, 1, 1, 2), (4, 1, 2, 1), (2, 2, 2, 2), (4, 1, 4, 1), (3, 1, 1, 3)]
         {
-            let spread = Spread { ring, ulysses, ep, moe_tp, ..Spread::default() };
-            let got = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, spread);
-            assert_equal(&format!("{name}, {spread:?}"), &got, &wanted);
+            let test_mesh = TestMesh { ring, ulysses, ep, moe_tp, ..TestMesh::default() };
+            let got = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, test_mesh);
+            assert_equal(&format!("{name}, {test_mesh:?}"), &got, &wanted);
         }
     }
 }
@@ -36,9 +37,9 @@ fn ranks_without_tokens_compute_the_experts_of_others() {
         let short = Batch { tokens: whole.tokens[..3].to_vec(), rows: 1, len: 3 };
         let (one, _) = on_one_device(&decoder, &weights, &short);
         for (ring, ulysses, ep, moe_tp) in [(6, 1, 3, 1), (6, 1, 3, 2), (3, 2, 2, 3), (1, 4, 4, 1), (4, 1, 1, 4)] {
-            let spread = Spread { ring, ulysses, ep, moe_tp, ..Spread::default() };
-            let many = on_ranks(&decoder, &weights, &short, LayoutKind::Contiguous, spread);
-            assert_equal(&format!("{name}, 3 tokens, {spread:?}"), &many, &one);
+            let test_mesh = TestMesh { ring, ulysses, ep, moe_tp, ..TestMesh::default() };
+            let many = on_ranks(&decoder, &weights, &short, LayoutKind::Contiguous, test_mesh);
+            assert_equal(&format!("{name}, 3 tokens, {test_mesh:?}"), &many, &one);
         }
     }
 }
@@ -58,9 +59,9 @@ fn adapters_of_experts_go_where_their_experts_go() {
             (1, 1, 2, 1, 2),
             (2, 1, 2, 2, 2),
         ] {
-            let spread = Spread { ring, ulysses, tp, ep, moe_tp, ..Spread::default() };
-            let got = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, spread);
-            assert_equal(&format!("{name}, {spread:?}"), &got, &one);
+            let test_mesh = TestMesh { ring, ulysses, tp, ep, moe_tp, ..TestMesh::default() };
+            let got = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, test_mesh);
+            assert_equal(&format!("{name}, {test_mesh:?}"), &got, &one);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Models and tokenizers in GGUF files equal the models and tokenizers that they were converted from.
+//! Tests of GGUF files: models and tokenizers equal those that the files were converted from.
 
 use crate::support::{assert_equal, fixture, load, on_one_device, relative_l2};
 use candle_core::quantized::gguf_file::{self, Content, Value};
@@ -74,7 +74,7 @@ fn a_model_from_a_file_computes_what_its_folder_computes() {
 #[test]
 fn tokenizers_cut_and_join_text_as_the_ones_they_were_made_from() {
     #[derive(serde::Deserialize)]
-    struct Wanted {
+    struct ExpectedTokens {
         text: String,
         tokens: Vec<u32>,
         decoded: String,
@@ -82,9 +82,9 @@ fn tokenizers_cut_and_join_text_as_the_ones_they_were_made_from() {
     for kind in ["llama-bpe", "qwen2", "deepseek-llm", "deepseek-v3"] {
         let tokenizer = gguf::tokenizer(&file(&format!("tokenizer-{kind}.gguf"))).expect("a tokenizer");
         let json = fs::read(file(&format!("tokenizer-{kind}.json"))).expect("the fixture");
-        let wanted: Vec<Wanted> = serde_json::from_slice(&json).expect("JSON");
+        let wanted: Vec<ExpectedTokens> = serde_json::from_slice(&json).expect("JSON");
         assert!(wanted.len() > 4);
-        for Wanted { text, tokens, decoded } in wanted {
+        for ExpectedTokens { text, tokens, decoded } in wanted {
             let got = tokenizer.encode(text.as_str(), true).expect("encodes");
             assert_eq!(got.get_ids(), tokens, "{kind}: {text}");
             assert_eq!(tokenizer.decode(&tokens, true).expect("decodes"), decoded, "{kind}: {text}");
@@ -127,15 +127,15 @@ const MODEL: &str = "llama_tied.gguf";
 
 /// Llama 3.1's divisors of frequencies at a base of 500000 and heads of width 8: fast pairs are kept, slow ones scaled.
 #[test]
-fn the_stretching_of_llama_3_is_found_behind_its_factors() {
+fn the_scaling_of_llama_3_is_found_behind_its_factors() {
     let frequencies = [1.0, 500_000f64.powf(-0.25), 500_000f64.powf(-0.5), 500_000f64.powf(-0.75)];
     for factor in [8.0, 32.0] {
-        let stretched = |frequency: f64| {
+        let scaled = |frequency: f64| {
             let turns = 8192.0 * frequency / (2.0 * std::f64::consts::PI);
             let kept = ((turns - 1.0) / 3.0).clamp(0.0, 1.0);
             (1.0 / ((1.0 - kept) / factor + kept)) as f32
         };
-        let factors = frequencies.map(stretched);
+        let factors = frequencies.map(scaled);
         assert!(factors[0] == 1.0 && factors[3] > 4.0 && factors[3] < factor as f32 + 0.1, "{factors:?}");
         let write = |factors: &[f32]| {
             let base = ("llama.rope.freq_base", Value::F32(500_000.0));
@@ -162,7 +162,7 @@ fn the_stretching_of_llama_3_is_found_behind_its_factors() {
 }
 
 #[test]
-fn a_linear_or_yarn_stretching_is_read() {
+fn a_linear_or_yarn_scaling_is_read() {
     let entry = |key: &'static str, value: Value| (key, value);
     let kind = |name: &str| entry("llama.rope.scaling.type", Value::String(name.into()));
     let factor = entry("llama.rope.scaling.factor", Value::F32(4.0));

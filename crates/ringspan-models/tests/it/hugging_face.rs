@@ -1,6 +1,6 @@
-//! Logits, loss and every gradient of each model equal Hugging Face's, on one device and on many ranks.
+//! Tests of every model against Hugging Face: logits, loss and all gradients, on one device and on many ranks.
 
-use crate::support::{Batch, Spread, assert_equal, fixture, load, on_mesh, on_one_device, on_ranks, relative_l2};
+use crate::support::{Batch, TestMesh, assert_equal, fixture, load, on_mesh, on_one_device, on_ranks, relative_l2};
 use ringspan::LayoutKind;
 use ringspan_models::{Config, Decoder, folder};
 
@@ -56,7 +56,7 @@ fn every_model_equals_hugging_face_on_every_mesh() {
     }
 }
 
-/// The comparison is sharp: a window off by one, another scaling or another epsilon are far outside its bounds.
+/// The comparison is sensitive: a window off by one, another scaling or another epsilon give errors far outside its bounds.
 #[test]
 fn a_model_that_is_slightly_another_differs() {
     let changes: [(&str, &str, serde_json::Value); 34] = [
@@ -134,13 +134,13 @@ fn ranks_without_tokens_take_part() {
 fn experts_in_mxfp4_equal_hugging_face() {
     let (decoder, weights, batch, wanted) = load("gpt_oss_mxfp4");
     for (ring, ep, moe_tp) in [(1, 1, 1), (2, 2, 1), (2, 1, 2)] {
-        let spread = Spread { ring, ep, moe_tp, ..Spread::default() };
-        let mut got = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, spread);
+        let test_mesh = TestMesh { ring, ep, moe_tp, ..TestMesh::default() };
+        let mut got = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, test_mesh);
         // Transformers does not train matrices that are stored in MXFP4.
         let quantised = |name: &String| name.ends_with("gate_up_proj") || name.ends_with("down_proj");
         assert_eq!(got.gradients.keys().filter(|name| quantised(name)).count(), 4);
         got.gradients.retain(|name, _| !quantised(name));
-        assert_equal(&format!("gpt_oss_mxfp4, {spread:?}"), &got, &wanted);
+        assert_equal(&format!("gpt_oss_mxfp4, {test_mesh:?}"), &got, &wanted);
     }
     let out = tempfile::tempdir().expect("a folder");
     let config = folder::config_json(&fixture("gpt_oss_mxfp4")).expect("JSON");

@@ -1,7 +1,7 @@
-//! LoRA adapters against PEFT, against the merged model, and on many ranks.
+//! Tests of LoRA adapters against PEFT, against the merged model, and on many ranks.
 
 use crate::support::{
-    Answer, Batch, Spread, adapted, assert_equal, fixture, load, on_mesh, on_one_device, on_ranks, relative_l2,
+    Answer, Batch, TestMesh, adapted, assert_equal, fixture, load, on_mesh, on_one_device, on_ranks, relative_l2,
 };
 use candle_core::{Device, Tensor};
 use ringspan::LayoutKind;
@@ -46,9 +46,9 @@ fn adapters_of_experts_are_those_of_peft() {
     assert!(TARGETS.iter().chain([&ROUTER]).all(|target| beside(target)));
     assert_equal("one device", &on_one_device(&decoder, &weights, &batch).0, &wanted);
     for (ring, tp, ep, moe_tp) in [(2, 1, 2, 1), (2, 1, 1, 2), (2, 2, 2, 2)] {
-        let spread = Spread { ring, tp, ep, moe_tp, ..Spread::default() };
-        let got = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, spread);
-        assert_equal(&format!("{spread:?}"), &got, &wanted);
+        let test_mesh = TestMesh { ring, tp, ep, moe_tp, ..TestMesh::default() };
+        let got = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, test_mesh);
+        assert_equal(&format!("{test_mesh:?}"), &got, &wanted);
     }
     // `score` and `generate` use the merged model.
     let (config, merged) = ModelSource::at(&fixture("qwen3_moe_lora")).and_then(ModelSource::load).expect("fits");
@@ -67,8 +67,8 @@ fn adapters_that_patterns_describe_are_those_of_peft() {
         let folder = format!("adapters/{name}");
         let (decoder, weights, batch, wanted) = peft_in(model, &folder);
         assert_equal(name, &on_one_device(&decoder, &weights, &batch).0, &wanted);
-        let spread = Spread { ring: 2, tp: 2, ..Spread::default() };
-        assert_equal(name, &on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, spread), &wanted);
+        let test_mesh = TestMesh { ring: 2, tp: 2, ..TestMesh::default() };
+        assert_equal(name, &on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, test_mesh), &wanted);
         let (config, merged) = ModelSource::at(&fixture(&folder)).and_then(ModelSource::load).expect("fits");
         let (of_merged, _) = on_one_device(&Decoder::new(config).expect("supported"), &merged, &batch);
         let off = relative_l2(&of_merged.logits, &wanted.logits);

@@ -1,13 +1,13 @@
-//! Dropout of adapters' inputs drops the same elements on every mesh, and gradients match the loss with these elements dropped.
+//! Dropout of adapters' inputs dropout the same elements on every mesh, and gradients match the loss with these elements dropped.
 
-use crate::support::{Answer, Batch, Spread, adapted, assert_equal, on_ranks, relative_l2};
+use crate::support::{Answer, Batch, TestMesh, adapted, assert_equal, on_ranks, relative_l2};
 use candle_core::Tensor;
 use ringspan::LayoutKind;
 use ringspan_candle::Weights;
 use ringspan_models::{Decoder, ROUTER, TARGETS};
 
-fn dropped(seed: u64, (decoder, weights, batch): (&Decoder, &Weights, &Batch), spread: Spread) -> Answer {
-    on_ranks(decoder, weights, batch, LayoutKind::Zigzag, Spread { drops: Some(seed), ..spread })
+fn dropped(seed: u64, (decoder, weights, batch): (&Decoder, &Weights, &Batch), test_mesh: TestMesh) -> Answer {
+    on_ranks(decoder, weights, batch, LayoutKind::Zigzag, TestMesh { dropout: Some(seed), ..test_mesh })
 }
 
 #[test]
@@ -16,15 +16,15 @@ fn every_mesh_drops_the_same() {
     for (name, targets, ep) in [("qwen3", TARGETS, 1), ("qwen3_moe", TARGETS, 2), ("deepseek_v3", latent, 2)] {
         let (decoder, weights, batch) = adapted(name, &targets, 0.3);
         let all = (&decoder, &weights, &batch);
-        let one = dropped(5, all, Spread::default());
-        let whole = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, Spread::default());
+        let one = dropped(5, all, TestMesh::default());
+        let whole = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, TestMesh::default());
         let apart = relative_l2(&one.logits, &whole.logits);
         assert!(apart > 1e-3, "{name}: nothing is dropped, logits are {apart:e} apart");
-        assert!(relative_l2(&dropped(6, all, Spread::default()).logits, &one.logits) > 1e-3, "{name}: seeds agree");
+        assert!(relative_l2(&dropped(6, all, TestMesh::default()).logits, &one.logits) > 1e-3, "{name}: seeds agree");
         for (ring, ulysses, tp) in [(2, 1, 1), (1, 2, 1), (3, 1, 1), (1, 1, 2), (2, 1, 2), (1, 1, 4), (2, 2, 2)] {
             let ep = if (ring * ulysses * tp) % ep == 0 { ep } else { 1 };
-            let spread = Spread { ring, ulysses, tp, ep, ..Spread::default() };
-            assert_equal(&format!("{name}, {spread:?}"), &dropped(5, all, spread), &one);
+            let test_mesh = TestMesh { ring, ulysses, tp, ep, ..TestMesh::default() };
+            assert_equal(&format!("{name}, {test_mesh:?}"), &dropped(5, all, test_mesh), &one);
         }
     }
 }
@@ -36,10 +36,10 @@ fn tiles_of_a_long_sequence_drop_the_same_as_ranks_that_need_one() {
         let (decoder, weights, short) = adapted(name, targets, 0.3);
         let tokens: Vec<u32> = short.tokens.iter().copied().cycle().take(2500).collect();
         let batch = Batch { rows: 1, len: tokens.len(), tokens };
-        let one = dropped(5, (&decoder, &weights, &batch), Spread::default());
+        let one = dropped(5, (&decoder, &weights, &batch), TestMesh::default());
         for (ring, tp) in [(4, 1), (2, 2)] {
-            let spread = Spread { ring, tp, ..Spread::default() };
-            assert_equal(&format!("{name}, {spread:?}"), &dropped(5, (&decoder, &weights, &batch), spread), &one);
+            let test_mesh = TestMesh { ring, tp, ..TestMesh::default() };
+            assert_equal(&format!("{name}, {test_mesh:?}"), &dropped(5, (&decoder, &weights, &batch), test_mesh), &one);
         }
     }
 }
@@ -49,7 +49,7 @@ fn tiles_of_a_long_sequence_drop_the_same_as_ranks_that_need_one() {
 fn experts_drop_the_same_wherever_they_are() {
     let targets = ["o_proj", "gate_proj", "up_proj", "down_proj", ROUTER];
     let (decoder, weights, batch) = adapted("qwen3_moe", &targets, 0.3);
-    let one = dropped(5, (&decoder, &weights, &batch), Spread::default());
+    let one = dropped(5, (&decoder, &weights, &batch), TestMesh::default());
     for (ring, ulysses, tp, ep, moe_tp) in [
         (3, 1, 1, 3, 1),
         (2, 1, 1, 1, 2),
@@ -59,8 +59,8 @@ fn experts_drop_the_same_wherever_they_are() {
         (1, 1, 2, 2, 1),
         (1, 1, 4, 1, 4),
     ] {
-        let spread = Spread { ring, ulysses, tp, ep, moe_tp, ..Spread::default() };
-        assert_equal(&format!("{spread:?}"), &dropped(5, (&decoder, &weights, &batch), spread), &one);
+        let test_mesh = TestMesh { ring, ulysses, tp, ep, moe_tp, ..TestMesh::default() };
+        assert_equal(&format!("{test_mesh:?}"), &dropped(5, (&decoder, &weights, &batch), test_mesh), &one);
     }
 }
 
@@ -70,11 +70,13 @@ fn ranks_without_tokens_drop_what_others_would() {
     let targets = ["gate_proj", "up_proj", "down_proj", ROUTER];
     let (decoder, weights, whole) = adapted("qwen3_moe", &targets, 0.3);
     let short = Batch { tokens: whole.tokens[..3].to_vec(), rows: 1, len: 3 };
-    let of = |spread| on_ranks(&decoder, &weights, &short, LayoutKind::Contiguous, Spread { drops: Some(5), ..spread });
-    let one = of(Spread::default());
+    let of = |test_mesh| {
+        on_ranks(&decoder, &weights, &short, LayoutKind::Contiguous, TestMesh { dropout: Some(5), ..test_mesh })
+    };
+    let one = of(TestMesh::default());
     for (ring, tp, ep, moe_tp) in [(6, 1, 3, 2), (4, 1, 1, 4), (2, 4, 2, 4)] {
-        let spread = Spread { ring, tp, ep, moe_tp, ..Spread::default() };
-        assert_equal(&format!("3 tokens, {spread:?}"), &of(spread), &one);
+        let test_mesh = TestMesh { ring, tp, ep, moe_tp, ..TestMesh::default() };
+        assert_equal(&format!("3 tokens, {test_mesh:?}"), &of(test_mesh), &one);
     }
 }
 
@@ -82,8 +84,8 @@ fn ranks_without_tokens_drop_what_others_would() {
 #[test]
 fn gradients_are_the_slopes_of_the_loss_under_dropout() {
     let (decoder, weights, batch) = adapted("llama", &TARGETS, 0.3);
-    let one = dropped(5, (&decoder, &weights, &batch), Spread::default());
-    let whole = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, Spread::default());
+    let one = dropped(5, (&decoder, &weights, &batch), TestMesh::default());
+    let whole = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, TestMesh::default());
     for (name, gradient) in &one.gradients {
         assert!(relative_l2(&whole.gradients[name], gradient) > 1e-2, "{name} does not see what is dropped");
         let square: f64 = gradient.iter().map(|x| f64::from(*x).powi(2)).sum();
@@ -94,7 +96,7 @@ fn gradients_are_the_slopes_of_the_loss_under_dropout() {
             let step = Tensor::from_slice(gradient, weight.shape(), weight.device()).expect("its size");
             let moved = (weight + (step * (sign * length)).expect("f32")).expect("its size");
             weights.insert(name.clone(), moved);
-            dropped(5, (&decoder, &weights, &batch), Spread::default()).loss
+            dropped(5, (&decoder, &weights, &batch), TestMesh::default()).loss
         };
         let slope = (moved(1.0) - moved(-1.0)) / (2.0 * length);
         assert!((slope / square - 1.0).abs() < 2e-2, "{name}: {slope:e} is not {square:e}");
@@ -106,11 +108,11 @@ fn gradients_are_the_slopes_of_the_loss_under_dropout() {
 fn the_mean_over_seeds_is_near_the_result_without_dropout() {
     let (decoder, weights, batch) = adapted("llama", &["o_proj", "down_proj"], 0.3);
     let all = (&decoder, &weights, &batch);
-    let whole = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, Spread::default()).logits;
+    let whole = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, TestMesh::default()).logits;
     let mean_of = |seeds: u64| {
         let mut mean = vec![0.0; whole.len()];
         for seed in 0..seeds {
-            let logits = dropped(seed, all, Spread::default()).logits;
+            let logits = dropped(seed, all, TestMesh::default()).logits;
             mean.iter_mut().zip(logits).for_each(|(mean, x)| *mean += x / seeds as f32);
         }
         relative_l2(&mean, &whole)

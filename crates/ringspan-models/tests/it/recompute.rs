@@ -1,4 +1,4 @@
-//! Stored attention outputs are computed forward only once, on ranks with tokens and without.
+//! Tests of recomputation: attention whose output is stored runs forward only once, on ranks with tokens and without.
 
 use crate::support::{load, relative_l2};
 use candle_core::{Result, Tensor};
@@ -9,7 +9,7 @@ use ringspan_candle::attention::SavedAttention;
 use ringspan_candle::experts::{Local, SavedExperts};
 use ringspan_candle::stored_activation::Storage;
 use ringspan_candle::{
-    Attend, AttentionInputs, CheckpointPolicy, Context, Expert, Experts, InputDropout, Load, Recompute, Routing,
+    Attend, AttentionInputs, CheckpointPolicy, Context, Expert, ExpertLoad, Experts, InputDropout, Recompute, Routing,
     TensorParallel,
 };
 use ringspan_models::gradients;
@@ -140,11 +140,11 @@ fn activations_stored_in_bf16_leave_losses_unchanged_and_gradients_close() {
 
 /// Experts that record what their routers report.
 #[derive(Default)]
-struct Noting {
-    loads: Mutex<Vec<(usize, Load)>>,
+struct RecordingExperts {
+    loads: Mutex<Vec<(usize, ExpertLoad)>>,
 }
 
-impl Experts for Noting {
+impl Experts for RecordingExperts {
     fn mix(
         &self,
         layer: usize,
@@ -174,7 +174,7 @@ impl Experts for Noting {
         Local.local_width(whole)
     }
 
-    fn routed(&self, layer: usize, load: Load) -> Result<()> {
+    fn routed(&self, layer: usize, load: ExpertLoad) -> Result<()> {
         self.loads.lock().expect("no panics").push((layer, load));
         Ok(())
     }
@@ -188,7 +188,7 @@ fn a_router_gives_the_same_probabilities_when_its_layer_is_recomputed() {
     let layout = Arc::new(layout);
     for recompute in [Recompute::Full, Recompute::KeepAttention, Recompute::Nothing] {
         for storage in [Storage::F32, Storage::Bf16] {
-            let noting = Arc::new(Noting::default());
+            let noting = Arc::new(RecordingExperts::default());
             threads::run(1, Options::default(), |comm| {
                 let run = || {
                     let group = Arc::new(Group::new(comm, (1, 1), Kernel::new(1)).map_err(candle_core::Error::wrap)?);

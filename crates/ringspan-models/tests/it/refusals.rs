@@ -1,4 +1,4 @@
-//! Calls that cannot be computed return errors that say what is wrong.
+//! Tests of errors: calls that cannot be computed say what is wrong.
 
 use crate::support::load;
 use candle_core::Tensor;

@@ -1,4 +1,4 @@
-//! How the parameters of a model are sharded over ranks.
+//! Tests of how the parameters of a model are sharded over ranks.
 
 use ringspan_candle::ParallelRank;
 use ringspan_models::{Decoder, Lora};

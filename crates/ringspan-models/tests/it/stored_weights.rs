@@ -1,4 +1,4 @@
-//! Models compute the same with matrices in their stored formats as with the decoded numbers in f32.
+//! Tests of stored weights: models compute the same with matrices in their stored formats as with the decoded f32 numbers.
 
 use crate::support::{fixture, relative_l2};
 use candle_core::{DType, Device, Tensor};
@@ -257,16 +257,16 @@ fn experts_of_folders_in_mxfp4_are_held_so() {
 #[test]
 fn sentence_pieces_are_merged_by_their_scores() {
     #[derive(serde::Deserialize)]
-    struct Wanted {
+    struct ExpectedTokens {
         text: String,
         tokens: Vec<u32>,
     }
     for kind in ["gemma", "llama"] {
         let tokenizer = gguf::tokenizer(&file(&format!("tokenizer-{kind}.gguf"))).expect("a tokenizer");
         let json = std::fs::read(file(&format!("tokenizer-{kind}.json"))).expect("the fixture");
-        let wanted: Vec<Wanted> = serde_json::from_slice(&json).expect("JSON");
+        let wanted: Vec<ExpectedTokens> = serde_json::from_slice(&json).expect("JSON");
         assert!(wanted.len() > 3);
-        for Wanted { text, tokens } in wanted {
+        for ExpectedTokens { text, tokens } in wanted {
             let got = tokenizer.encode(text.as_str(), true).expect("encodes");
             assert_eq!(got.get_ids(), tokens, "{kind}: {text}");
             // A special token is not part of a text, but a piece defined by users is. If texts begin with a space, so does the

@@ -1,6 +1,6 @@
-//! Layers sharded by their width over ranks compute what Hugging Face computes on one device.
+//! Tests of tensor parallelism: layers whose width is sharded over ranks compute what Hugging Face computes on one device.
 
-use crate::support::{Batch, Spread, adapted, assert_equal, load, on_one_device, on_ranks};
+use crate::support::{Batch, TestMesh, adapted, assert_equal, load, on_one_device, on_ranks};
 use ringspan::LayoutKind;
 use ringspan_models::TARGETS;
 
@@ -37,15 +37,15 @@ fn layers_spread_over_ranks_equal_hugging_face() {
                 continue;
             }
             let sparse = decoder.experts() > 0;
-            // The experts are sharded by their width, or dealt whole to ranks.
+            // The experts are sharded by their width, or distributed over ranks as a whole.
             let (ep, moe_tp) = match (sparse, ring * ulysses) {
                 (false, _) => (1, 1),
                 (true, 1) => (1, tp),
                 (true, more) => (more, tp),
             };
-            let spread = Spread { ring, ulysses, tp, ep, moe_tp, drops: None };
-            let got = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, spread);
-            assert_equal(&format!("{name}, {spread:?}"), &got, &wanted);
+            let test_mesh = TestMesh { ring, ulysses, tp, ep, moe_tp, dropout: None };
+            let got = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, test_mesh);
+            assert_equal(&format!("{name}, {test_mesh:?}"), &got, &wanted);
         }
     }
 }
@@ -60,9 +60,9 @@ fn ranks_without_tokens_take_part() {
         for (ring, ulysses, tp) in [(1, 1, 4), (2, 1, 2), (5, 1, 2), (2, 1, 4)] {
             let ep = if decoder.experts() > 0 { ring.min(2) } else { 1 };
             let ep = if (ring * tp) % ep == 0 { ep } else { 1 };
-            let spread = Spread { ring, ulysses, tp, ep, ..Spread::default() };
-            let many = on_ranks(&decoder, &weights, &short, LayoutKind::Contiguous, spread);
-            assert_equal(&format!("{name}, 3 tokens, {spread:?}"), &many, &one);
+            let test_mesh = TestMesh { ring, ulysses, tp, ep, ..TestMesh::default() };
+            let many = on_ranks(&decoder, &weights, &short, LayoutKind::Contiguous, test_mesh);
+            assert_equal(&format!("{name}, 3 tokens, {test_mesh:?}"), &many, &one);
         }
     }
 }
@@ -75,9 +75,9 @@ fn adapters_are_cut_as_their_layers_are() {
         let (decoder, weights, batch) = adapted(name, &targets, 0.0);
         let (one, _) = on_one_device(&decoder, &weights, &batch);
         for (ring, tp) in [(1, 2), (2, 2), (1, 4)] {
-            let spread = Spread { ring, tp, ..Spread::default() };
-            let got = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, spread);
-            assert_equal(&format!("{name}, {spread:?}"), &got, &one);
+            let test_mesh = TestMesh { ring, tp, ..TestMesh::default() };
+            let got = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, test_mesh);
+            assert_equal(&format!("{name}, {test_mesh:?}"), &got, &one);
         }
     }
 }

@@ -16,23 +16,23 @@ use std::sync::{Arc, Mutex};
 
 /// How a model is distributed over ranks.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Spread {
+pub(crate) struct TestMesh {
     pub(crate) ring: usize,
     pub(crate) ulysses: usize,
     pub(crate) tp: usize,
     pub(crate) ep: usize,
     pub(crate) moe_tp: usize,
     /// Seed of the dropout, if anything is dropped.
-    pub(crate) drops: Option<u64>,
+    pub(crate) dropout: Option<u64>,
 }
 
-impl Default for Spread {
+impl Default for TestMesh {
     fn default() -> Self {
-        Self { ring: 1, ulysses: 1, tp: 1, ep: 1, moe_tp: 1, drops: None }
+        Self { ring: 1, ulysses: 1, tp: 1, ep: 1, moe_tp: 1, dropout: None }
     }
 }
 
-impl Spread {
+impl TestMesh {
     fn ranks(&self) -> usize {
         self.ring * self.ulysses * self.tp
     }
@@ -51,7 +51,7 @@ pub(crate) fn on_mesh(
     kind: LayoutKind,
     (ring, ulysses): (usize, usize),
 ) -> Answer {
-    on_ranks(decoder, weights, batch, kind, Spread { ring, ulysses, ..Spread::default() })
+    on_ranks(decoder, weights, batch, kind, TestMesh { ring, ulysses, ..TestMesh::default() })
 }
 
 /// Like [`on_mesh`], with tensor and expert parallelism.
@@ -60,9 +60,9 @@ pub(crate) fn on_ranks(
     weights: &Weights,
     batch: &Batch,
     kind: LayoutKind,
-    spread: Spread,
+    test_mesh: TestMesh,
 ) -> Answer {
-    let Spread { ring, ulysses, tp, ep, moe_tp, drops } = spread;
+    let TestMesh { ring, ulysses, tp, ep, moe_tp, dropout } = test_mesh;
     let documents = Documents::batch(batch.rows, batch.len);
     let layout = Arc::new(Layout::new(kind, &documents, ring * ulysses).expect("ranks"));
     let answer = Mutex::new(Answer {
@@ -74,7 +74,7 @@ pub(crate) fn on_ranks(
             .map(|(name, weight)| (name.clone(), vec![0.0; weight.elem_count()]))
             .collect(),
     });
-    let orders = threads::run(spread.ranks(), Options::default(), |comm| {
+    let orders = threads::run(test_mesh.ranks(), Options::default(), |comm| {
         let rank = comm.rank();
         let run = || -> Result<Vec<Unit>, Error> {
             let split = |color: usize| comm.split(color, rank).map_err(candle_core::Error::wrap);
@@ -99,11 +99,11 @@ pub(crate) fn on_ranks(
             let context = context.with_experts(experts).with_tensor_parallel(tensor);
             let numbers: Vec<usize> = (0..batch.tokens.len()).collect();
             let numbers = layout.shard(rank / tp, &numbers, 1).map_err(candle_core::Error::wrap)?;
-            let context = match drops {
+            let context = match dropout {
                 Some(seed) => context.with_input_dropout(InputDropout::new(seed, numbers)),
                 None => context,
             };
-            let parallel_rank = spread.parallel_rank(rank);
+            let parallel_rank = test_mesh.parallel_rank(rank);
             let own_weights = portions_of(decoder, weights, parallel_rank)?;
             let shard = |all: &[u32]| layout.shard(rank / tp, all, 1).map_err(candle_core::Error::wrap);
             let (tokens, targets) = (shard(&batch.tokens)?, shard(&batch.targets())?);

@@ -7,7 +7,7 @@ mod one_device;
 mod one_rank;
 
 pub(crate) use adapters::adapted;
-pub(crate) use mesh::{Spread, on_mesh, on_ranks};
+pub(crate) use mesh::{TestMesh, on_mesh, on_ranks};
 pub(crate) use one_device::{on_one_device, on_one_device_dropping};
 
 use candle_core::{Device, Tensor};

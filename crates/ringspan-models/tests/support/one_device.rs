@@ -15,7 +15,7 @@ struct Dense<'a> {
     batch: &'a Batch,
     positions: Vec<usize>,
     experts: Shared,
-    drops: Option<InputDropout>,
+    dropout: Option<InputDropout>,
 }
 
 impl Attend for Dense<'_> {
@@ -85,7 +85,7 @@ impl Attend for Dense<'_> {
     }
 
     fn input_dropout(&self) -> Option<&InputDropout> {
-        self.drops.as_ref()
+        self.dropout.as_ref()
     }
 }
 
@@ -104,8 +104,8 @@ pub(crate) fn on_one_device_dropping(
     let positions = (0..batch.tokens.len()).map(|at| at % batch.len).collect();
     let balanced = balanced(decoder, Arc::new(Local), |_| Ok(()));
     let experts = balanced.clone().map_or(Arc::new(Local) as Shared, |balanced| balanced);
-    let drops = seed.map(|seed| InputDropout::new(seed, (0..batch.tokens.len()).collect()));
-    let dense = Dense { batch, positions, experts, drops };
+    let dropout = seed.map(|seed| InputDropout::new(seed, (0..batch.tokens.len()).collect()));
+    let dense = Dense { batch, positions, experts, dropout };
     let (mut answer, order) =
         loss_and_gradients_of_rank(decoder, weights, &batch.tokens, &batch.targets(), batch.valid(), &dense)
             .expect("computes");

@@ -1,4 +1,4 @@
-//! The engine's clients.
+//! `Client`: submits requests and commands to an engine in the same process.
 
 use super::request::{EngineClient, Events, Limits, Metrics, Refusal, Request, SamplingParams};
 use super::session::SessionSize;

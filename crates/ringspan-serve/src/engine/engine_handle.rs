@@ -24,7 +24,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Longest time in which idle ranks hear nothing of rank 0.
+/// Longest time between two messages of rank 0 to idle ranks.
 const HEARTBEAT: Duration = Duration::from_secs(10);
 
 /// A running engine. Dropping it ends it at once; requests in flight fail.
@@ -63,7 +63,7 @@ impl Engine {
         let (adapted, devices, kv_dtype) = (Arc::new(AdaptedModels::default()), mesh.devices.clone(), options.kv_dtype);
         let shards = Arc::new(ModelShards::new(model, &mesh)?);
         Self::start_with(mesh, options, &sizes, move |groups, limits| {
-            let model = shards.get(groups.place())?;
+            let model = shards.get(groups.model_rank())?;
             Ok(Box::new(ModelExecutor::new(groups, model, adapted.clone(), devices.clone(), limits, kv_dtype)?))
         })
     }
@@ -145,7 +145,7 @@ impl Drop for Engine {
     fn drop(&mut self) {
         if self.thread.is_some() {
             self.shared.end(Ending::Stop);
-            // Whoever wants to know of a failure calls `shutdown` or `wait`.
+            // `drop` cannot return a failure; `shutdown` and `wait` do.
             let _ = self.join();
         }
     }
@@ -216,7 +216,7 @@ fn page_bytes(model: &Model, mesh: &Mesh, options: &EngineOptions) -> Result<Per
     Ok(PerKind { full: of_layer * full as u64, window: of_layer * window as u64 })
 }
 
-/// The error with the number of the rank, if it does not name one.
+/// Adds the number of the rank to an error that does not name one.
 fn named(error: Error, rank: usize) -> Error {
     match error {
         Error::Ringspan(_) | Error::Rank { .. } => error,

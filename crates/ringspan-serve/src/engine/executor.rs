@@ -1,4 +1,4 @@
-//! What computes the steps of the engine on a rank.
+//! The trait `Executor`, which computes the steps of the engine on one rank.
 
 use super::row_parts::RowPart;
 use super::step::{CachePage, Step};
@@ -55,7 +55,7 @@ pub trait Executor {
     /// This rank's part of the first `rows` rows of a page; zeros in layers that see a window, if these have no such page.
     ///
     /// # Errors
-    /// A page that there is not, and caches that cannot be saved.
+    /// A page that does not exist, and caches that cannot be saved.
     fn read_page(&self, page: CachePage, rows: usize) -> Result<Buffer> {
         Err(Error::Step(format!("{rows} rows of {page:?} cannot be saved")))
     }

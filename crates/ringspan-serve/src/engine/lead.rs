@@ -1,4 +1,4 @@
-//! The loop of the engine on rank 0: it takes requests, schedules steps, draws tokens and tells the clients.
+//! The loop of the engine on rank 0: it takes requests, schedules steps, samples tokens and sends events to the clients.
 
 use super::fingerprint::fingerprint;
 use super::logprobs::Distribution;
@@ -61,14 +61,14 @@ enum Purpose {
     },
 }
 
-/// What is done with logits.
+/// The use of a row of logits.
 enum Job<'a> {
     OfPrompt { arrival: u64, token: u32, top: usize, logits: &'a [f32] },
     Draw(u64, Draws<'a>),
 }
 
-/// What came of logits.
-enum FromLogits {
+/// The result of a [`Job`].
+enum JobResult {
     OfPrompt(u64, TokenLogprobs),
     Drawn(u64, Vec<Result<Drawn, String>>),
 }
@@ -126,7 +126,7 @@ impl<'a> Lead<'a> {
             let wait = self.heartbeat.saturating_sub(ranks.since_order());
             let (commands, ending) = self.shared.commands(idle.then_some(wait));
             for _ in 0..commands {
-                // One at a time: if it fails, those behind it are still in the queue, and hear why.
+                // One at a time: if it fails, the commands behind it are still in the queue, and are answered with the reason.
                 let Some(command) = self.shared.next_command() else { break };
                 self.handle(command, ranks)?;
             }
@@ -171,7 +171,7 @@ impl<'a> Lead<'a> {
                 self.compute_one_token(ranks)?;
                 self.count(ranks)?;
                 self.publish();
-                // A client that has left needs no answer.
+                // The client may have disconnected.
                 let _ = reply.send(());
             }
             Command::Load { name, folder, reply } => {
@@ -239,7 +239,7 @@ impl<'a> Lead<'a> {
         Ok(())
     }
 
-    /// Tells the clients the engine's numbers.
+    /// Publishes the metrics of the engine.
     fn publish(&self) {
         let pages = self.scheduler.cache().pages();
         let window = self.scheduler.cache().window().map(|window| window.pages());
@@ -275,7 +275,7 @@ impl<'a> Lead<'a> {
         });
     }
 
-    /// Computes a step, and tells the clients what came of it.
+    /// Computes a step, and sends its results to the clients.
     fn step(&mut self, passes: &[Pass], ranks: &mut EngineRank) -> Result<()> {
         let rows = self.logit_rows(passes);
         let most = (MOST_LOGITS / self.shared.limits.vocabulary.max(1)).max(1);
@@ -314,7 +314,7 @@ impl<'a> Lead<'a> {
             let sequence = &self.scheduler.running()[index];
             let next = position + 1;
             if next < sequence.prompt
-                && let Some(top) = sequence.reading.wants_logprobs()
+                && let Some(top) = sequence.prompt_results.wants_logprobs()
             {
                 rows.push(LogitRow { row, arrival, purpose: Purpose::OfPrompt { token: sequence.tokens[next], top } });
             }
@@ -331,14 +331,14 @@ impl<'a> Lead<'a> {
     fn pool_hidden(&mut self, passes: &[Pass], hidden: &Tensor) -> Result<()> {
         for (row, arrival, position) in output_rows(passes) {
             let Some(index) = self.scheduler.find(arrival) else { continue };
-            let wanted = match self.scheduler.running()[index].reading.wants_hidden() {
+            let wanted = match self.scheduler.running()[index].prompt_results.wants_hidden() {
                 Some(Pooling::Mean) => true,
                 Some(Pooling::Last) => position + 1 == self.scheduler.running()[index].prompt,
                 None => false,
             };
             if wanted {
                 let state: Vec<f32> = cast(&hidden.get(row)?, DType::F32)?.to_vec1()?;
-                self.scheduler.running()[index].reading.add_hidden(&state);
+                self.scheduler.running()[index].prompt_results.add_hidden(&state);
             }
         }
         Ok(())
@@ -377,18 +377,18 @@ impl<'a> Lead<'a> {
         }
         let read = pool::map(jobs, |job| match job {
             Job::OfPrompt { arrival, token, top, logits } => {
-                FromLogits::OfPrompt(arrival, Distribution::new(logits).of(token, top))
+                JobResult::OfPrompt(arrival, Distribution::new(logits).of(token, top))
             }
-            Job::Draw(arrival, draws) => FromLogits::Drawn(arrival, draws.draw()),
+            Job::Draw(arrival, draws) => JobResult::Drawn(arrival, draws.draw()),
         });
         for read in read {
             match read {
-                FromLogits::OfPrompt(arrival, logprobs) => {
+                JobResult::OfPrompt(arrival, logprobs) => {
                     if let Some(index) = self.scheduler.find(arrival) {
-                        self.scheduler.running()[index].reading.add_logprobs(logprobs);
+                        self.scheduler.running()[index].prompt_results.add_logprobs(logprobs);
                     }
                 }
-                FromLogits::Drawn(arrival, tokens) => {
+                JobResult::Drawn(arrival, tokens) => {
                     drawn.insert(arrival, tokens);
                 }
             }

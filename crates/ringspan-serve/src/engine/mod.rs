@@ -2,11 +2,12 @@
 //!
 //! An [`Engine`] keeps its ranks, with their threads, communicators and caches, until it is shut down. Rank 0 schedules: it decides
 //! which tokens of which requests are computed next and in which pages of the cache, and broadcasts that as data (a
-//! [`Step`](step::Step)), which all ranks execute. Clients submit a [`Request`](request::Request) and hear
+//! [`Step`](step::Step)), which all ranks execute. Clients submit a [`Request`](request::Request) and receive
 //! [`Event`](request::Event)s.
 //!
-//! The cache is paged: page i of a sequence is on context-parallel rank i mod P, for prompts and generated text alike. Pages whose text is over
-//! stay in the prefix cache until their room is needed, so that a text with the same beginning need not compute it again.
+//! The cache is paged: page i of a sequence is on context-parallel rank i mod P, for prompts and generated text alike. Pages of
+//! finished sequences stay in the prefix cache until other sequences need them, so a prompt with the same prefix is not computed
+//! again.
 
 mod client;
 mod engine_handle;

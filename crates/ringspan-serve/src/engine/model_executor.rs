@@ -8,8 +8,8 @@ use super::step::{CachePage, Step};
 use crate::error::{Error, Result};
 use crate::groups::Groups;
 use crate::model::Model;
+use crate::model_parallel_rank::within;
 use crate::paged::{KvDtype, PagedCache, PerKind, execute, to_first_stage};
-use crate::place::within;
 use candle_core::{DType, Tensor};
 use ringspan::comm::Buffer;
 use ringspan_candle::cast::cast;
@@ -52,7 +52,7 @@ impl<'a> ModelExecutor<'a> {
         let own = share(limits.vocabulary, groups, groups.rank());
         let head = model.head_rows(groups.rank(), own)?;
         let head = StoredWeights::from([(model.decoder().head_name().to_owned(), head)]);
-        let row_parts = row_parts(&model, groups.place().stage.1, groups.place().shard.tp.1)?;
+        let row_parts = row_parts(&model, groups.model_rank().stage.1, groups.model_rank().shard.tp.1)?;
         Ok(Self { groups, adapted, devices, cache, head, vocabulary: limits.vocabulary, model, row_parts })
     }
 
@@ -77,14 +77,14 @@ impl<'a> ModelExecutor<'a> {
 /// The part of a vocabulary whose logits a rank computes: of the rows of the output head that tensor and pipeline parallelism give it,
 /// the share that context-parallel ranks leave to it.
 fn share(vocabulary: usize, groups: &Groups, rank: usize) -> Range<usize> {
-    let (tp, pp, cp) = (groups.place().shard.tp.1, groups.place().stage.1, groups.cp().size());
+    let (tp, pp, cp) = (groups.model_rank().shard.tp.1, groups.model_rank().stage.1, groups.cp().size());
     let of_tp = part(vocabulary, rank % tp, tp);
     within(within(of_tp, (rank / (tp * cp), pp)), (rank / tp % cp, cp))
 }
 
 impl Executor for ModelExecutor<'_> {
     fn execute(&mut self, adapter: Option<u64>, step: &Step) -> Result<Option<Tensor>> {
-        let adapted = adapter.map(|slot| self.adapted.get(slot, self.groups.place())).transpose()?;
+        let adapted = adapter.map(|slot| self.adapted.get(slot, self.groups.model_rank())).transpose()?;
         let model = adapted.as_ref().unwrap_or(&self.model);
         let hidden = execute(self.groups, model, &mut self.cache, step)?;
         let normed = |hidden| Ok::<_, Error>(model.decoder().norm(model.weights(self.groups.rank()), &hidden)?);

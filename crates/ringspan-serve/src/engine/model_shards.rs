@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
 use crate::model::Model;
-use crate::place::ModelPlace;
+use crate::model_parallel_rank::ModelParallelRank;
 use ringspan_candle::{Devices, Weight};
 use ringspan_models::adapter;
 use std::collections::BTreeMap;
@@ -11,9 +11,9 @@ use std::collections::btree_map::Entry;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The parts of a model by place in the mesh. Ranks at the same place share one.
+/// The shards of a model by model-parallel rank. Context-parallel ranks of one process share a shard.
 #[derive(Debug)]
-pub(super) struct ModelShards(BTreeMap<ModelPlace, Arc<Model>>);
+pub(super) struct ModelShards(BTreeMap<ModelParallelRank, Arc<Model>>);
 
 impl ModelShards {
     /// The shards for the ranks of this process.
@@ -25,33 +25,37 @@ impl ModelShards {
         };
         let mut shards = BTreeMap::new();
         for rank in ranks {
-            let place = mesh.place(rank);
-            if let Entry::Vacant(missing) = shards.entry(place) {
-                missing.insert(if place.is_whole() { model.clone() } else { Arc::new(model.shard(place, copy)?) });
+            let model_rank = mesh.model_rank(rank);
+            if let Entry::Vacant(missing) = shards.entry(model_rank) {
+                missing.insert(if model_rank.is_whole() {
+                    model.clone()
+                } else {
+                    Arc::new(model.shard(model_rank, copy)?)
+                });
             }
         }
         Ok(Self(shards))
     }
 
-    pub(super) fn get(&self, place: ModelPlace) -> Result<Arc<Model>> {
-        let missing = || Error::Mesh(format!("no shard of the model was made for {place:?}"));
-        self.0.get(&place).cloned().ok_or_else(missing)
+    pub(super) fn get(&self, model_rank: ModelParallelRank) -> Result<Arc<Model>> {
+        let missing = || Error::Mesh(format!("no shard of the model was made for {model_rank:?}"));
+        self.0.get(&model_rank).cloned().ok_or_else(missing)
     }
 }
 
 /// The shards of models with adapters that the ranks of this process share; all have the weights of the base model.
 #[derive(Debug, Default)]
-pub(super) struct AdaptedModels(Mutex<BTreeMap<(u64, ModelPlace), Arc<Model>>>);
+pub(super) struct AdaptedModels(Mutex<BTreeMap<(u64, ModelParallelRank), Arc<Model>>>);
 
 impl AdaptedModels {
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<(u64, ModelPlace), Arc<Model>>> {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<(u64, ModelParallelRank), Arc<Model>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Reads an adapter for a shard of the base model, unless another rank of this process has.
     pub(super) fn load(&self, slot: u64, folder: &Path, base: &Model, devices: &Devices) -> Result<()> {
         let mut models = self.lock();
-        let key = (slot, base.place());
+        let key = (slot, base.model_rank());
         if models.contains_key(&key) {
             return Ok(());
         }
@@ -62,9 +66,9 @@ impl AdaptedModels {
     }
 
     /// The shard of the model with an adapter.
-    pub(super) fn get(&self, slot: u64, place: ModelPlace) -> Result<Arc<Model>> {
+    pub(super) fn get(&self, slot: u64, model_rank: ModelParallelRank) -> Result<Arc<Model>> {
         let missing = || Error::Step(format!("a step computes with adapter {slot}, which is not loaded"));
-        self.lock().get(&(slot, place)).cloned().ok_or_else(missing)
+        self.lock().get(&(slot, model_rank)).cloned().ok_or_else(missing)
     }
 
     /// Forgets an adapter.

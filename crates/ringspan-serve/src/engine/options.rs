@@ -1,4 +1,4 @@
-//! Sizes of an engine: what was asked, and what fits.
+//! Options of an engine, and the sizes that follow from them and from the free memory.
 
 use super::page_plan::PagePlan;
 use super::request::Limits;
@@ -67,7 +67,7 @@ impl Default for EngineOptions {
     }
 }
 
-/// What an engine's sizes depend on beside its options.
+/// The properties of model, mesh and machine that the sizes of an engine depend on.
 #[derive(Debug, Clone, Copy)]
 pub struct EngineSizes {
     /// Number of tokens V of the vocabulary.

@@ -1,14 +1,14 @@
-//! What rank 0 tells the other ranks to do next, as a message of words.
+//! Orders of rank 0 to the other ranks, and their encoding as messages of 64-bit words.
 
 use super::prefix_cache::AdapterSlot;
 use super::step::{CachePage, Outputs, PageCopy, Step, StepSequence, WindowPages};
 use ringspan::comm::Buffer;
 use std::path::PathBuf;
 
-/// What all ranks do next.
+/// An order, which all ranks carry out together.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Order {
-    /// Nothing: the engine waits for requests, and shows the others that it is there.
+    /// Do nothing: the engine waits for requests, and the order is a heartbeat.
     Wait,
     /// Compute steps, each with the weights of an adapter, then logits of as many rows in each block.
     Compute { passes: Vec<(AdapterSlot, Step)>, blocks: Vec<usize> },
@@ -16,7 +16,7 @@ pub(super) enum Order {
     Load { slot: u64, folder: PathBuf },
     /// Forget an adapter.
     Unload { slot: u64 },
-    /// Say how much has been sent and waited for.
+    /// Report how many bytes were sent, and how long the rank waited.
     Count,
     /// The ranks that have parts of a page of a context-parallel rank send its first rows to rank 0; of ranks with the same part, the
     /// first.
@@ -39,7 +39,7 @@ const WRITE_PAGE: u64 = 7;
 impl Order {
     /// The order as a message.
     pub(super) fn to_buffer(&self) -> Buffer {
-        let mut words = Words(Vec::new());
+        let mut words = WordWriter(Vec::new());
         match self {
             Self::Wait => words.0.push(WAIT),
             Self::Compute { passes, blocks } => {
@@ -72,7 +72,7 @@ impl Order {
     /// The order in a message; `None` for a message that is none.
     pub(super) fn from_buffer(buffer: &Buffer) -> Option<Self> {
         let Buffer::U64(words) = buffer else { return None };
-        let mut words = Reader(words);
+        let mut words = WordReader(words);
         let order = match words.next()? {
             WAIT => Self::Wait,
             COMPUTE => {
@@ -80,7 +80,7 @@ impl Order {
                     let (adapted, slot) = (words.next()?, words.next()?);
                     Some(((adapted == 1).then_some(slot), words.step()?))
                 })?;
-                Self::Compute { passes, blocks: words.list(Reader::size)? }
+                Self::Compute { passes, blocks: words.list(WordReader::size)? }
             }
             LOAD => {
                 let slot = words.next()?;
@@ -101,9 +101,9 @@ impl Order {
     }
 }
 
-struct Words(Vec<u64>);
+struct WordWriter(Vec<u64>);
 
-impl Words {
+impl WordWriter {
     fn list<T>(&mut self, items: &[T], mut each: impl FnMut(&mut Self, &T)) {
         self.0.push(items.len() as u64);
         items.iter().for_each(|item| each(self, item));
@@ -134,9 +134,9 @@ impl Words {
     }
 }
 
-struct Reader<'a>(&'a [u64]);
+struct WordReader<'a>(&'a [u64]);
 
-impl Reader<'_> {
+impl WordReader<'_> {
     fn next(&mut self) -> Option<u64> {
         let (first, rest) = self.0.split_first()?;
         self.0 = rest;

@@ -1,6 +1,6 @@
-//! Chooses how many tokens of prompts a step reads while other requests generate, by what earlier steps took.
+//! Chooses how many prompt tokens a step prefills while other requests decode, from the measured times of earlier steps.
 //!
-//! The time of a step is the time between two tokens for everybody who generates. A step that reads prompts may take
+//! The time of a step is the time between two tokens of every decoding request. A step that reads prompts may take
 //! [`SLOWER`] times what a step takes that only generates, so while prompts wait, two thirds of the time are theirs, however fast the
 //! machine, the model and the mesh are, and however long the texts. Only where that were very few tokens, they take longer.
 
@@ -20,7 +20,7 @@ const MEASUREMENTS: usize = 5;
 /// Steps that read prompts between two that only generate, in which their time is measured again: it grows with the texts.
 const REMEASURED: usize = 64;
 
-/// What steps took.
+/// Measured times of steps, and the number of prompt tokens that follows from them.
 #[derive(Debug)]
 pub(super) struct PrefillPace {
     /// Largest number of prompts' tokens in a step.

@@ -6,7 +6,7 @@ use crate::paged::PerKind;
 /// The most pages that say where texts are, in a model all of whose layers see a window: the scheduler lists them.
 const MOST_WITHOUT_MEMORY: u64 = 1 << 22;
 
-/// What sequences need of each kind of pages, on each rank.
+/// The number of pages of each kind that sequences need on each rank.
 ///
 /// A sequence needs pages for all of its tokens where layers see everything. Where they see a window, it needs the pages of the window
 /// and, while it reads its prompt, those of the chunk; so the longer sequences may be, the larger is the share of the others.
@@ -42,15 +42,15 @@ impl PagePlan {
         (room / 4 / self.page_bytes.window.max(1)).max(self.reading)
     }
 
-    /// The pages that the longest sequence may have on each rank, alone, or beside the windows of others.
-    pub(super) fn longest(&self, kv_cache: KvCache, room: u64, beside_others: bool) -> u64 {
+    /// The pages that the longest sequence may have on each rank, alone or together with the windows of others.
+    pub(super) fn longest(&self, kv_cache: KvCache, room: u64, with_others: bool) -> u64 {
         if let KvCache::Pages(_) = kv_cache {
             return room.min(u32::MAX.into());
         }
         let PerKind { full, window } = self.page_bytes;
         // A sequence of few pages has all of them in its window.
         let short = room / (full + window).max(1);
-        let in_windows = if beside_others { self.windows(room) } else { self.reading };
+        let in_windows = if with_others { self.windows(room) } else { self.reading };
         let longest = match (room.checked_sub(in_windows.saturating_mul(window)), full) {
             (Some(_), 0) => MOST_WITHOUT_MEMORY,
             (Some(rest), full) => (rest / full).max(short),

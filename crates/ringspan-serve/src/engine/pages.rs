@@ -1,5 +1,5 @@
-//! The pages of the cache on every rank, as rank 0 counts them: which are free, which sequences hold, which only the prefix
-//! cache keeps.
+//! Reference counts of the cache's pages on every rank, kept by rank 0: a page is free, used by sequences, or only in the prefix
+//! cache.
 
 /// Counts the holders of each page of each rank. A page is free, *used* (sequences hold it) or *cached* (only the prefix cache
 /// keeps it).
@@ -79,7 +79,7 @@ impl Pages {
         rank.kept[page as usize] = true;
     }
 
-    /// The prefix cache lets go of a page that nobody holds, which becomes free.
+    /// Frees a page that only the prefix cache keeps.
     pub(super) fn forget(&mut self, rank: usize, page: u32) {
         let rank = &mut self.ranks[rank];
         debug_assert!(rank.holders[page as usize] == 0 && rank.kept[page as usize], "page {page} is not cached");

@@ -4,7 +4,7 @@
 //! continue its text; only full pages have children. The tokens of siblings differ, and none is a prefix of another, so the
 //! neighbours of a text in the order of tokens are those with which it has most tokens in common.
 //!
-//! Rows that are in the tree never change. Whoever continues from the middle of a page copies its first rows.
+//! Rows that are in the tree never change. A sequence that continues from the middle of a page copies its first rows.
 //!
 //! Layers that see a window have pages of their own, which a node may lose before it is removed. A hit ends where the pages that its
 //! next token sees are still there.
@@ -295,7 +295,7 @@ impl PrefixCache {
         Some(page)
     }
 
-    /// Removes a node without children whose pages nobody holds.
+    /// Removes a node without children whose pages no sequence holds.
     fn remove(&mut self, node: NodeId) {
         let Node { parent, rank, page, window, .. } = self.nodes[node];
         if let (Some(pages), Some(page)) = (&mut self.window, window) {

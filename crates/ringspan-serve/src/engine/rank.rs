@@ -23,7 +23,7 @@ pub(super) struct EngineRank<'a> {
 /// The tag of messages with pages.
 const PAGES: u64 = (1 << 60) + 1;
 
-/// What came of an order.
+/// The result of an order.
 pub(super) enum Outcome {
     Done,
     /// The hidden states that the passes output, on rank 0.

@@ -1,4 +1,4 @@
-//! What a client of the engine asks for, and what it hears back.
+//! Requests to the engine, and the events that it answers with.
 
 use std::collections::BTreeMap;
 use tokio::sync::mpsc::UnboundedReceiver;
@@ -29,8 +29,8 @@ pub struct Request {
 }
 
 impl Request {
-    /// A request for a text of up to `max_tokens` tokens by the base model, drawn from the whole distribution, of which nothing but its
-    /// tokens is reported.
+    /// A request to the base model for up to `max_tokens` tokens, drawn from the whole distribution. Nothing but the tokens is
+    /// reported.
     #[must_use]
     pub fn new(prompt: Vec<u32>, max_tokens: usize) -> Self {
         Self {
@@ -119,7 +119,7 @@ pub enum Pooling {
     Last,
 }
 
-/// The log-probability of a token, and the most likely tokens at its place, in descending order.
+/// The log-probability of a token, and the most likely tokens at its position, in descending order.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TokenLogprobs {
     /// The token.
@@ -130,7 +130,7 @@ pub struct TokenLogprobs {
     pub top: Vec<(u32, f32)>,
 }
 
-/// What the engine reports of a request, in this order.
+/// An event of a request; its variants are in the order in which they come.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Event {
     /// The first event of a request: its prompt is read from now on.
@@ -272,7 +272,7 @@ impl Limits {
 pub struct Metrics {
     /// Requests that are in the current steps.
     pub running: usize,
-    /// Requests that wait for pages or for a place.
+    /// Requests that wait for pages, or because `max_running` others run.
     pub waiting: usize,
     /// Prompt tokens that were computed or found in the cache.
     pub prompt_tokens: u64,

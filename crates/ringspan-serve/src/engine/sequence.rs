@@ -1,4 +1,4 @@
-//! A request under way: its tokens, its pages of the cache, and what it has told its client.
+//! A running or waiting request: its tokens, its pages of the cache, and the channel of its events.
 
 use super::prefix_cache::{AdapterSlot, NodeId};
 use super::request::{Event, FinishReason, Pooling, Request, TokenLogprobs};
@@ -6,7 +6,7 @@ use super::step::{CachePage, WindowPages};
 use super::token_sampler::TokenSampler;
 use tokio::sync::mpsc::UnboundedSender;
 
-/// A request under way.
+/// A running or waiting request.
 #[derive(Debug)]
 pub(super) struct Sequence {
     /// Number of requests that came before; the greatest is the youngest.
@@ -20,8 +20,8 @@ pub(super) struct Sequence {
     pub(super) stop_token_ids: Vec<u32>,
     pub(super) adapter: AdapterSlot,
     pub(super) sampler: TokenSampler,
-    pub(super) reading: Reading,
-    pub(super) placed: Placed,
+    pub(super) prompt_results: PromptResults,
+    pub(super) page_table: PageTable,
     /// Guesses of the tokens behind `tokens`, which the step under way computes; those that are drawn need not be computed again.
     pub(super) drafts: Vec<u32>,
     /// Number of the prompt's tokens that were in the cache when the request was first admitted; `None` before that.
@@ -29,9 +29,9 @@ pub(super) struct Sequence {
     events: UnboundedSender<Event>,
 }
 
-/// What a client wants to know of the prompt beside the text that follows it, as far as it has been computed.
+/// The results about a prompt that its client asked for (log-probabilities, an embedding), as far as they are computed.
 #[derive(Debug)]
-pub(super) struct Reading {
+pub(super) struct PromptResults {
     /// Number of most likely tokens that are reported for each token of the prompt.
     logprobs: Option<usize>,
     of_prompt: Vec<Option<TokenLogprobs>>,
@@ -43,9 +43,9 @@ pub(super) struct Reading {
     done: bool,
 }
 
-/// The place of a sequence in the cache.
+/// The pages of the cache that a sequence holds.
 #[derive(Debug, Default)]
-pub(super) struct Placed {
+pub(super) struct PageTable {
     /// Number of tokens whose keys and values are in the cache.
     pub(super) computed: usize,
     /// The pages of the sequence; page i is on rank i mod P.
@@ -68,7 +68,7 @@ pub(super) struct CopiedFrom {
     pub(super) rows: usize,
 }
 
-impl Placed {
+impl PageTable {
     /// Page `index` of the sequence.
     pub(super) fn page(&self, index: usize) -> CachePage {
         CachePage { full: self.pages[index], window: self.window.get(index) }
@@ -103,7 +103,7 @@ impl Sequence {
             stop_token_ids,
             adapter,
             sampler: sampler.with_constraint(constraint),
-            reading: Reading {
+            prompt_results: PromptResults {
                 logprobs: prompt_logprobs,
                 of_prompt: Vec::new(),
                 pooling: embedding,
@@ -111,7 +111,7 @@ impl Sequence {
                 last: Vec::new(),
                 done: prompt_logprobs.is_none() && embedding.is_none(),
             },
-            placed: Placed::default(),
+            page_table: PageTable::default(),
             drafts: Vec::new(),
             cached: None,
             events,
@@ -135,7 +135,7 @@ impl Sequence {
 
     /// Number of tokens that are not computed yet.
     pub(super) fn remaining(&self) -> usize {
-        self.tokens.len() - self.placed.computed
+        self.tokens.len() - self.page_table.computed
     }
 
     /// Number of generated tokens.
@@ -145,11 +145,12 @@ impl Sequence {
 
     /// Whether hidden states of all of the prompt's tokens are still to be computed, so that none may be found in the cache.
     pub(super) fn needs_whole_prompt(&self) -> bool {
-        !self.reading.done && (self.reading.logprobs.is_some() || self.reading.pooling == Some(Pooling::Mean))
+        !self.prompt_results.done
+            && (self.prompt_results.logprobs.is_some() || self.prompt_results.pooling == Some(Pooling::Mean))
     }
 }
 
-impl Reading {
+impl PromptResults {
     /// Forgets what was computed: the prompt is read again from its beginning.
     pub(super) fn restart(&mut self) {
         self.of_prompt.clear();
@@ -183,7 +184,7 @@ impl Reading {
         self.last.extend_from_slice(state);
     }
 
-    /// What is reported once the prompt of `tokens` tokens has been read; nothing the second time.
+    /// The events to report once the prompt of `tokens` tokens has been read; none the second time.
     pub(super) fn report(&mut self, tokens: usize) -> Vec<Event> {
         if std::mem::replace(&mut self.done, true) {
             return Vec::new();

@@ -1,4 +1,4 @@
-//! Sessions: what is in the prefix cache outlives the engine.
+//! Sessions: the prefix cache is saved to a file, and restored by a later engine.
 
 use super::executor::Rows;
 use super::prefix_cache::PrefixCache;
@@ -9,7 +9,7 @@ use crate::error::Result;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// What a session has.
+/// The size of a session.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct SessionSize {
     /// Tokens whose keys and values were saved or restored; those of a common beginning count once.
@@ -115,7 +115,7 @@ fn leaves(index: &SessionIndex) -> Vec<usize> {
     leaves
 }
 
-/// What was restored of a text and was not there yet: tokens, and numbers of their keys and values.
+/// The part of a text that was restored and was not in the cache yet: its tokens, and their keys and values.
 #[derive(Default)]
 struct RestoredText {
     tokens: usize,

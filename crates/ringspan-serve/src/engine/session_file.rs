@@ -22,7 +22,7 @@ const FORMAT: &str = "ringspan-session-2";
 /// A header that is longer than this is none: it has a few hundred bytes, and the names of adapters.
 const LONGEST_HEADER: u64 = 1 << 24;
 
-/// What the rows of a session depend on.
+/// The model and the layout of the rows of a session; a session can be restored only where they are the same.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct RowFormat {
     /// The model, its weights, and how it computes.
@@ -124,7 +124,7 @@ fn header(format: &RowFormat, adapters: &[String], [pages, tokens, numbers]: [u6
     text
 }
 
-/// A session that is being written, beside its file until it is whole.
+/// A session that is being written: to a temporary file, which is renamed once it is complete.
 pub(super) struct SessionWriter {
     file: BufWriter<File>,
     path: PathBuf,

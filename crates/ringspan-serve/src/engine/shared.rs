@@ -1,4 +1,4 @@
-//! What the engine and its clients share: the queue of requests and commands, and the numbers that clients read.
+//! The state that the engine and its clients share: the queue of requests and commands, and the metrics.
 
 use super::prefix_cache::AdapterSlot;
 use super::request::{Event, Limits, Metrics, Refusal, Request};
@@ -43,7 +43,7 @@ pub(super) enum Ending {
     Stop,
 }
 
-/// What clients ask of the engine.
+/// A command of a client to the engine.
 #[derive(Debug)]
 pub(super) enum Command {
     Submit { request: Box<Request>, adapter: AdapterSlot, events: UnboundedSender<Event> },

@@ -7,7 +7,7 @@ use rand_chacha::{ChaCha8Rng, rand_core::SeedableRng};
 use std::collections::{BTreeSet, HashMap};
 use std::hash::{BuildHasher, RandomState};
 
-/// What draws the tokens of a request.
+/// The sampler of one request.
 #[derive(Debug)]
 pub(super) struct TokenSampler {
     params: SamplingParams,

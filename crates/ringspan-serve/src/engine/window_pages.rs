@@ -1,5 +1,5 @@
-//! The pages of the layers that see a window, as rank 0 counts them. A sequence holds only those that its next tokens still see;
-//! the prefix cache keeps the others as long as nobody needs their room.
+//! Reference counts of the pages of sliding-window layers, kept by rank 0. A sequence holds only the pages that its next tokens
+//! still see; the prefix cache keeps the others until sequences need them.
 
 use super::pages::Pages;
 use super::prefix_cache::NodeId;

@@ -41,15 +41,15 @@ impl<'a> PagedAttention<'a> {
     /// Writes the new keys and values to the ranks' pages.
     fn store(&self, layer: usize, k: &Tensor, v: &Tensor) -> Result<()> {
         let mut cache = self.cache.borrow_mut();
-        let attended = self.plan.attended(cache.kind(layer)?)?;
+        let attention = self.plan.attention(cache.kind(layer)?)?;
         of_tensor(k, |keys| {
             of_tensor(v, |values| {
                 let (rows, after) = (self.plan.tokens.len(), self.plan.chunk_rows);
                 let decoded = |all: Data<'_>| after * (all.len() / rows.max(1));
-                if let Some(chunks) = &attended.chunks {
+                if let Some(chunks) = &attention.chunks {
                     chunks.store(self.group, &mut cache, layer, keys, values)?;
                 }
-                if let Some(decodes) = &attended.decodes {
+                if let Some(decodes) = &attention.decodes {
                     let (k, v) = (keys.slice(decoded(keys)..keys.len()), values.slice(decoded(values)..values.len()));
                     decodes.store(&mut cache, layer, k, v)?;
                 }
@@ -61,18 +61,18 @@ impl<'a> PagedAttention<'a> {
     /// Attention `[T, H, Dv]` of queries `[T, H, D]`.
     fn attend(&self, layer: usize, q: &Tensor, mask: &Mask, score: &Score) -> Result<Vec<f32>> {
         let (cache, plan) = (self.cache.borrow(), self.plan);
-        let attended = plan.attended(cache.kind(layer)?)?;
+        let attention = plan.attention(cache.kind(layer)?)?;
         let (rows, heads, dim) = q.dims3()?;
         of_tensor(q, |q| {
             let view = |from: usize, to: usize| {
                 View::stored(q.slice(from * heads * dim..to * heads * dim), to - from, heads, dim)
                     .ok_or_else(|| crate::Error::Step(format!("queries {from} to {to} of {rows} rows")))
             };
-            let mut out = match &attended.chunks {
+            let mut out = match &attention.chunks {
                 Some(chunks) => chunks.attend(self.group, &cache, layer, view(0, plan.chunk_rows)?, mask, score)?,
                 None => Vec::new(),
             };
-            if let Some(decodes) = &attended.decodes {
+            if let Some(decodes) = &attention.decodes {
                 let of_decodes =
                     decodes.attend(self.group, &cache, layer, view(plan.chunk_rows, rows)?, mask, score)?;
                 if out.is_empty() { out = of_decodes } else { out.extend(of_decodes) }

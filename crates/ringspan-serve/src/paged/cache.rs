@@ -2,7 +2,7 @@
 
 use super::elements::{Elements, of_message};
 use super::kv_dtype::KvDtype;
-use super::layer_kind::{LayerKind, PageTable, PerKind, window_lookback};
+use super::layer_kind::{LayerKind, LayerPages, PerKind, window_lookback};
 use super::page_map::PageMap;
 use crate::error::{Error, Result};
 use crate::model::Model;
@@ -224,7 +224,7 @@ impl PagedCache {
                 return wrong(format!("grows to {end} tokens; possible are {most}"));
             }
             for kind in LayerKind::ALL.into_iter().filter(|kind| self.has(*kind)) {
-                let (table, most) = (PageTable::of(sequence, kind), *self.pages.of(kind));
+                let (table, most) = (LayerPages::of(sequence, kind), *self.pages.of(kind));
                 let first_needed = match (kind, self.lookback) {
                     (LayerKind::Window, Some(lookback)) => start.saturating_sub(lookback) / self.page,
                     _ => 0,

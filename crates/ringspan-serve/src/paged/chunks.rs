@@ -2,7 +2,7 @@
 
 use super::cache::PagedCache;
 use super::elements::{Elements, of_message};
-use super::layer_kind::{LayerKind, PageTable};
+use super::layer_kind::{LayerKind, LayerPages};
 use super::page_map::PageMap;
 use crate::error::{Error, Result};
 use crate::step::StepSequence;
@@ -40,7 +40,7 @@ impl Chunks {
         let continued: Vec<(usize, usize)> =
             sequences.iter().map(|sequence| (sequence.start, sequence.tokens.len())).collect();
         let lengths: Vec<usize> = continued.iter().map(|(start, tokens)| start + tokens).collect();
-        let tables: Vec<PageTable> = sequences.iter().map(|sequence| PageTable::of(sequence, kind)).collect();
+        let tables: Vec<LayerPages> = sequences.iter().map(|sequence| LayerPages::of(sequence, kind)).collect();
         let held: Vec<(usize, usize)> = tables
             .iter()
             .zip(&lengths)

@@ -1,7 +1,7 @@
 //! The sequences of a step with few new tokens, mostly one, which every rank computes.
 
 use super::cache::PagedCache;
-use super::layer_kind::{LayerKind, PageTable};
+use super::layer_kind::{LayerKind, LayerPages};
 use super::page_map::PageMap;
 use crate::error::Result;
 use crate::step::StepSequence;
@@ -33,7 +33,7 @@ impl Decodes {
         let (mut queries, mut keys, mut cache_rows, mut own) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         let mut longest = 0;
         for (document, sequence) in sequences.iter().enumerate() {
-            let (StepSequence { start, tokens, .. }, table) = (sequence, PageTable::of(sequence, kind));
+            let (StepSequence { start, tokens, .. }, table) = (sequence, LayerPages::of(sequence, kind));
             let end = start + tokens.len();
             for position in *start..end {
                 if map.owner(position) == map.rank {
@@ -74,8 +74,8 @@ impl Decodes {
         if let Some(tiles) = self.tiles.borrow().get(mask) {
             return Ok(tiles.clone());
         }
-        let frames = (self.longest, self.longest);
-        let tiles = DecodeTiles::joined(&Tokens { queries: &self.queries, keys: &self.keys, frames }, mask)?;
+        let extents = (self.longest, self.longest);
+        let tiles = DecodeTiles::joined(&Tokens { queries: &self.queries, keys: &self.keys, extents }, mask)?;
         let tiles = Rc::new(tiles);
         self.tiles.borrow_mut().insert(mask.clone(), tiles.clone());
         Ok(tiles)

@@ -46,7 +46,7 @@ pub fn execute(groups: &Groups, model: &Model, cache: &mut PagedCache, step: &St
     // Tensor-parallel ranks have the same tokens, and each ends with some of their rows.
     let has_outputs = plan.outputs.iter().any(|(rank, _)| *rank == map.rank);
     let hidden = if has_outputs { groups.tensor().gather(&hidden, plan.tokens.len())? } else { hidden };
-    match groups.tensor().place().0 {
+    match groups.tensor().rank_and_size().0 {
         0 => gather(group, &plan.outputs, &hidden),
         _ => Ok(None),
     }

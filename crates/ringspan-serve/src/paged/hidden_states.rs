@@ -1,4 +1,4 @@
-//! Hidden states on their way between ranks: from stage to stage, and to rank 0.
+//! Sends hidden states between ranks: from pipeline stage to stage, and to rank 0.
 
 use super::cache::PagedCache;
 use super::chunks::received;

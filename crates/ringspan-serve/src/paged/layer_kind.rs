@@ -1,4 +1,4 @@
-//! Two kinds of layers, whose pages are numbered apart.
+//! The two kinds of layers, full attention and sliding windows; each has pages with numbers of their own.
 
 use crate::model::Model;
 use crate::step::StepSequence;
@@ -8,7 +8,7 @@ use crate::step::StepSequence;
 pub(super) enum LayerKind {
     /// All of it.
     Full,
-    /// What the layer's window, or its chunk, still shows.
+    /// The tokens that are still visible in the layer's sliding window or attention chunk.
     Window,
 }
 
@@ -53,12 +53,12 @@ impl<T: Copy> From<T> for PerKind<T> {
 
 /// The pages of a sequence for one kind of layers: page `first + i` is `pages[i]`.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct PageTable<'a> {
+pub(super) struct LayerPages<'a> {
     pub(super) first: usize,
     pub(super) pages: &'a [u32],
 }
 
-impl<'a> PageTable<'a> {
+impl<'a> LayerPages<'a> {
     pub(super) fn of(sequence: &'a StepSequence, kind: LayerKind) -> Self {
         match kind {
             LayerKind::Full => Self { first: 0, pages: &sequence.pages },

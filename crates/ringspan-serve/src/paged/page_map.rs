@@ -1,6 +1,6 @@
 //! Where the tokens of a sequence are: the rank of each page, and the rows of this rank's pages.
 
-use super::layer_kind::PageTable;
+use super::layer_kind::LayerPages;
 use ringspan::Run;
 
 /// The pages of a cache that is sharded over ranks, as one of them sees it.
@@ -21,18 +21,18 @@ impl PageMap {
     }
 
     /// The row of a position in the cache of the rank that has it.
-    pub(super) fn row(&self, table: &PageTable, position: usize) -> u32 {
+    pub(super) fn row(&self, table: &LayerPages, position: usize) -> u32 {
         table.page(position / self.page) * self.page as u32 + (position % self.page) as u32
     }
 
     /// The indices of this rank's pages in a table, of a sequence of `tokens` tokens.
-    fn own(&self, table: &PageTable, tokens: usize) -> impl Iterator<Item = usize> + use<> {
+    fn own(&self, table: &LayerPages, tokens: usize) -> impl Iterator<Item = usize> + use<> {
         let before = (self.rank + self.ranks - table.first % self.ranks) % self.ranks;
         (table.first + before..tokens.div_ceil(self.page)).step_by(self.ranks)
     }
 
     /// The runs of this rank's tokens among those of a document that a table has, up to `tokens`, in ascending order.
-    pub(super) fn runs(&self, table: &PageTable, document: usize, tokens: usize) -> Vec<Run> {
+    pub(super) fn runs(&self, table: &LayerPages, document: usize, tokens: usize) -> Vec<Run> {
         if self.ranks == 1 {
             let start = table.first * self.page;
             return vec![Run { document, start, len: tokens - start, step: 1 }];
@@ -45,7 +45,7 @@ impl PageMap {
     }
 
     /// Appends the cache rows of this rank's tokens, in the order of [`runs`](Self::runs).
-    pub(super) fn push_rows(&self, table: &PageTable, tokens: usize, rows: &mut Vec<u32>) {
+    pub(super) fn push_rows(&self, table: &LayerPages, tokens: usize, rows: &mut Vec<u32>) {
         for number in self.own(table, tokens) {
             let (first, len) =
                 (table.page(number) * self.page as u32, self.page.min(tokens - number * self.page) as u32);

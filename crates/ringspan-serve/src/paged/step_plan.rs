@@ -1,4 +1,4 @@
-//! What one rank does in a step.
+//! The plan of one rank for a step: the tokens that it computes, and how they attend.
 
 use super::chunks::Chunks;
 use super::decodes::Decodes;
@@ -14,18 +14,18 @@ pub(super) struct StepPlan {
     /// Number of rows that are tokens of chunks.
     pub(super) chunk_rows: usize,
     /// Attention in layers of each kind; `None` for a kind that this rank's part of the model has not.
-    attended: PerKind<Option<Attended>>,
+    attention: PerKind<Option<AttentionPlan>>,
     /// For each hidden state that rank 0 needs, in the order of sequences and tokens, a rank that has it and its row there.
     pub(super) outputs: Vec<(usize, usize)>,
 }
 
 /// How tokens attend in layers of one kind.
-pub(super) struct Attended {
+pub(super) struct AttentionPlan {
     pub(super) chunks: Option<Chunks>,
     pub(super) decodes: Option<Decodes>,
 }
 
-impl Attended {
+impl AttentionPlan {
     fn new(map: &PageMap, chunked: &[&StepSequence], decoded: &[&StepSequence], kind: LayerKind) -> Result<Self> {
         let chunks = if chunked.is_empty() { None } else { Some(Chunks::new(map, chunked, kind)?) };
         Ok(Self { chunks, decodes: (!decoded.is_empty()).then(|| Decodes::new(map, decoded, kind)) })
@@ -37,13 +37,13 @@ impl StepPlan {
     pub(super) fn new(map: &PageMap, step: &Step, kinds: PerKind<bool>) -> Result<Self> {
         let (chunked, decoded): (Vec<_>, Vec<_>) = step.sequences.iter().partition(|sequence| sequence.is_chunk());
         let of_kind = |has: bool, kind| match has {
-            true => Attended::new(map, &chunked, &decoded, kind).map(Some),
+            true => AttentionPlan::new(map, &chunked, &decoded, kind).map(Some),
             false => Ok(None),
         };
-        let attended =
+        let attention =
             PerKind { full: of_kind(kinds.full, LayerKind::Full)?, window: of_kind(kinds.window, LayerKind::Window)? };
         // Which tokens a rank computes does not depend on the kind of a layer.
-        let chunks = [&attended.full, &attended.window].into_iter().flatten().find_map(|kind| kind.chunks.as_ref());
+        let chunks = [&attention.full, &attention.window].into_iter().flatten().find_map(|kind| kind.chunks.as_ref());
         let (mut tokens, mut positions) = (Vec::new(), Vec::new());
         for run in chunks.iter().flat_map(|chunks| chunks.layout().runs(map.rank)) {
             let StepSequence { start, tokens: new, .. } = chunked[run.document];
@@ -56,13 +56,13 @@ impl StepPlan {
             positions.extend(sequence.start..sequence.start + sequence.tokens.len());
         }
         let outputs = outputs(step, chunks, map.ranks);
-        Ok(Self { tokens, positions, chunk_rows, attended, outputs })
+        Ok(Self { tokens, positions, chunk_rows, attention, outputs })
     }
 
     /// How the tokens attend in layers of a kind.
-    pub(super) fn attended(&self, kind: LayerKind) -> Result<&Attended> {
+    pub(super) fn attention(&self, kind: LayerKind) -> Result<&AttentionPlan> {
         let missing = || Error::Step(format!("no layer of this rank was of the kind {kind:?}"));
-        self.attended.of(kind).as_ref().ok_or_else(missing)
+        self.attention.of(kind).as_ref().ok_or_else(missing)
     }
 }
 

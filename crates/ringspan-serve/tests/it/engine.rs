@@ -1,5 +1,5 @@
-//! The engine over real models: what a request hears does not depend on the mesh, on other requests, on what is in the cache, or
-//! on pages that ran out.
+//! Tests of the engine over real models: the events of a request do not depend on the mesh, on other requests, on the contents
+//! of the cache, or on preemption.
 
 use crate::support::*;
 use ringspan_serve::engine::request::{
@@ -40,7 +40,7 @@ pub(super) fn greedy(prompt: &[u32], max_tokens: usize) -> Request {
 
 /// All that a client heard.
 #[derive(Debug, Default, PartialEq)]
-pub(super) struct Heard {
+pub(super) struct Answer {
     pub(super) tokens: Vec<u32>,
     pub(super) logprobs: Vec<TokenLogprobs>,
     pub(super) prompt: Vec<Option<TokenLogprobs>>,
@@ -50,28 +50,28 @@ pub(super) struct Heard {
     failure: Option<String>,
 }
 
-pub(super) fn hear(mut events: Events) -> Heard {
-    let mut heard = Heard::default();
+pub(super) fn collect(mut events: Events) -> Answer {
+    let mut answer = Answer::default();
     while let Some(event) = events.blocking_recv() {
-        assert!(heard.end.is_none() && heard.failure.is_none(), "{event:?} after the end");
+        assert!(answer.end.is_none() && answer.failure.is_none(), "{event:?} after the end");
         match event {
-            Event::Prompt(logprobs) => heard.prompt = logprobs,
-            Event::Embedding(vector) => heard.embedding = vector,
+            Event::Prompt(logprobs) => answer.prompt = logprobs,
+            Event::Embedding(vector) => answer.embedding = vector,
             Event::Token(token, logprobs) => {
-                heard.tokens.push(token);
-                heard.logprobs.extend(logprobs);
+                answer.tokens.push(token);
+                answer.logprobs.extend(logprobs);
             }
-            Event::Started { cached_tokens } => heard.cached = cached_tokens,
-            Event::Finished { reason } => heard.end = Some(reason),
-            Event::Failed(problem) => heard.failure = Some(problem),
+            Event::Started { cached_tokens } => answer.cached = cached_tokens,
+            Event::Finished { reason } => answer.end = Some(reason),
+            Event::Failed(problem) => answer.failure = Some(problem),
         }
     }
-    assert!(heard.end.is_some() || heard.failure.is_some(), "events ended without an end");
-    heard
+    assert!(answer.end.is_some() || answer.failure.is_some(), "events ended without an end");
+    answer
 }
 
-pub(super) fn ask(engine: &Engine, request: Request) -> Heard {
-    hear(engine.client().submit(request).expect("taken"))
+pub(super) fn ask(engine: &Engine, request: Request) -> Answer {
+    collect(engine.client().submit(request).expect("taken"))
 }
 
 pub(super) fn close(a: &[TokenLogprobs], b: &[TokenLogprobs]) {
@@ -109,7 +109,7 @@ fn long_greedy_and_seeded_texts_are_equal_on_every_mesh_and_equal_recomputation(
     let model = Arc::new(qwen3());
     let prompt = tokens(37, 3);
     let expected = recomputed(&model, &prompt, 40);
-    let mut first: Option<(Heard, Heard)> = None;
+    let mut first: Option<(Answer, Answer)> = None;
     for ring in RINGS {
         let engine = start(&model, ring, &small());
         let (one, other) = (ask(&engine, greedy(&prompt, 256)), ask(&engine, seeded_of(&prompt, 256)));
@@ -137,7 +137,8 @@ pub(super) fn seeded_of(prompt: &[u32], max_tokens: usize) -> Request {
     Request { sampling, ..greedy(prompt, max_tokens) }
 }
 
-/// The headline: whatever is in the cache, also in the middle of a page, and whatever else runs, the client hears the same.
+/// The most important property: a client gets the same events whatever is in the cache, also when a hit ends in the middle of a
+/// page, and whatever other requests run.
 #[test]
 fn a_hit_equals_a_cold_run_on_every_mesh_for_every_kind_of_layer_mixed_with_other_requests() {
     for (name, model) in models() {
@@ -161,7 +162,7 @@ fn a_hit_equals_a_cold_run_on_every_mesh_for_every_kind_of_layer_mixed_with_othe
                 assert_eq!(expected.cached, 0);
                 assert!(hit.cached >= shared.min(prompt.len() - 1), "{} of {shared} were found", hit.cached);
                 others.into_iter().for_each(|events| {
-                    hear(events);
+                    collect(events);
                 });
             }
             no_page_is_held(&warm);
@@ -208,10 +209,10 @@ fn what_a_request_hears_does_not_depend_on_its_batch_mates() {
     let prompts: Vec<Vec<u32>> = (0..10).map(|i| tokens(1 + 7 * i, i as u64)).collect();
     let options = EngineOptions { prefix_cache: false, ..small() };
     let alone = start(&model, 1, &options);
-    let expected: Vec<Heard> =
+    let expected: Vec<Answer> =
         prompts.iter().enumerate().map(|(i, prompt)| ask(&alone, sampled(i as u64, prompt))).collect();
-    for place in MESHES {
-        let engine = start_on(&model, place, &options);
+    for grid in MESHES {
+        let engine = start_on(&model, grid, &options);
         let client = engine.client();
         let all: Vec<Events> = prompts
             .iter()
@@ -219,9 +220,9 @@ fn what_a_request_hears_does_not_depend_on_its_batch_mates() {
             .map(|(i, prompt)| client.submit(sampled(i as u64, prompt)).expect("taken"))
             .collect();
         for (i, (events, expected)) in all.into_iter().zip(&expected).enumerate() {
-            let heard = hear(events);
-            assert_eq!(heard.tokens, expected.tokens, "{place:?}, request {i}");
-            close(&heard.logprobs, &expected.logprobs);
+            let answer = collect(events);
+            assert_eq!(answer.tokens, expected.tokens, "{grid:?}, request {i}");
+            close(&answer.logprobs, &expected.logprobs);
         }
     }
 }
@@ -237,7 +238,7 @@ fn requests_that_are_put_back_go_on_as_if_nothing_had_happened() {
         let client = engine.client();
         let all: Vec<Events> = prompts.iter().map(|prompt| client.submit(greedy(prompt, 40)).expect("taken")).collect();
         for (events, prompt) in all.into_iter().zip(&prompts) {
-            assert_eq!(hear(events).tokens, recomputed(&model, prompt, 40), "{ring} ranks");
+            assert_eq!(collect(events).tokens, recomputed(&model, prompt, 40), "{ring} ranks");
         }
         assert!(client.metrics().preemptions > 0, "the test needs a cache that is too small");
         no_page_is_held(&engine);
@@ -274,7 +275,7 @@ fn prompts_are_scored_and_embedded_on_every_mesh() {
         let of_mean: Vec<f32> = (0..width)
             .map(|i| hidden.iter().map(|row| f64::from(row[i])).sum::<f64>() as f32 / hidden.len() as f32)
             .collect();
-        assert!(apart(&mean.embedding, &of_mean) < 1e-5 && apart(&last.embedding, &hidden[40]) < 1e-5);
+        assert!(relative_l2(&mean.embedding, &of_mean) < 1e-5 && relative_l2(&last.embedding, &hidden[40]) < 1e-5);
         assert_eq!((mean.end, last.end), (Some(FinishReason::Length), Some(FinishReason::Length)));
         let one = ask(&engine, Request { prompt_logprobs: Some(0), ..greedy(&[5], 0) });
         assert_eq!(one.prompt, [None]);
@@ -322,16 +323,16 @@ fn two_hundred_clients_that_leave_when_they_like_lose_nothing_and_leave_nothing(
                 let (prompt, text) = &texts[number % texts.len()];
                 let mut events = client.submit(greedy(prompt, 12)).expect("taken");
                 let leaves = (number * 7919 % 23).min(13);
-                let mut heard = Vec::new();
-                while heard.len() < leaves {
+                let mut answer = Vec::new();
+                while answer.len() < leaves {
                     match events.blocking_recv() {
                         Some(Event::Started { .. }) => {}
-                        Some(Event::Token(token, _)) => heard.push(token),
+                        Some(Event::Token(token, _)) => answer.push(token),
                         Some(Event::Finished { .. }) => break,
                         other => panic!("client {number}: {other:?}"),
                     }
                 }
-                assert_eq!(heard, text[..leaves.min(12)], "client {number}");
+                assert_eq!(answer, text[..leaves.min(12)], "client {number}");
             });
         }
     });
@@ -357,7 +358,7 @@ fn too_many_requests_are_refused_and_a_drained_engine_finishes_what_it_has() {
     assert!(matches!(client.submit(greedy(&[1], 1)), Err(Refusal::Stopped(_))));
     assert!(client.check_health().is_err());
     for events in taken {
-        assert_eq!(hear(events).tokens.len(), 60);
+        assert_eq!(collect(events).tokens.len(), 60);
     }
 }
 
@@ -367,7 +368,7 @@ fn an_engine_that_is_stopped_fails_what_it_has() {
     let engine = start(&model, 2, &small());
     let events = engine.client().submit(greedy(&tokens(30, 1), 300)).expect("taken");
     engine.shutdown(false).expect("ended");
-    assert!(hear(events).failure.expect("a failure").contains("shut down"));
+    assert!(collect(events).failure.expect("a failure").contains("shut down"));
 }
 
 #[test]

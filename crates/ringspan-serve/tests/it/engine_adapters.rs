@@ -108,8 +108,8 @@ fn texts_of_an_adapter_are_restored_for_the_same_weights_only() {
         let engine = start(2);
         engine.client().load_adapter("stories", folders[own].path()).expect("loaded");
         assert_eq!(engine.client().restore_session(&file, "model").expect("restored").tokens, restored);
-        let heard = text(engine.client().submit(request(&prompt, Some("stories"))).expect("taken"));
-        assert_eq!(heard, recomputed(&models[own], &prompt, 10));
+        let answer = text(engine.client().submit(request(&prompt, Some("stories"))).expect("taken"));
+        assert_eq!(answer, recomputed(&models[own], &prompt, 10));
         let hits = engine.client().metrics().prefix_cache_hits;
         assert_eq!(hits > 0, restored > 0, "{hits} tokens were found");
         engine.shutdown(true).expect("ended");

@@ -1,4 +1,4 @@
-//! Ranks that fail: every request is answered or refused with the name of the rank, and nothing hangs.
+//! Tests of failing ranks: every request is answered or refused with the name of the rank, and nothing hangs.
 
 use candle_core::{Device, Tensor};
 use ringspan_serve::engine::request::{EngineClient, Event, Events, Refusal, Request, SamplingParams};
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 const VOCABULARY: usize = 11;
 
-/// What happens to one of the ranks in one of the steps.
+/// A failure that a test plants in one rank at one step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Accident {
     Nothing,

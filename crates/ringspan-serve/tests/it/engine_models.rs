@@ -50,9 +50,9 @@ fn quantized_weights_serve_alike_on_every_mesh() {
         let expected = ask(&start(&model, 1, &options), greedy(&prompt, 12));
         assert_eq!(expected.tokens, recomputed(&model, &prompt, 12), "{name}");
         for ring in [2, 3] {
-            let heard = ask(&start(&model, ring, &options), greedy(&prompt, 12));
-            assert_eq!(heard.tokens, expected.tokens, "{name}, {ring} ranks");
-            close(&heard.logprobs, &expected.logprobs);
+            let answer = ask(&start(&model, ring, &options), greedy(&prompt, 12));
+            assert_eq!(answer.tokens, expected.tokens, "{name}, {ring} ranks");
+            close(&answer.logprobs, &expected.logprobs);
         }
     }
 }
@@ -67,8 +67,8 @@ fn a_model_in_bf16_serves_what_it_does_in_f32_up_to_rounding() {
         let mesh = Mesh { devices: devices.clone(), ..mesh(ring, 1) };
         let engine = Engine::start(narrow.clone(), mesh, &small()).expect("an engine");
         for _ in 0..2 {
-            let heard = ask(&engine, greedy(&prompt, 1));
-            let (got, exact) = (heard.logprobs[0].top[0], expected.logprobs[0].top[0]);
+            let answer = ask(&engine, greedy(&prompt, 1));
+            let (got, exact) = (answer.logprobs[0].top[0], expected.logprobs[0].top[0]);
             assert!(got.0 == exact.0 && (got.1 - exact.1).abs() < 0.1, "{got:?} for {exact:?}, {ring} ranks");
         }
     }

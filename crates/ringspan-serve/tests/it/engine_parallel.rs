@@ -1,6 +1,6 @@
-//! The engine with tensor, expert and pipeline parallelism: what a request hears is what it hears of one rank.
+//! Tests of the engine with tensor, expert and pipeline parallelism: each request gets the events that one rank would send.
 
-use super::engine::{ask, close, greedy, hear, seeded_of, small};
+use super::engine::{ask, close, collect, greedy, seeded_of, small};
 use super::engine_adapters::adapted;
 use crate::support::*;
 use ringspan_models::{Decoder, ModelSource};
@@ -47,15 +47,16 @@ fn serves_as_one_rank(name: &str, model: &Arc<Model>, meshes: impl IntoIterator<
         let engine = start_on(model, mesh.clone(), &options);
         for round in 0..2 {
             let client = engine.client();
-            let [greedy, beside, seeded] = [greedy(&prompt, 20), greedy(&other, 9), seeded_of(&prompt, 20)]
+            let [greedy, concurrent, seeded] = [greedy(&prompt, 20), greedy(&other, 9), seeded_of(&prompt, 20)]
                 .map(|request| client.submit(request).expect("taken"));
-            let (greedy, seeded, read) = (hear(greedy), hear(seeded), ask(&engine, read(&other)));
-            hear(beside);
+            let (greedy, seeded, read) = (collect(greedy), collect(seeded), ask(&engine, read(&other)));
+            collect(concurrent);
             assert_eq!(greedy.tokens, expected.0.tokens, "{name}, {mesh}, round {round}");
             assert_eq!(seeded.tokens, expected.1.tokens, "{name}, {mesh}, round {round}");
             close(&greedy.logprobs, &expected.0.logprobs);
             close(&seeded.logprobs, &expected.1.logprobs);
-            let prompts = [&read, &expected.2].map(|heard| heard.prompt.iter().flatten().cloned().collect::<Vec<_>>());
+            let prompts =
+                [&read, &expected.2].map(|answer| answer.prompt.iter().flatten().cloned().collect::<Vec<_>>());
             assert_eq!(prompts[0].len(), other.len() - 1);
             close(&prompts[0], &prompts[1]);
             assert!(round == 0 || greedy.cached > 0, "{name}, {mesh}: nothing was found in the cache");
@@ -84,7 +85,7 @@ fn experts_that_ranks_share_serve_as_on_one_rank() {
     }
 }
 
-/// Stages beside context, tensor and expert parallelism; with tied and untied heads.
+/// Pipeline stages together with context, tensor and expert parallelism; with tied and untied heads.
 #[test]
 fn stages_that_share_the_layers_serve_as_one_rank() {
     let meshes = [(2, ONE), (2, (2, 1, 1, 1)), (2, (3, 1, 1, 1)), (2, (1, 2, 1, 1)), (2, (2, 1, 2, 1))];
@@ -101,9 +102,9 @@ fn long_texts_are_equal_with_tensor_parallelism() {
     let prompt = tokens(37, 3);
     let expected = ask(&start(&model, ONE, &small()), greedy(&prompt, 256));
     for sizes in [(1, 1, 2, 1), (2, 1, 2, 1), (1, 1, 4, 1)] {
-        let heard = ask(&start(&model, sizes, &small()), greedy(&prompt, 256));
-        assert_eq!((&heard.tokens, heard.end), (&expected.tokens, Some(FinishReason::Length)), "{sizes:?}");
-        close(&heard.logprobs, &expected.logprobs);
+        let answer = ask(&start(&model, sizes, &small()), greedy(&prompt, 256));
+        assert_eq!((&answer.tokens, answer.end), (&expected.tokens, Some(FinishReason::Length)), "{sizes:?}");
+        close(&answer.logprobs, &expected.logprobs);
     }
 }
 
@@ -161,8 +162,8 @@ fn the_cache_is_shared_by_tokens_and_heads() {
     let stages = start_on(&model, staged(2, ONE), &EngineOptions { kv_cache: bytes, ..small() }).client().limits();
     assert_eq!((stages.ranks, stages.pp, stages.pages_per_rank), (2, 2, 2 * pages[0]));
     let engine = start(&model, (2, 1, 2, 1), &small());
-    let heard = ask(&engine, greedy(&tokens(5, 1), 1));
-    assert_eq!(heard.tokens.len(), 1);
+    let answer = ask(&engine, greedy(&tokens(5, 1), 1));
+    assert_eq!(answer.tokens.len(), 1);
     engine.client().check_health().expect("healthy");
     // The first page of the prompt stays in the cache of the first two ranks, which have it for different heads.
     let cached: Vec<usize> = engine.client().metrics().ranks.iter().map(|rank| rank.pages_cached).collect();
@@ -186,7 +187,7 @@ fn meshes_that_do_not_fit_the_model_are_refused_with_the_numbers() {
     let many = refusal(qwen3_moe(), (8, 1, 1, 8));
     assert!(many.contains("ep 8 leaves ranks without one of the 6 experts"), "{many}");
     let few = refusal(qwen3(), (1, 4, 2, 1));
-    assert!(few.contains("ulysses 4 deals heads to 4 ranks, but tp 2 leaves 2 of the 4 query heads"), "{few}");
+    assert!(few.contains("ulysses 4 distributes heads over 4 ranks, but tp 2 leaves 2 of the 4 query heads"), "{few}");
     let layers = Engine::start(qwen3(), staged(3, ONE), &small()).expect_err("refused").to_string();
     assert_eq!(layers, "pp 3 leaves stages without one of the 2 layers");
     let zero = refusal(qwen3(), (1, 1, 0, 1));

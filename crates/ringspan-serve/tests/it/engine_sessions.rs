@@ -1,4 +1,4 @@
-//! What an engine has cached outlives it: another engine, on another mesh with other pages, continues from there.
+//! Tests of sessions: the saved cache of one engine is restored by another, on another mesh and with pages of another size.
 
 use super::engine::{ask, close, greedy, small, start};
 use super::engine_parallel::{of_sizes, start_on};
@@ -40,12 +40,12 @@ fn a_session_is_restored_on_another_mesh_with_other_pages() {
             assert!(restored.tokens >= all - 21 && restored.tokens <= all, "{restored:?} of {saved:?}");
             for text in &texts {
                 let longer = [text.as_slice(), &tokens(5, 7)].concat();
-                let (heard, expected) = (ask(&engine, greedy(&longer, 9)), ask(&cold, greedy(&longer, 9)));
+                let (answer, expected) = (ask(&engine, greedy(&longer, 9)), ask(&cold, greedy(&longer, 9)));
                 let what = format!("{name}, {ring} ranks, pages of {page}");
-                assert_eq!((heard.cached, &heard.tokens), (text.len() - 1, &expected.tokens), "{what}");
-                close(&heard.logprobs, &expected.logprobs);
+                assert_eq!((answer.cached, &answer.tokens), (text.len() - 1, &expected.tokens), "{what}");
+                close(&answer.logprobs, &expected.logprobs);
             }
-            // What was restored is saved again, with what came since.
+            // A second session contains the restored texts and the new ones.
             let again = engine.client().save_session(&file.with_extension("again"), name).expect("saved");
             assert!(again.tokens > saved.tokens);
             engine.shutdown(true).expect("ends");
@@ -97,9 +97,9 @@ fn a_session_is_restored_where_other_ranks_share_heads_and_layers() {
             let said = engine.client().restore_session(&other, name).expect_err("refused").to_string();
             assert!(said.contains("damaged"), "{what}: {said}");
             engine.client().restore_session(&file, name).expect("restored");
-            let heard = ask(&engine, greedy(&longer, 9));
-            assert_eq!((heard.cached, &heard.tokens), (text.len() - 1, &expected.tokens), "{what}");
-            close(&heard.logprobs, &expected.logprobs);
+            let answer = ask(&engine, greedy(&longer, 9));
+            assert_eq!((answer.cached, &answer.tokens), (text.len() - 1, &expected.tokens), "{what}");
+            close(&answer.logprobs, &expected.logprobs);
             engine.shutdown(true).expect("ends");
         }
     }
@@ -120,8 +120,12 @@ fn a_session_of_a_cache_in_blocks_gives_what_the_cache_gave() {
     for (ring, page) in [(1, 4), (3, 7)] {
         let engine = start(&model, ring, &options(page));
         engine.client().restore_session(&file, "blocks").expect("restored");
-        let heard = ask(&engine, greedy(&longer, 9));
-        assert_eq!((heard.cached, &heard.tokens), (text.len() - 1, &expected.tokens), "{ring} ranks, pages of {page}");
+        let answer = ask(&engine, greedy(&longer, 9));
+        assert_eq!(
+            (answer.cached, &answer.tokens),
+            (text.len() - 1, &expected.tokens),
+            "{ring} ranks, pages of {page}"
+        );
         engine.shutdown(true).expect("ends");
     }
     first.shutdown(true).expect("ends");
@@ -182,9 +186,9 @@ fn files_that_are_no_session_of_this_model_are_refused() {
     std::fs::write(&damaged, [&whole[..], &[0]].concat()).expect("a file");
     assert!(refusal(&fresh, &damaged, "model of 1 files").contains("damaged"));
 
-    let heard = ask(&fresh, greedy(&prompt, 12));
-    assert_eq!(heard.tokens, expected.tokens);
-    close(&heard.logprobs, &expected.logprobs);
+    let answer = ask(&fresh, greedy(&prompt, 12));
+    assert_eq!(answer.tokens, expected.tokens);
+    close(&answer.logprobs, &expected.logprobs);
 
     let unwritable =
         engine.client().save_session(&folder.path().join("no/such/folder"), "model").expect_err("no folder");
@@ -227,10 +231,10 @@ fn a_session_has_rows_of_window_layers_where_the_cache_has_them() {
         let mut cached = 0;
         for text in texts.iter().rev() {
             let longer = [text.as_slice(), &tokens(5, 7)].concat();
-            let (heard, expected) = (ask(&engine, greedy(&longer, 9)), ask(&cold, greedy(&longer, 9)));
-            assert_eq!(heard.tokens, expected.tokens, "{ring} ranks");
-            close(&heard.logprobs, &expected.logprobs);
-            cached += heard.cached;
+            let (answer, expected) = (ask(&engine, greedy(&longer, 9)), ask(&cold, greedy(&longer, 9)));
+            assert_eq!(answer.tokens, expected.tokens, "{ring} ranks");
+            close(&answer.logprobs, &expected.logprobs);
+            cached += answer.cached;
         }
         assert!(cached > 0, "{ring} ranks");
         engine.shutdown(true).expect("ends");

@@ -1,4 +1,4 @@
-//! Texts are those without speculation, token for token, however tokens are drawn.
+//! Tests of speculative decoding: texts equal those without it, token for token, however tokens are sampled.
 
 use super::engine::{ask, close, greedy, small, start};
 use crate::support::*;
@@ -64,15 +64,15 @@ fn texts_are_the_same_with_speculation_on_every_mesh() {
             let engine = start(&model, ring, &options);
             // All at once, and then again from the prefix cache.
             for _ in 0..2 {
-                let heard: Vec<_> = std::thread::scope(|scope| {
+                let answer: Vec<_> = std::thread::scope(|scope| {
                     let ask = |request| scope.spawn(|| ask(&engine, request));
                     let asked: Vec<_> = requests().into_iter().map(ask).collect();
-                    asked.into_iter().map(|heard| heard.join().expect("heard")).collect()
+                    asked.into_iter().map(|answer| answer.join().expect("answer")).collect()
                 });
-                for (number, (heard, expected)) in heard.iter().zip(&expected).enumerate() {
+                for (number, (answer, expected)) in answer.iter().zip(&expected).enumerate() {
                     let what = format!("{name}, {ring} ranks, {num_speculative_tokens} drafts, request {number}");
-                    assert_eq!((&heard.tokens, heard.end), (&expected.tokens, expected.end), "{what}");
-                    close(&heard.logprobs, &expected.logprobs);
+                    assert_eq!((&answer.tokens, answer.end), (&expected.tokens, expected.end), "{what}");
+                    close(&answer.logprobs, &expected.logprobs);
                 }
             }
             let metrics = engine.client().metrics();

@@ -1,6 +1,6 @@
-//! Layers that see a window keep their window in the cache, and what is generated does not depend on how much of it is left.
+//! Tests of sliding-window layers: the cache holds their window only, and texts do not depend on how much of it was evicted.
 
-use super::engine::{ask, close, greedy, hear, small, start};
+use super::engine::{ask, close, collect, greedy, small, start};
 use crate::support::*;
 use ringspan_serve::engine::request::{EngineClient, Event};
 use ringspan_serve::engine::{Engine, EngineOptions, KvCache};
@@ -69,7 +69,7 @@ fn a_hit_equals_a_cold_run_where_pages_of_windows_are_scarce() {
                 assert_eq!(hit.tokens, expected.tokens, "{name}, {ring} ranks, {shared} of {} tokens", prompt.len());
                 close(&hit.logprobs, &expected.logprobs);
                 cached.push(hit.cached);
-                hear(other);
+                collect(other);
             }
             assert!(cached.iter().any(|cached| *cached > 0), "{name}, {ring} ranks: {cached:?}");
             cold.shutdown(true).expect("ended");

@@ -1,4 +1,4 @@
-//! Generation gives the same tokens on every mesh, and the same as computing the whole text anew for each token.
+//! Tests of generation: the tokens are the same on every mesh, and the same as those of a full forward pass for each token.
 
 use crate::support::*;
 use ringspan_serve::{BLOCK, Error, Options, Sampling, Stop, generate, owner};
@@ -11,9 +11,9 @@ fn greedy_tokens_are_the_same_on_every_mesh_and_equal_recomputation() {
         let prompt = tokens(prompt, 3);
         let expected = recomputed(&model, &prompt, 12);
         // A model that repeats one token would hide a wrong position.
-        for place in MESHES {
-            for (rank, generation) in run(&model, place, &prompt, &options(12)).into_iter().enumerate() {
-                assert_eq!(generation.tokens, expected, "{place:?}, rank {rank}, prompt of {}", prompt.len());
+        for grid in MESHES {
+            for (rank, generation) in run(&model, grid, &prompt, &options(12)).into_iter().enumerate() {
+                assert_eq!(generation.tokens, expected, "{grid:?}, rank {rank}, prompt of {}", prompt.len());
                 assert_eq!(generation.stop, Stop::Length);
             }
         }
@@ -29,8 +29,8 @@ fn decoding_crosses_the_borders_of_blocks_and_ranks() {
     assert!([2, 3, 4].iter().all(|ranks| owners(*ranks).windows(2).filter(|w| w[0] != w[1]).count() == 2));
     let expected = recomputed(&model, &prompt, new);
     assert!(expected.iter().collect::<std::collections::BTreeSet<_>>().len() > 4, "{expected:?}");
-    for place in [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2)] {
-        assert_eq!(run(&model, place, &prompt, &options(new))[0].tokens, expected, "{place:?}");
+    for grid in [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2)] {
+        assert_eq!(run(&model, grid, &prompt, &options(new))[0].tokens, expected, "{grid:?}");
     }
 }
 
@@ -39,8 +39,8 @@ fn sliding_windows_are_kept_while_decoding() {
     let model = mistral(7);
     let prompt = tokens(23, 4);
     let expected = recomputed(&model, &prompt, 20);
-    for place in [(1, 1), (3, 1), (2, 2)] {
-        assert_eq!(run(&model, place, &prompt, &options(20))[0].tokens, expected, "{place:?}");
+    for grid in [(1, 1), (3, 1), (2, 2)] {
+        assert_eq!(run(&model, grid, &prompt, &options(20))[0].tokens, expected, "{grid:?}");
     }
     let wide = recomputed(&mistral(4000), &prompt, 20);
     assert_ne!(expected, wide, "the window must matter for this test to mean something");
@@ -53,8 +53,8 @@ fn every_kind_of_layer_decodes_as_it_reads() {
         let prompt = tokens(23, 5);
         let expected = recomputed(&model, &prompt, 14);
         assert!(expected.iter().collect::<std::collections::BTreeSet<_>>().len() > 3, "{name}: {expected:?}");
-        for place in [(1, 1), (3, 1), (2, 2)] {
-            assert_eq!(run(&model, place, &prompt, &options(14))[0].tokens, expected, "{name}, {place:?}");
+        for grid in [(1, 1), (3, 1), (2, 2)] {
+            assert_eq!(run(&model, grid, &prompt, &options(14))[0].tokens, expected, "{name}, {grid:?}");
         }
     }
 }
@@ -87,8 +87,8 @@ fn every_family_decodes_as_it_reads() {
             several.then_some((prompt, expected))
         };
         let (prompt, expected) = (5..40).find_map(of_prompt).expect("a prompt that several tokens follow");
-        for place in [(1, 1), (3, 1), (2, 2)] {
-            assert_eq!(run(&model, place, &prompt, &options(14))[0].tokens, expected, "{name}, {place:?}");
+        for grid in [(1, 1), (3, 1), (2, 2)] {
+            assert_eq!(run(&model, grid, &prompt, &options(14))[0].tokens, expected, "{name}, {grid:?}");
         }
     }
 }
@@ -99,8 +99,8 @@ fn a_base_that_depends_on_the_length_is_that_of_the_whole_text() {
     let prompt = tokens(23, 4);
     let model = dynamic(26);
     let expected = recomputed(&model, &prompt, 20);
-    for place in [(1, 1), (3, 1), (2, 2)] {
-        assert_eq!(run(&model, place, &prompt, &options(20))[0].tokens, expected, "{place:?}");
+    for grid in [(1, 1), (3, 1), (2, 2)] {
+        assert_eq!(run(&model, grid, &prompt, &options(20))[0].tokens, expected, "{grid:?}");
     }
     assert_ne!(
         expected,
@@ -133,8 +133,8 @@ fn sampled_tokens_are_the_same_on_every_mesh() {
     let sampling = Sampling { temperature: 1.3, top_k: Some(40), top_p: Some(0.95), seed: 11 };
     let options = Options { sampling, ..options(40) };
     let expected = run(&model, (1, 1), &prompt, &options)[0].tokens.clone();
-    for place in MESHES {
-        assert_eq!(run(&model, place, &prompt, &options)[0].tokens, expected, "{place:?}");
+    for grid in MESHES {
+        assert_eq!(run(&model, grid, &prompt, &options)[0].tokens, expected, "{grid:?}");
     }
     let other = Options { sampling: Sampling { seed: 12, ..sampling }, ..options };
     assert_ne!(run(&model, (1, 1), &prompt, &other)[0].tokens, expected);
@@ -148,8 +148,8 @@ fn a_stop_token_ends_the_text_on_every_rank_and_is_no_part_of_it() {
     let stop = all[7];
     let first = all.iter().position(|token| *token == stop).expect("it is there");
     let options = Options { stop_tokens: vec![stop], ..options(16) };
-    for place in [(1, 1), (3, 1), (2, 2)] {
-        for part in run(&model, place, &prompt, &options) {
+    for grid in [(1, 1), (3, 1), (2, 2)] {
+        for part in run(&model, grid, &prompt, &options) {
             assert_eq!((part.tokens.as_slice(), part.stop), (&all[..first], Stop::Token));
         }
     }
@@ -161,13 +161,13 @@ fn the_caller_hears_each_token_once_and_may_stop() {
     let prompt = tokens(9, 2);
     let all = recomputed(&model, &prompt, 5);
     for (ring, ulysses) in [(1, 1), (2, 2)] {
-        let mut heard = Vec::new();
+        let mut answer = Vec::new();
         let parts = generate(&model, &mesh(ring, ulysses), &prompt, &options(5), |token| {
-            heard.push(token);
-            Ok(if heard.len() == 3 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
+            answer.push(token);
+            Ok(if answer.len() == 3 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
         });
         assert!(parts.expect("generation").iter().all(|part| part.tokens == all[..3] && part.stop == Stop::Caller));
-        assert_eq!(heard, all[..3]);
+        assert_eq!(answer, all[..3]);
     }
 }
 

@@ -1,6 +1,6 @@
 //! Caches in other types than the model's: what is generated from them, and what does not fit into them.
 
-use super::engine::{Heard, ask, close, greedy, small, start};
+use super::engine::{Answer, ask, close, greedy, small, start};
 use crate::support::*;
 use ringspan_serve::Model;
 use ringspan_serve::engine::{Engine, EngineOptions, KvCache};
@@ -8,7 +8,7 @@ use ringspan_serve::paged::{KvDtype, PagedCache};
 use std::sync::Arc;
 
 /// The text and log-probabilities of prompts on a mesh: each is asked for twice, and found in the cache the second time.
-fn heard(model: &Arc<Model>, ring: usize, kv_dtype: Option<KvDtype>) -> Vec<Heard> {
+fn answer(model: &Arc<Model>, ring: usize, kv_dtype: Option<KvDtype>) -> Vec<Answer> {
     let engine = start(model, ring, &EngineOptions { kv_dtype, ..small() });
     let ask_for = |seed: u64| {
         let request = || greedy(&tokens(20 + 35 * seed as usize, seed), 24);
@@ -23,7 +23,7 @@ fn heard(model: &Arc<Model>, ring: usize, kv_dtype: Option<KvDtype>) -> Vec<Hear
 }
 
 /// The largest difference of log-probabilities as long as the tokens are the same.
-fn apart(a: &[Heard], b: &[Heard]) -> f32 {
+fn difference(a: &[Answer], b: &[Answer]) -> f32 {
     let all =
         a.iter().zip(b).flat_map(|(a, b)| a.logprobs.iter().zip(&b.logprobs).take_while(|(a, b)| a.token == b.token));
     all.map(|(a, b)| (a.logprob - b.logprob).abs()).fold(0.0, f32::max)
@@ -32,18 +32,18 @@ fn apart(a: &[Heard], b: &[Heard]) -> f32 {
 #[test]
 fn texts_from_a_narrower_cache_are_equal_on_every_mesh() {
     let model = Arc::new(wide_heads());
-    let exact = heard(&model, 1, None);
+    let exact = answer(&model, 1, None);
     for (kv_dtype, bound) in [(KvDtype::F32, 1e-4), (KvDtype::Bf16, 0.05), (KvDtype::Q8_0, 0.05)] {
-        let one = heard(&model, 1, Some(kv_dtype));
-        let rounded = apart(&one, &exact);
+        let one = answer(&model, 1, Some(kv_dtype));
+        let rounded = difference(&one, &exact);
         assert!(rounded <= bound, "{kv_dtype:?}: log-probabilities are {rounded} apart from those of f32");
         assert!(kv_dtype == KvDtype::F32 || rounded > 1e-6, "{kv_dtype:?} rounds nothing");
         for ring in [2, 3, 4] {
-            let several = heard(&model, ring, Some(kv_dtype));
+            let several = answer(&model, ring, Some(kv_dtype));
             for (one, several) in one.iter().zip(&several) {
                 assert_eq!(one.tokens, several.tokens, "ring {ring}, {kv_dtype:?}");
             }
-            let between = apart(&one, &several);
+            let between = difference(&one, &several);
             assert!(between <= 0.1 * bound.max(1e-3), "ring {ring}, {kv_dtype:?}: {between} apart from one rank");
         }
     }

@@ -102,7 +102,7 @@ fn script(texts: &mut [Text], ranks: usize, page: usize, random: &mut Random) ->
 }
 
 /// Executes steps on a mesh; returns the outputs of rank 0 and the bytes that each rank sent, for each step.
-fn executed(model: &Model, place: (usize, usize), pages: (usize, usize), steps: &[Step]) -> Vec<(Vec<f32>, Vec<u64>)> {
+fn executed(model: &Model, grid: (usize, usize), pages: (usize, usize), steps: &[Step]) -> Vec<(Vec<f32>, Vec<u64>)> {
     let work = |group: Arc<Group>| -> Result<Vec<(Option<Vec<f32>>, u64)>> {
         let mut cache = PagedCache::new(model, pages.0, pages.1)?.with_max_length(LENGTH);
         let groups = Groups::from(group.clone());
@@ -114,7 +114,7 @@ fn executed(model: &Model, place: (usize, usize), pages: (usize, usize), steps: 
         };
         steps.iter().map(each).collect()
     };
-    let ranks = mesh(place.0, place.1).run(work).expect("steps");
+    let ranks = mesh(grid.0, grid.1).run(work).expect("steps");
     let each = |step: usize| {
         let sent = ranks.iter().map(|rank| rank[step].1).collect();
         (ranks[0][step].0.clone().unwrap_or_default(), sent)
@@ -142,16 +142,16 @@ fn check(name: &str, model: &Model, bound: f64, seed: u64) {
     let lengths = [150, 1, 37, 64, 2];
     let texts: Vec<Text> = lengths.iter().zip(seed..).map(|(len, seed)| Text::new(*len, seed)).collect();
     let wanted: Vec<Vec<Vec<f32>>> = texts.iter().map(|text| plain(model, &text.tokens)).collect();
-    for (case, (place, page)) in
+    for (case, (grid, page)) in
         [((1, 1), 16), ((2, 1), 4), ((3, 1), 1), ((4, 1), 16), ((2, 1), 16), ((2, 2), 4)].into_iter().enumerate()
     {
-        let (mut texts, ranks) = (texts.clone(), place.0 * place.1);
+        let (mut texts, ranks) = (texts.clone(), grid.0 * grid.1);
         let (steps, outputs) = script(&mut texts, ranks, page, &mut Random(seed + case as u64));
         let pages = texts.len() * (LENGTH / page / ranks + 2);
-        for (number, ((got, _), of)) in executed(model, place, (pages, page), &steps).iter().zip(&outputs).enumerate() {
+        for (number, ((got, _), of)) in executed(model, grid, (pages, page), &steps).iter().zip(&outputs).enumerate() {
             let wanted: Vec<f32> = of.iter().flat_map(|&(text, position)| wanted[text][position].clone()).collect();
-            let apart = apart(got, &wanted);
-            assert!(apart <= bound, "{name}, {place:?}, pages of {page}, step {number}: {apart:.1e} apart");
+            let apart = relative_l2(got, &wanted);
+            assert!(apart <= bound, "{name}, {grid:?}, pages of {page}, step {number}: {apart:.1e} apart");
         }
     }
 }
@@ -212,7 +212,7 @@ fn outputs_do_not_depend_on_batch_mates() {
             let alone = executed(&model, (ranks, 1), (200, 4), &steps(false, &mut pages));
             let mixed = executed(&model, (ranks, 1), (200, 4), &steps(true, &mut pages));
             for (step, (alone, mixed)) in alone.iter().zip(&mixed).enumerate() {
-                let apart = apart(&mixed.0, &alone.0);
+                let apart = relative_l2(&mixed.0, &alone.0);
                 assert!(apart <= bound, "{name}, {ranks} ranks, step {step}: {apart:.1e} apart");
             }
         }
@@ -265,7 +265,7 @@ fn copied_and_shared_pages_continue_a_common_beginning() {
         let got = executed(&model, (ranks, 1), (60, 4), &[read, Step { copies: vec![copy], sequences: both }]);
         let wanted: Vec<f32> =
             [&second, &first].iter().flat_map(|text| plain(&model, &text.tokens).pop().expect("tokens")).collect();
-        let apart = apart(&got[1].0, &wanted);
+        let apart = relative_l2(&got[1].0, &wanted);
         assert!(apart <= 1e-5, "{ranks} ranks: {apart:.1e} apart");
     }
 }
@@ -359,7 +359,7 @@ proptest! {
         let pages = texts.len() * (LENGTH / page / ranks + 2);
         for ((got, _), of) in executed(&model, (ranks, 1), (pages, page), &steps).iter().zip(&outputs) {
             let wanted: Vec<f32> = of.iter().flat_map(|&(text, position)| wanted[text][position].clone()).collect();
-            prop_assert!(apart(got, &wanted) <= 1e-5);
+            prop_assert!(relative_l2(got, &wanted) <= 1e-5);
         }
     }
 }

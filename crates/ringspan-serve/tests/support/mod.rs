@@ -142,7 +142,7 @@ pub fn recomputed(model: &Model, prompt: &[u32], n: usize) -> Vec<u32> {
 }
 
 /// ‖a - b‖ / ‖b‖
-pub fn apart(a: &[f32], b: &[f32]) -> f64 {
+pub fn relative_l2(a: &[f32], b: &[f32]) -> f64 {
     assert_eq!(a.len(), b.len());
     let difference: f64 = a.iter().zip(b).map(|(a, b)| f64::from(a - b).powi(2)).sum();
     let size: f64 = b.iter().map(|b| f64::from(*b).powi(2)).sum();

@@ -1,8 +1,8 @@
 //! Communicators: the behaviour that every transport must have, and wrappers that change one aspect of it.
 
-mod apart;
+mod as_processes;
 pub mod contract;
 pub mod conversation;
-mod hands_on;
+mod delegate;
 
-pub use apart::apart;
+pub use as_processes::as_processes;

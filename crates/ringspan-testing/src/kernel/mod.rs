@@ -24,7 +24,7 @@ pub struct Problem {
     pub kv_heads: usize,
     pub dim: usize,
     pub v_dim: usize,
-    /// Key rows of each block, and its tiles in rows of the block; their places are filled in later.
+    /// Key rows of each block, and its tiles in rows of the block; their positions are filled in later.
     pub blocks: Vec<(Range<usize>, Vec<Tile>)>,
     pub score: Score,
     /// Number of heads of the bias: H, 1, or 0 for none.
@@ -46,7 +46,7 @@ pub enum Storage {
 }
 
 /// Elements in their storage type.
-pub enum Stored<'a> {
+pub enum StoredElements<'a> {
     F32(&'a [f32]),
     Bf16(Vec<bf16>),
     F16(Vec<f16>),
@@ -54,22 +54,22 @@ pub enum Stored<'a> {
 
 impl Storage {
     /// The values in this type.
-    pub fn store(self, values: &[f32]) -> Stored<'_> {
+    pub fn store(self, values: &[f32]) -> StoredElements<'_> {
         match self {
-            Storage::F32 => Stored::F32(values),
-            Storage::Bf16 => Stored::Bf16(values.iter().map(|x| bf16::from_f32(*x)).collect()),
-            Storage::F16 => Stored::F16(values.iter().map(|x| f16::from_f32(*x)).collect()),
+            Storage::F32 => StoredElements::F32(values),
+            Storage::Bf16 => StoredElements::Bf16(values.iter().map(|x| bf16::from_f32(*x)).collect()),
+            Storage::F16 => StoredElements::F16(values.iter().map(|x| f16::from_f32(*x)).collect()),
         }
     }
 }
 
-impl Stored<'_> {
+impl StoredElements<'_> {
     /// The elements.
     pub fn data(&self) -> Data<'_> {
         match self {
-            Stored::F32(values) => Data::F32(values),
-            Stored::Bf16(values) => Data::Bf16(values),
-            Stored::F16(values) => Data::F16(values),
+            StoredElements::F32(values) => Data::F32(values),
+            StoredElements::Bf16(values) => Data::Bf16(values),
+            StoredElements::F16(values) => Data::F16(values),
         }
     }
 }

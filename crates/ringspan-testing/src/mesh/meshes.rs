@@ -1,6 +1,6 @@
 //! Every mesh gives the answer of the f64 reference: out, LSE, dQ, dK, dV.
 
-use super::{On, Problem};
+use super::{MeshSetup, Problem};
 use crate::Kernels;
 use ringspan::{Documents, LayoutKind, Mask, StrategyKind};
 
@@ -30,7 +30,7 @@ fn on_all_meshes(kernels: &dyn Kernels, problem: &Problem, turn: usize) {
     for (index, mesh) in meshes(problem.heads).into_iter().enumerate() {
         let kind = LAYOUTS[(index + turn) % LAYOUTS.len()];
         let strategy = StrategyKind::ALL[(index / 2 + turn) % StrategyKind::ALL.len()];
-        problem.check_by(kernels, &inputs, &wanted, On::new(kind, strategy, mesh));
+        problem.check_by(kernels, &inputs, &wanted, MeshSetup::new(kind, strategy, mesh));
     }
 }
 
@@ -48,7 +48,7 @@ pub fn lengths_around_the_number_of_ranks(kernels: &dyn Kernels) {
                             kernels,
                             &inputs,
                             &wanted,
-                            On::new(kind, strategy, (ranks / ulysses, ulysses)),
+                            MeshSetup::new(kind, strategy, (ranks / ulysses, ulysses)),
                         );
                     }
                 }
@@ -202,8 +202,9 @@ pub fn rows_that_see_nothing_are_zero_with_lse_minus_infinity(kernels: &dyn Kern
     }
     let problem = Problem::cross(1, 20, 6, 2, 1, 16, Mask::causal_bottom_right());
     let inputs = problem.inputs(5);
-    let got =
-        problem.on_mesh_of(kernels, &inputs, On::new(LayoutKind::Zigzag, StrategyKind::Ring, (3, 1))).expect("runs");
+    let got = problem
+        .on_mesh_of(kernels, &inputs, MeshSetup::new(LayoutKind::Zigzag, StrategyKind::Ring, (3, 1)))
+        .expect("runs");
     for row in 0..14 {
         assert!(got.out[row * 32..(row + 1) * 32].iter().all(|x| *x == 0.0));
         assert!(got.dq[row * 32..(row + 1) * 32].iter().all(|x| *x == 0.0));
@@ -219,7 +220,9 @@ pub fn the_same_mesh_gives_the_same_bits(kernels: &dyn Kernels) {
     let problem = Problem::new(1, 300, 4, 2, 32, Mask::causal());
     let inputs = problem.inputs(9);
     for strategy in StrategyKind::ALL {
-        let run = || problem.on_mesh_of(kernels, &inputs, On::new(LayoutKind::Zigzag, strategy, (2, 2))).expect("runs");
+        let run = || {
+            problem.on_mesh_of(kernels, &inputs, MeshSetup::new(LayoutKind::Zigzag, strategy, (2, 2))).expect("runs")
+        };
         let first = run();
         assert!((0..3).all(|_| run() == first));
     }
@@ -239,10 +242,10 @@ pub fn a_changed_token_is_seen_by_later_tokens_of_its_document_only(kernels: &dy
     changed.v[token * 32..(token + 1) * 32].fill(3.0);
     for mesh in meshes(4) {
         let before = problem
-            .on_mesh_of(kernels, &inputs, On::new(LayoutKind::Zigzag, StrategyKind::Ring, (mesh.0, mesh.1)))
+            .on_mesh_of(kernels, &inputs, MeshSetup::new(LayoutKind::Zigzag, StrategyKind::Ring, (mesh.0, mesh.1)))
             .expect("runs");
         let after = problem
-            .on_mesh_of(kernels, &changed, On::new(LayoutKind::Zigzag, StrategyKind::Ring, (mesh.0, mesh.1)))
+            .on_mesh_of(kernels, &changed, MeshSetup::new(LayoutKind::Zigzag, StrategyKind::Ring, (mesh.0, mesh.1)))
             .expect("runs");
         for row in 0..96 {
             let moved = before.out[row * 64..(row + 1) * 64] != after.out[row * 64..(row + 1) * 64];

@@ -2,9 +2,9 @@
 
 pub mod decode;
 pub mod meshes;
-mod on;
+mod setup;
 
-pub use on::{Call, Means, On};
+pub use setup::{MakeRank, MeshSetup, RankProgram};
 
 use crate::Kernels;
 use ringspan::attention::Wire;
@@ -256,18 +256,18 @@ impl Problem {
     }
 
     /// Asserts that a mesh of ranks with a thread each gives the reference's answer: relative L2 up to 1e-5, and the same -inf.
-    pub fn check(&self, inputs: &Inputs, wanted: &Answer, on: On) {
+    pub fn check(&self, inputs: &Inputs, wanted: &Answer, on: MeshSetup) {
         self.compare(self.on_mesh(inputs, on), wanted, on);
     }
 
     /// Like [`check`](Self::check), for these kernels, if this machine has the device.
-    pub fn check_by(&self, kernels: &dyn Kernels, inputs: &Inputs, wanted: &Answer, on: On) {
+    pub fn check_by(&self, kernels: &dyn Kernels, inputs: &Inputs, wanted: &Answer, on: MeshSetup) {
         if kernels.one().is_some() {
             self.compare(self.on_mesh_of(kernels, inputs, on), wanted, on);
         }
     }
 
-    fn compare(&self, got: Result<Answer, Error>, wanted: &Answer, on: On) {
+    fn compare(&self, got: Result<Answer, Error>, wanted: &Answer, on: MeshSetup) {
         let what = format!("{}, {on:?}", self.name);
         let got = got.unwrap_or_else(|error| panic!("{what}: {error}"));
         if let Some((name, error)) = wanted.difference(&got, 1e-5) {

@@ -3,15 +3,15 @@
 //! `cargo bench -p ringspan-train --bench step [-- S=4096 ranks=1 threads=2 steps=4 recompute=nothing activations=f32 isa=avx2]`. The
 //! model is a small Llama (hidden 512, 8 layers, 8 query and 4 key-value heads of 64, MLP 1536, vocabulary 32,000), or
 //! `model=DIR`. `json` prints one line for a program: the seconds of every step but the first. Seconds are those of the wall
-//! clock and, because machines are shared, those of the processor. Shares are of the processor's time: each part is timed by
+//! clock and, because machines are shared, those of the processor. Shares are of the processor's time: each component is timed by
 //! itself afterwards, forward and backward, on the shapes of one rank; the rest of the step is "other". The last column is the
-//! speed relative to a product of 2048 x 2048 x 2048, timed before and after each part; that of "all" is the whole step's. `isa=`
+//! speed relative to a product of 2048 x 2048 x 2048, timed before and after each component; that of "all" is the whole step's. `isa=`
 //! chooses an instruction set for attention and products, those of the large product and those of the `gemm` crate included, which
 //! this library then computes; norms and other operations without products use the widest vectors still.
 
 mod clock;
+mod components;
 mod memory;
-mod parts;
 
 use ringspan::kernel::Isa;
 use ringspan_models::{Config, Decoder, folder};
@@ -82,7 +82,7 @@ impl Case {
 }
 
 /// Records seconds, losses and memory of the steps, of which the first warms up.
-struct Watch {
+struct StepRecorder {
     began: Instant,
     processor: f64,
     seconds: Vec<f64>,
@@ -91,7 +91,7 @@ struct Watch {
     peak: usize,
 }
 
-impl Observer for Watch {
+impl Observer for StepRecorder {
     fn stepped(&mut self, metrics: &StepMetrics) {
         let processor = clock::processor_seconds().unwrap_or(f64::NAN);
         if metrics.step > 1 {
@@ -154,7 +154,7 @@ fn main() -> Result<()> {
         save_every: Some(0),
         ..Settings::default()
     };
-    let mut watch = Watch {
+    let mut recorder = StepRecorder {
         began: Instant::now(),
         processor: 0.0,
         seconds: Vec::new(),
@@ -163,35 +163,35 @@ fn main() -> Result<()> {
         peak: 0,
     };
     let config_of_run = TrainConfig { isa: case.isa, ..TrainConfig::resolve(settings)? };
-    train(&config_of_run, &AtomicBool::new(false), &mut watch)?;
+    train(&config_of_run, &AtomicBool::new(false), &mut recorder)?;
     let resident = memory::resident_peak();
     if case.json {
         let line = serde_json::json!({
-            "seconds": watch.seconds, "processor_seconds": watch.processor_seconds, "losses": watch.losses, "peak_bytes": watch.peak, "resident_bytes": resident,
+            "seconds": recorder.seconds, "processor_seconds": recorder.processor_seconds, "losses": recorder.losses, "peak_bytes": recorder.peak, "resident_bytes": resident,
         });
         println!("{line}");
         return Ok(());
     }
-    report(&case, &config, &mut watch, resident)
+    report(&case, &config, &mut recorder, resident)
 }
 
 fn parameters(config: &Config) -> Result<usize> {
     Ok(Decoder::new(config.clone())?.shapes().values().map(|shape| shape.iter().product::<usize>()).sum())
 }
 
-fn report(case: &Case, config: &Config, watch: &mut Watch, resident: Option<usize>) -> Result<()> {
-    watch.seconds.sort_by(f64::total_cmp);
-    watch.processor_seconds.sort_by(f64::total_cmp);
-    let middle = watch.seconds.len() / 2;
-    let (step, processor) = (watch.seconds[middle], watch.processor_seconds[middle]);
+fn report(case: &Case, config: &Config, recorder: &mut StepRecorder, resident: Option<usize>) -> Result<()> {
+    recorder.seconds.sort_by(f64::total_cmp);
+    recorder.processor_seconds.sort_by(f64::total_cmp);
+    let middle = recorder.seconds.len() / 2;
+    let (step, processor) = (recorder.seconds[middle], recorder.processor_seconds[middle]);
     let Case { length, ranks, threads, .. } = case;
     println!(
         "S={length} ranks={ranks} threads={threads}: {:.0} tokens/s, median of {} steps of {:.3} to {:.3} s; {:.0} tokens a \
          second of each core's time",
         *length as f64 / step,
-        watch.seconds.len(),
-        watch.seconds[0],
-        watch.seconds[watch.seconds.len() - 1],
+        recorder.seconds.len(),
+        recorder.seconds[0],
+        recorder.seconds[recorder.seconds.len() - 1],
         *length as f64 / processor,
     );
     let mib = |bytes: usize| bytes as f64 / (1 << 20) as f64;
@@ -199,26 +199,26 @@ fn report(case: &Case, config: &Config, watch: &mut Watch, resident: Option<usiz
     let state = parameters(config)? * 16;
     println!(
         "peak {:.0} MiB allocated{}; above weights, gradients and AdamW's state ({:.0} MiB): {:.2} KiB a token and layer",
-        mib(watch.peak),
+        mib(recorder.peak),
         resident.map_or(String::new(), |bytes| format!(", {:.0} MiB resident", mib(bytes))),
         mib(state),
-        watch.peak.saturating_sub(state) as f64 / 1024.0 / (length * config.num_hidden_layers) as f64,
+        recorder.peak.saturating_sub(state) as f64 / 1024.0 / (length * config.num_hidden_layers) as f64,
     );
-    println!("{:>12} {:>10} {:>6} {:>8} {:>9} {:>9}", "part", "seconds", "share", "GFLOP", "GFLOP/s", "of a GEMM");
-    let parts = parts::all(case, config)?;
+    println!("{:>12} {:>10} {:>6} {:>8} {:>9} {:>9}", "component", "seconds", "share", "GFLOP", "GFLOP/s", "of a GEMM");
+    let components = components::all(case, config)?;
     let [mut known, mut flops, mut peak] = [0.0; 3];
-    for part in &parts {
-        known += part.seconds;
-        flops += part.flops;
-        peak += part.peak_seconds;
-        line(part.name, part.seconds, processor, part.flops, part.peak_seconds);
+    for component in &components {
+        known += component.seconds;
+        flops += component.flops;
+        peak += component.peak_seconds;
+        line(component.name, component.seconds, processor, component.flops, component.peak_seconds);
     }
     line("other", processor - known, processor, 0.0, 0.0);
     line("all", processor, processor, flops, peak);
     Ok(())
 }
 
-/// Prints a line of the table; parts without products have no speed.
+/// Prints a line of the table; components without products have no speed.
 fn line(name: &str, seconds: f64, of: f64, flops: f64, peak_seconds: f64) {
     print!("{name:>12} {seconds:>8.3} s {:>4.1} %", 100.0 * seconds / of);
     if flops > 0.0 {

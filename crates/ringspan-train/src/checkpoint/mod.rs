@@ -1,11 +1,11 @@
-//! Checkpoints that are whole or not there at all. The protocol is in `README.md` beside this file.
+//! Checkpoints that are whole or not there at all. The protocol is in `README.md` next to this file.
 
 mod storage;
 mod tensors;
 
 pub use crate::{durable_file::write_file, watchdog::LossStatistics};
 pub use storage::{Disk, Sink, Storage};
-pub use tensors::{Columns, Numbers, Region, Slice, Tensors};
+pub use tensors::{Columns, Region, SharedValues, Slice, Tensors};
 
 use crate::{
     data::{PackerPosition, SourcePosition},

@@ -17,7 +17,7 @@ use std::{
 };
 
 /// Numbers that may be shared with other owners.
-pub type Numbers = Arc<dyn AsRef<[f32]> + Send + Sync>;
+pub type SharedValues = Arc<dyn AsRef<[f32]> + Send + Sync>;
 
 /// A slice of a tensor.
 #[derive(Clone)]
@@ -29,7 +29,7 @@ pub struct Slice {
     /// Index of the slice's first element among the elements of these columns, row by row.
     pub start: usize,
     /// The elements of the slice.
-    pub values: Numbers,
+    pub values: SharedValues,
 }
 
 /// Some columns of a matrix.
@@ -52,7 +52,7 @@ pub struct Region {
 
 impl Region {
     /// A range of a tensor's elements.
-    pub fn stretch(elements: Range<usize>) -> Self {
+    pub fn elements(elements: Range<usize>) -> Self {
         Self { columns: None, elements }
     }
 
@@ -185,12 +185,12 @@ pub(crate) fn write(storage: &dyn Storage, path: &Path, slices: &[Slice]) -> Res
 #[derive(Debug)]
 pub struct Tensors {
     files: Vec<(PathBuf, Mutex<File>)>,
-    slices: BTreeMap<String, Vec<Stored>>,
+    slices: BTreeMap<String, Vec<StoredSlice>>,
 }
 
 /// A slice in a file.
 #[derive(Debug)]
-struct Stored {
+struct StoredSlice {
     region: Region,
     file: usize,
     /// Offset of the slice in the file, in bytes.
@@ -224,7 +224,7 @@ impl Tensors {
             let Some(region) = starts.get(&name).and_then(|words| Region::parse(words, len)) else {
                 return Err(damaged(&format!("it does not say where its slice of `{name}` begins")));
             };
-            let stored = Stored { region, file: self.files.len(), at: data + *from as u64 };
+            let stored = StoredSlice { region, file: self.files.len(), at: data + *from as u64 };
             let tensor = name.split(NUMBER).next().unwrap_or_default().to_owned();
             self.slices.entry(tensor).or_default().push(stored);
         }

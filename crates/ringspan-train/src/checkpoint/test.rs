@@ -74,7 +74,7 @@ fn save(checkpoints: &Checkpoints, step: u64) -> Result<PathBuf> {
 
 fn contents(checkpoint: &Checkpoint) -> Vec<(String, Vec<f32>)> {
     let tensors = &checkpoint.tensors;
-    let read = |name: &str| tensors.read(name, &Region::stretch(0..tensors.len(name).unwrap())).unwrap();
+    let read = |name: &str| tensors.read(name, &Region::elements(0..tensors.len(name).unwrap())).unwrap();
     tensors.names().map(|name| (name.to_owned(), read(name))).collect()
 }
 
@@ -123,12 +123,12 @@ fn any_elements_are_read_whatever_files_they_lie_in() {
     let tensors = newest(&checkpoints).unwrap().tensors;
     for start in 0..=6 {
         for end in start..=6 {
-            assert_eq!(tensors.read("a.weight", &Region::stretch(start..end)).unwrap(), values(5, start..end));
+            assert_eq!(tensors.read("a.weight", &Region::elements(start..end)).unwrap(), values(5, start..end));
         }
     }
-    let message = tensors.read("a.weight", &Region::stretch(4..7)).unwrap_err().to_string();
+    let message = tensors.read("a.weight", &Region::elements(4..7)).unwrap_err().to_string();
     assert!(message.contains("element 6 of `a.weight`"), "{message}");
-    assert!(tensors.read("b.weight", &Region::stretch(0..1)).unwrap_err().to_string().contains("`b.weight`"));
+    assert!(tensors.read("b.weight", &Region::elements(0..1)).unwrap_err().to_string().contains("`b.weight`"));
 }
 
 #[test]

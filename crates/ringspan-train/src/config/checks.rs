@@ -5,7 +5,7 @@ use crate::{
     optimizer::{OptimizerConfig, OptimizerKind},
     settings::{RUN_FILE, Settings},
 };
-use ringspan_models::{Lora, Names, adapter};
+use ringspan_models::{LayerNames, Lora, adapter};
 use std::fmt::Display;
 use std::path::Path;
 
@@ -13,7 +13,7 @@ use std::path::Path;
 pub(super) fn lora(s: &Settings) -> Result<Option<Lora>> {
     let merged = s.merge_adapter == Some(true);
     let refuse = |problem: String| Err(Error::Settings(problem));
-    let Some(folder) = s.model.as_deref().filter(|model| adapter::is_here(model)) else {
+    let Some(folder) = s.model.as_deref().filter(|model| adapter::is_adapter_folder(model)) else {
         return match merged {
             true => refuse("--merge-adapter has no effect: --model names no adapter; leave it out".into()),
             false => new_lora(s),
@@ -31,7 +31,7 @@ pub(super) fn lora(s: &Settings) -> Result<Option<Lora>> {
     ];
     match given.into_iter().find(|(_, given)| *given) {
         Some((flag, _)) => refuse(format!(
-            "--{flag} contradicts --merge-adapter, which trains all of a model; for new adapters beside the merged model, train \
+            "--{flag} contradicts --merge-adapter, which trains all of a model; for new adapters on the merged model, train \
              this one with --steps 1 --lr 0 --lora-merge, and give the model that is saved then"
         )),
         None => Ok(None),
@@ -63,13 +63,13 @@ fn continued_lora(s: &Settings, folder: &Path) -> Result<Lora> {
         let mut given = targets(names);
         given.sort();
         let same = match lora.targets() {
-            Names::Ends(own) => {
+            LayerNames::Ends(own) => {
                 let mut own = own.clone();
                 own.sort();
                 own == given
             }
-            Names::AllLinear | Names::AllButRouters => given == ["all-linear"],
-            Names::Matching(_) => false,
+            LayerNames::AllLinear | LayerNames::AllButRouters => given == ["all-linear"],
+            LayerNames::Matching(_) => false,
         };
         if !same {
             return refuse_difference("lora-targets", names, &format!("others: {}", lora.targets()));
@@ -100,7 +100,7 @@ fn new_lora(s: &Settings) -> Result<Option<Lora>> {
         };
     };
     if s.model.is_none() {
-        return Err(Error::Settings("--lora-rank trains adapters beside a model: name one with --model".into()));
+        return Err(Error::Settings("--lora-rank trains adapters on a model: name one with --model".into()));
     }
     let alpha = s.lora_alpha.unwrap_or(2.0 * rank as f64);
     let lora = match &s.lora_targets {

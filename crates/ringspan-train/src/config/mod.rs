@@ -172,7 +172,7 @@ pub struct TrainConfig {
     pub sharding: Sharding,
     /// How queries meet keys.
     pub strategy: StrategyKind,
-    /// How tokens are dealt to ranks.
+    /// How tokens are distributed over ranks.
     pub layout: LayoutKind,
     /// Number of threads of a rank.
     pub threads: usize,

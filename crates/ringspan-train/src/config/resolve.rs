@@ -172,8 +172,8 @@ fn rope_scaling(s: &Settings, has_adapters: bool) -> Result<Option<RopeScaling>>
         text.parse().map_err(|error: ringspan_models::Error| Error::Settings(format!("--rope-scaling: {error}")))?;
     if has_adapters && s.lora_merge != Some(true) {
         return Err(Error::Settings(
-            "--rope-scaling beside an adapter needs --lora-merge: the folder of an adapter cannot say how its model is \
-             stretched, so whoever reads it would not stretch it"
+            "--rope-scaling with an adapter needs --lora-merge: the folder of an adapter cannot say how its model is \
+             scaled, so a program that reads it would not scale it"
                 .into(),
         ));
     }
@@ -279,7 +279,7 @@ impl StepSize {
         if packing == Packing::Balanced && batch_size.saturating_mul(grad_accumulation) == 1 {
             return no_effect(
                 "packing balanced",
-                "on one sequence a step: --batch-size 1 x --grad-accumulation 1 leaves nothing to deal",
+                "on one sequence a step: --batch-size 1 x --grad-accumulation 1 leaves nothing to distribute",
             );
         }
         Ok(Self { sequence_length, batch_size, grad_accumulation, packing })

@@ -1,7 +1,7 @@
-//! Deals the tokens of a step to its sequences so that attention costs each about the same.
+//! Assigns the documents of a step to its sequences so that attention costs each sequence about the same.
 //!
 //! A document of n tokens has n (n + 1) / 2 visible query-key pairs, so of two sequences of S tokens the one with a long document
-//! costs many times the one with short ones, and its ranks make the others wait. Documents are dealt whole, the longest first,
+//! costs many times the one with short ones, and its ranks make the others wait. Documents stay whole and are distributed, the longest first,
 //! each to the sequence with fewest pairs so far among those with room. Where none has room, the one with most room takes a part.
 //! In the end every sequence is full, and the tokens are those of packing in order.
 //!
@@ -27,7 +27,7 @@ impl Bin {
     }
 }
 
-/// Deals `spans`, none longer than `length` and together `length * count` tokens, to `count` sequences.
+/// Assigns `spans`, none longer than `length` and together `length * count` tokens, to `count` sequences.
 pub(super) fn balance_spans(spans: Vec<Span>, length: usize, count: usize) -> Vec<Vec<Span>> {
     let mut bins = vec![Bin::default(); count];
     // The longest is taken first; of equally long ones, the earlier.
@@ -47,7 +47,7 @@ pub(super) fn balance_spans(spans: Vec<Span>, length: usize, count: usize) -> Ve
     order_by_halves(bins)
 }
 
-/// Deals the whole spans of `sequences`, of at most `length` tokens each, anew, and cuts none. Where a span finds no room, the
+/// Assigns the whole spans of `sequences`, of at most `length` tokens each, anew, and cuts none. Where a span finds no room, the
 /// sequences keep their spans and only change their order.
 pub(super) fn balance_whole_spans(sequences: Vec<Vec<Span>>, length: usize) -> Vec<Vec<Span>> {
     let mut spans: Vec<(usize, Span)> = sequences.iter().flatten().copied().enumerate().collect();
@@ -196,7 +196,7 @@ mod tests {
             let (before_ratio, balanced) = (worst_ratio(&before, parts), worst_ratio(&after, parts));
             assert!(
                 balanced < before_ratio,
-                "S {length}, {count} sequences, {parts} parts: {before_ratio:.3} in order, {balanced:.3} dealt"
+                "S {length}, {count} sequences, {parts} parts: {before_ratio:.3} in order, {balanced:.3} balanced"
             );
             let span_count = |sequences: &[Vec<Span>]| sequences.iter().map(Vec::len).sum::<usize>();
             assert!(span_count(&after) <= span_count(&before) + count, "few documents are cut");

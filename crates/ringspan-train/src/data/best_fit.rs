@@ -1,4 +1,4 @@
-//! Packs whole documents into sequences, with the padding that best-fit packing leaves.
+//! Packs whole documents into sequences by best-fit decreasing, which leaves little padding.
 
 use std::collections::BTreeSet;
 

@@ -56,7 +56,7 @@ pub struct Corpus {
     pub learned_tokens: [u64; 2],
     /// The largest token id.
     pub largest_token: Option<u32>,
-    /// A hash of all words of both splits, in order: two corpora with one fingerprint train alike.
+    /// A hash of all masked tokens of both splits, in order: two corpora with one fingerprint train alike.
     pub fingerprint: u64,
     /// A hash of every byte of the files that the tokens were made of.
     pub contents_hash: u64,
@@ -73,7 +73,7 @@ pub struct SourceReader<'a> {
     pub exclude: &'a [PathBuf],
     /// Share of the documents that is held out, at least one document; 0 for none.
     pub held_out: f64,
-    /// Turns documents into words (tokens with their learned bit).
+    /// Turns documents into masked tokens (token ids with the loss mask in their highest bit).
     pub encoder: Encoder<'a>,
     /// The folder of the token cache.
     pub cache_folder: &'a Path,

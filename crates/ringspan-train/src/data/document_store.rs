@@ -3,30 +3,32 @@
 use memmap2::Mmap;
 use std::{ops::Range, sync::Arc};
 
-/// Documents as words, none of them empty. Clones share the words.
+/// Documents as masked tokens, none of them empty. Clones share the masked tokens.
 #[derive(Debug, Clone)]
 pub struct DocumentStore {
-    words: Arc<WordStorage>,
+    masked_tokens: Arc<TokenStorage>,
     tokens: usize,
 }
 
 #[derive(Debug)]
-enum WordStorage {
+enum TokenStorage {
     Owned {
-        words: Vec<u32>,
-        /// Indices of each document's first word, and of the one after its last.
+        masked_tokens: Vec<u32>,
+        /// Indices of each document's first masked token, and of the one after its last.
         ranges: Vec<[u64; 2]>,
     },
-    /// A mapped file, and its bytes in which the words and the documents' ranges lie.
-    Mapped { file: Arc<Mmap>, words: Range<usize>, ranges: Range<usize> },
+    /// A mapped file, and its bytes in which the masked tokens and the documents' ranges lie.
+    Mapped { file: Arc<Mmap>, masked_tokens: Range<usize>, ranges: Range<usize> },
 }
 
-impl WordStorage {
+impl TokenStorage {
     fn all(&self) -> &[u32] {
         match self {
-            Self::Owned { words, .. } => words,
-            // The cast does not fail: when the file was opened it was checked, and words begin at a multiple of 4 bytes.
-            Self::Mapped { file, words, .. } => bytemuck::try_cast_slice(&file[words.clone()]).unwrap_or_default(),
+            Self::Owned { masked_tokens, .. } => masked_tokens,
+            // The cast does not fail: when the file was opened it was checked, and masked tokens begin at a multiple of 4 bytes.
+            Self::Mapped { file, masked_tokens, .. } => {
+                bytemuck::try_cast_slice(&file[masked_tokens.clone()]).unwrap_or_default()
+            }
         }
     }
 
@@ -49,41 +51,41 @@ impl DocumentStore {
             Some([start, *end])
         };
         let ranges = documents.iter().filter(|document| !document.is_empty()).scan(0, range).collect();
-        let words = documents.concat();
-        Self { tokens: words.len(), words: Arc::new(WordStorage::Owned { words, ranges }) }
+        let masked_tokens = documents.concat();
+        Self { tokens: masked_tokens.len(), masked_tokens: Arc::new(TokenStorage::Owned { masked_tokens, ranges }) }
     }
 
-    /// The documents of a file that was checked: the bytes of its words, and the bytes of these documents' ranges. The documents
-    /// have `tokens` words together.
-    pub(super) fn mapped(file: Arc<Mmap>, words: Range<usize>, ranges: Range<usize>, tokens: usize) -> Self {
-        Self { words: Arc::new(WordStorage::Mapped { file, words, ranges }), tokens }
+    /// The documents of a file that was checked: the bytes of its masked tokens, and the bytes of these documents' ranges. The documents
+    /// have `tokens` masked tokens together.
+    pub(super) fn mapped(file: Arc<Mmap>, masked_tokens: Range<usize>, ranges: Range<usize>, tokens: usize) -> Self {
+        Self { masked_tokens: Arc::new(TokenStorage::Mapped { file, masked_tokens, ranges }), tokens }
     }
 
     /// Number of documents.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.words.ranges().len()
+        self.masked_tokens.ranges().len()
     }
 
     /// Whether there is no document.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.words.ranges().is_empty()
+        self.masked_tokens.ranges().is_empty()
     }
 
-    /// Number of words in a document. `index` is below [`len`](Self::len).
+    /// Number of masked tokens in a document. `index` is below [`len`](Self::len).
     #[must_use]
     pub fn document_len(&self, index: usize) -> usize {
-        let [start, end] = self.words.ranges()[index];
+        let [start, end] = self.masked_tokens.ranges()[index];
         (end - start) as usize
     }
 
-    /// The words of a document: tokens, with the highest bit set where the token is given, not learned. `index` is below
+    /// The masked tokens of a document: tokens, with the highest bit set where the token is given, not learned. `index` is below
     /// [`len`](Self::len).
     #[must_use]
     pub fn document(&self, index: usize) -> &[u32] {
-        let [start, end] = self.words.ranges()[index];
-        &self.words.all()[start as usize..end as usize]
+        let [start, end] = self.masked_tokens.ranges()[index];
+        &self.masked_tokens.all()[start as usize..end as usize]
     }
 
     /// All documents, in order.

@@ -1,4 +1,4 @@
-//! Turns documents into words: tokens, each with a bit that says whether it is learned.
+//! Turns documents into masked tokens: token ids with the loss mask in their highest bit, which is set if a token is no target.
 
 use super::{Content, Template, chat_formats};
 use crate::{
@@ -12,10 +12,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Bit that is set in a word whose token is given, not learned: it is no target.
+/// Bit that is set in a masked token whose token is given, not learned: it is no target.
 pub const NOT_LEARNED: u32 = 1 << 31;
 
-/// Turns documents into words.
+/// Turns documents into masked tokens.
 #[derive(Debug, Clone, Copy)]
 pub struct Encoder<'a> {
     tokenizer: &'a Tokenizer,
@@ -44,7 +44,7 @@ impl<'a> Encoder<'a> {
         self.tokenizer
     }
 
-    /// The words of a document: token ids, with [`NOT_LEARNED`] set where the token is not learned. `source` and `name` locate the
+    /// The masked tokens of a document: token ids, with [`NOT_LEARNED`] set where the token is not learned. `source` and `name` locate the
     /// document in error messages.
     ///
     /// Text, and a prompt with its completion, begin with the special tokens that the tokenizer puts before a text, which are
@@ -59,17 +59,17 @@ impl<'a> Encoder<'a> {
         let not_learned = |token: u32| token | NOT_LEARNED;
         match content {
             Content::Text(text) => {
-                let mut words = self.prefix_words();
-                words.extend(self.tokenizer.encode(text)?);
-                words.extend(self.tokenizer.suffix_tokens());
-                Ok(words)
+                let mut masked_tokens = self.masked_prefix();
+                masked_tokens.extend(self.tokenizer.encode(text)?);
+                masked_tokens.extend(self.tokenizer.suffix_tokens());
+                Ok(masked_tokens)
             }
             Content::Completion { prompt, completion } => {
-                let mut words = self.prefix_words();
-                words.extend(self.tokenizer.encode(prompt)?.into_iter().map(not_learned));
-                words.extend(self.tokenizer.encode(completion)?);
-                words.extend(self.tokenizer.suffix_tokens());
-                Ok(words)
+                let mut masked_tokens = self.masked_prefix();
+                masked_tokens.extend(self.tokenizer.encode(prompt)?.into_iter().map(not_learned));
+                masked_tokens.extend(self.tokenizer.encode(completion)?);
+                masked_tokens.extend(self.tokenizer.suffix_tokens());
+                Ok(masked_tokens)
             }
             Content::Chat { messages, tools } => {
                 let wrong = |problem: String| Error::Data { path: document_path(source, name), problem };
@@ -95,12 +95,12 @@ impl<'a> Encoder<'a> {
         }
     }
 
-    /// The words that a text begins with: the tokenizer's special tokens, given.
-    pub(super) fn prefix_words(&self) -> Vec<u32> {
+    /// The masked tokens that a text begins with: the tokenizer's special tokens, given.
+    pub(super) fn masked_prefix(&self) -> Vec<u32> {
         self.tokenizer.prefix_tokens().iter().map(|token| token | NOT_LEARNED).collect()
     }
 
-    /// A fingerprint of everything that decides how documents become words.
+    /// A fingerprint of everything that decides how documents become masked tokens.
     pub(crate) fn fingerprint(&self) -> Result<u64> {
         let template = self.template.map_or_else(|| self.template_error.to_owned(), Template::identity);
         let json = self.tokenizer.to_json()?;
@@ -129,10 +129,10 @@ mod tests {
         Tokenizer::byte_level(Path::new("byte-level")).expect("a tokenizer")
     }
 
-    fn split_by_learned(words: &[u32]) -> (String, String) {
+    fn split_by_learned(masked_tokens: &[u32]) -> (String, String) {
         let text = |keep: fn(u32) -> bool| {
             let byte = |&w: &u32| if w & !NOT_LEARNED == 256 { '$' } else { char::from((w & 0xff) as u8) };
-            words.iter().filter(|&&w| keep(w)).map(byte).collect::<String>()
+            masked_tokens.iter().filter(|&&w| keep(w)).map(byte).collect::<String>()
         };
         (text(|w| w & NOT_LEARNED != 0), text(|w| w & NOT_LEARNED == 0))
     }
@@ -147,15 +147,16 @@ mod tests {
         let template = Template::read(&path, None).expect("a template");
         let tokenizer = tokenizer();
         let encoder = Encoder::new(&tokenizer, Some(&template));
-        let words =
-            |content: &Content| split_by_learned(&encoder.encode(content, Path::new("d"), "d:1").expect("words"));
+        let masked_tokens = |content: &Content| {
+            split_by_learned(&encoder.encode(content, Path::new("d"), "d:1").expect("masked_tokens"))
+        };
         let pair = Content::Completion { prompt: "2+2=".into(), completion: "4".into() };
-        assert_eq!(words(&pair), ("2+2=".into(), "4$".into()));
-        assert_eq!(words(&Content::Text("all".into())), (String::new(), "all$".into()));
+        assert_eq!(masked_tokens(&pair), ("2+2=".into(), "4$".into()));
+        assert_eq!(masked_tokens(&Content::Text("all".into())), (String::new(), "all$".into()));
         let say = |role: &str, content: &str| json!({ "role": role, "content": content });
         let messages = vec![say("user", "a"), say("assistant", "b"), say("user", "c"), say("assistant", "d")];
         let chat = Content::Chat { messages, tools: Value::Null };
-        assert_eq!(words(&chat), ("user: a$assistant: user: c$assistant: ".into(), "b$d$".into()));
+        assert_eq!(masked_tokens(&chat), ("user: a$assistant: user: c$assistant: ".into(), "b$d$".into()));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Several sources of documents, dealt out in fixed shares.
+//! A mixture of several sources of documents, in fixed shares.
 
 use super::{Packer, PackerPosition, Packing, Sequence, balance};
 use serde::{Deserialize, Serialize};
@@ -9,11 +9,11 @@ use serde::{Deserialize, Serialize};
 pub struct SourcePosition {
     /// Position of the source's packer.
     pub position: PackerPosition,
-    /// Number of sequences of the source that were dealt.
+    /// Number of sequences taken from the source.
     pub sequences: u64,
 }
 
-/// Deals sequences of one or several sources. A sequence is of one source: the one that is furthest behind its share of all
+/// Takes sequences from one or several sources. A sequence is of one source: the one that is furthest behind its share of all
 /// sequences so far. So the order follows from the shares alone, and is the same on every mesh and when a run is resumed.
 #[derive(Debug, Clone)]
 pub struct Mixture {
@@ -45,13 +45,13 @@ impl Mixture {
     /// The next `count` sequences, which make up a step.
     pub fn next_sequences(&mut self, count: usize) -> Vec<Sequence> {
         let order: Vec<usize> = (0..count).map(|_| self.next_source()).collect();
-        let mut dealt: Vec<_> = (0..self.sources.len())
+        let mut taken: Vec<_> = (0..self.sources.len())
             .map(|source| {
                 let of_source = order.iter().filter(|&&next| next == source).count();
                 self.sources[source].packer.next_sequences(of_source).into_iter()
             })
             .collect();
-        let sequences = order.into_iter().filter_map(|source| dealt[source].next()).collect();
+        let sequences = order.into_iter().filter_map(|source| taken[source].next()).collect();
         match (self.packing, self.sources.len()) {
             (Packing::Balanced, 2..) => balance::order_sequences_by_halves(sequences),
             _ => sequences,
@@ -154,8 +154,8 @@ mod tests {
         // The order does not depend on the number of sequences in a step.
         for steps in [1, 7, 100] {
             let mut mixture = mix();
-            let dealt: Vec<u32> = (0..1000 / steps).flat_map(|_| sources(&mixture.next_sequences(steps))).collect();
-            assert_eq!(dealt, all[..dealt.len()]);
+            let taken: Vec<u32> = (0..1000 / steps).flat_map(|_| sources(&mixture.next_sequences(steps))).collect();
+            assert_eq!(taken, all[..taken.len()]);
         }
     }
 

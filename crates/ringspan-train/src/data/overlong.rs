@@ -1,4 +1,4 @@
-//! Decides what is packed of each document: all of it, or less where it is longer than a sequence.
+//! Decides which spans of each document are packed: all of it, or less if it is longer than a sequence.
 
 use super::{DocumentStore, encode::NOT_LEARNED, sequence::Span};
 use crate::human_readable::grouped;
@@ -32,7 +32,7 @@ impl FromStr for Overlong {
     }
 }
 
-/// The stretches of documents that are packed, in order.
+/// The spans of documents that are packed, in order.
 #[derive(Debug, Clone)]
 pub(super) enum Spans {
     /// Every document as a whole. There may be many, so no list of them is kept.
@@ -68,7 +68,7 @@ impl Spans {
     }
 }
 
-/// The stretches of documents that are packed, and what is lost of documents that are too long.
+/// The spans of documents that are packed, and what is lost of documents that are too long.
 #[derive(Debug, Clone)]
 pub struct PackableSpans {
     pub(super) spans: Spans,
@@ -120,17 +120,17 @@ impl PackableSpans {
     }
 
     /// Adds the parts of a document that is too long to `spans`.
-    fn split_document(&mut self, document: usize, words: &[u32], spans: &mut Vec<Span>) {
-        let (len, length) = (words.len(), self.length);
+    fn split_document(&mut self, document: usize, masked_tokens: &[u32], spans: &mut Vec<Span>) {
+        let (len, length) = (masked_tokens.len(), self.length);
         let parts = match self.overlong {
             Overlong::Split => (0..len).step_by(length).map(|start| (start, length.min(len - start))).collect(),
             Overlong::Truncate => vec![(0, length)],
             Overlong::Drop => Vec::new(),
         };
         self.lost_tokens += len - parts.iter().map(|(_, len)| len).sum::<usize>();
-        self.unlearned += learned_count(words);
+        self.unlearned += learned_count(masked_tokens);
         for (start, len) in parts {
-            let learned = learned_count(&words[start..start + len]);
+            let learned = learned_count(&masked_tokens[start..start + len]);
             match learned > 0 || !self.keeps_whole {
                 true => spans.push(Span { document, start, len }),
                 false => {
@@ -167,9 +167,9 @@ impl PackableSpans {
     }
 }
 
-/// Number of learned words in a stretch: its first word is never a target.
-fn learned_count(words: &[u32]) -> u64 {
-    words.iter().skip(1).filter(|&&word| word & NOT_LEARNED == 0).count() as u64
+/// Number of learned masked tokens in a span: its first masked token is never a target.
+fn learned_count(masked_tokens: &[u32]) -> u64 {
+    masked_tokens.iter().skip(1).filter(|&&token| token & NOT_LEARNED == 0).count() as u64
 }
 
 impl fmt::Display for PackableSpans {

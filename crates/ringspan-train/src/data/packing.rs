@@ -25,13 +25,13 @@ pub struct PackerPosition {
     pub offset: usize,
 }
 
-/// How the documents of a step are dealt to its sequences.
+/// How the documents of a step are assigned to its sequences.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Packing {
     /// One sequence after the other, in the order of the documents.
     #[default]
     InOrder,
-    /// The same documents dealt so that each sequence has about as many visible query-key pairs.
+    /// The same documents, assigned so that each sequence has about as many visible query-key pairs.
     Balanced,
 }
 
@@ -127,7 +127,7 @@ impl Packer {
     }
 
     /// The next `count` sequences, of S tokens each, or of fewer where documents stay whole. They make up a step, in which
-    /// [`Packing::Balanced`] deals documents anew. Passes follow each other without a gap, so this never ends.
+    /// [`Packing::Balanced`] assigns documents anew. Passes follow each other without a gap, so this never ends.
     pub fn next_sequences(&mut self, count: usize) -> Vec<Sequence> {
         let sequences_of_spans = match (self.packing, self.spans_to_pack.keeps_whole) {
             (Packing::InOrder, false) => (0..count).map(|_| self.next_spans(self.length)).collect(),

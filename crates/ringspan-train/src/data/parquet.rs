@@ -70,7 +70,7 @@ mod tests {
     /// A column: its values, and for each its definition level and its repetition level.
     enum Column<'a> {
         Text(&'a [&'a str], Option<(&'a [i16], &'a [i16])>),
-        Numbers(&'a [i64]),
+        SharedValues(&'a [i64]),
     }
 
     fn write(folder: &Path, schema: &str, columns: &[Column<'_>]) -> PathBuf {
@@ -88,7 +88,7 @@ mod tests {
                     let (definition, repetition) = levels.unzip();
                     writer.typed::<ByteArrayType>().write_batch(&values, definition, repetition).expect("written");
                 }
-                Column::Numbers(values) => {
+                Column::SharedValues(values) => {
                     writer.typed::<Int64Type>().write_batch(values, None, None).expect("written");
                 }
             }
@@ -104,13 +104,16 @@ mod tests {
         let folder = tempfile::tempdir().expect("folder");
         let schema = "message d { required int64 id; optional binary text (UTF8); }";
         let levels = (&[1, 0, 1][..], &[0, 0, 0][..]);
-        let path =
-            write(folder.path(), schema, &[Column::Numbers(&[1, 2, 3]), Column::Text(&["one", "drei"], Some(levels))]);
+        let path = write(
+            folder.path(),
+            schema,
+            &[Column::SharedValues(&[1, 2, 3]), Column::Text(&["one", "drei"], Some(levels))],
+        );
         let message = read(&path, &[]).expect_err("row 2 is null").to_string();
         assert!(message.contains("row 2 has none of `text`"), "{message}");
         let schema = "message d { required int64 id; required binary text (UTF8); }";
         let path =
-            write(folder.path(), schema, &[Column::Numbers(&[1, 2, 3]), Column::Text(&["one", "", "drei"], None)]);
+            write(folder.path(), schema, &[Column::SharedValues(&[1, 2, 3]), Column::Text(&["one", "", "drei"], None)]);
         let texts = read(&path, &[]).expect("text");
         let all: Vec<_> = texts.documents.iter().map(|d| (d.name.as_str(), d.content.clone())).collect();
         let text = |text: &str| Content::Text(text.into());
@@ -139,7 +142,7 @@ mod tests {
             let message = read(path, &[]).expect_err("refused").to_string();
             assert!(message.contains("d.parquet") && message.contains(part), "{message}");
         };
-        let path = write(folder.path(), "message d { required int64 id; }", &[Column::Numbers(&[1])]);
+        let path = write(folder.path(), "message d { required int64 id; }", &[Column::SharedValues(&[1])]);
         refused(&path, "it has: id");
         let binary = write(folder.path(), "message d { required binary text; }", &[Column::Text(&["x"], None)]);
         refused(&binary, "`text` is binary");

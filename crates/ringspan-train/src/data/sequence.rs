@@ -28,8 +28,8 @@ impl Sequence {
     }
 
     pub(super) fn push(&mut self, segment: &[u32]) {
-        self.tokens.extend(segment.iter().map(|word| word & !NOT_LEARNED));
-        self.targets.extend(segment[1..].iter().map(|&word| if word & NOT_LEARNED == 0 { word } else { IGNORE }));
+        self.tokens.extend(segment.iter().map(|token| token & !NOT_LEARNED));
+        self.targets.extend(segment[1..].iter().map(|&token| if token & NOT_LEARNED == 0 { token } else { IGNORE }));
         self.targets.push(IGNORE);
         self.segment_lengths.push(segment.len());
     }

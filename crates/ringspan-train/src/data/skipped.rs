@@ -1,4 +1,4 @@
-//! Records which parts of a source are not read, and why.
+//! Records which files of a source are not read, and why.
 
 use serde::{Deserialize, Serialize};
 

@@ -40,11 +40,11 @@ pub struct SourceDocuments {
 /// (feature `parquet`); all but Parquet also as `.gz` or `.zst`. Training itself reads documents one at a time.
 ///
 /// In a folder, hidden files, what `.gitignore` or `.ignore` name, model folders and `exclude`, with everything below, are
-/// left out. A folder of records, with no text beside them but what describes them, is one data set in parts, read in the
+/// left out. A folder of records, with no text next to them but what describes them, is one data set in parts, read in the
 /// order of their paths. What is not read is counted in [`SourceDocuments::skipped`].
 ///
 /// # Errors
-/// [`Error::Data`] when there is no text, a record is malformed, or parts of a data set lie beside other text; [`Error::Io`]
+/// [`Error::Data`] when there is no text, a record is malformed, or parts of a data set lie next to other text; [`Error::Io`]
 /// when the system refuses.
 pub fn read(path: &Path, exclude: &[PathBuf]) -> Result<SourceDocuments> {
     let listing = Listing::new(path, exclude)?;
@@ -220,12 +220,12 @@ impl SourceFiles {
                     source_files.add(entry, format)
                 }
                 (FileKind::Records(_), false) => {
-                    source_files.skipped.add("of JSON records beside other text", &entry.name)
+                    source_files.skipped.add("of JSON records next to other text", &entry.name)
                 }
                 (FileKind::UnknownRecords, _) => {
                     source_files.skipped.add("of JSON records in no known form", &entry.name)
                 }
-                (FileKind::Other, true) => source_files.skipped.add("beside the data set", &entry.name),
+                (FileKind::Other, true) => source_files.skipped.add("next to the data set", &entry.name),
                 (FileKind::Other, false) => source_files.add_text_file(entry)?,
             }
         }
@@ -343,11 +343,11 @@ fn is_evaluation_file(name: &str, format: FileFormat) -> bool {
         .any(|word| evaluation_words.contains(&word.to_lowercase().as_str()))
 }
 
-/// The error that parts of a data set lie beside text that does not only describe them: either could be meant.
+/// The error that parts of a data set lie next to text that does not only describe them: either could be meant.
 fn mixed_folder(root: &Path, parts: &[&str], others: &[&str]) -> Error {
     let names = |names: &[&str]| first_names(&names.iter().map(ToString::to_string).collect::<Vec<_>>(), names.len());
     let problem = format!(
-        "holds parts of a data set ({}) beside other text ({}): name one of them with --data, or each with a --data of its \
+        "holds parts of a data set ({}) next to other text ({}): name one of them with --data, or each with a --data of its \
          own, move the others, or list them in a file .ignore",
         names(parts),
         names(others)

@@ -49,7 +49,7 @@ enum TokenizeJob {
 
 /// The result of a job.
 enum Tokenized {
-    Document { words: Vec<u32>, held_out: bool },
+    Document { masked_tokens: Vec<u32>, held_out: bool },
     Window { window: Window, tokens: Vec<PositionedToken>, held_out: bool },
 }
 
@@ -79,7 +79,7 @@ struct SourceTokenizer<'a> {
     documents_held_out: u64,
     /// The smallest hash of a document's name, and the document's index.
     smallest_hash: Option<(u64, u64)>,
-    /// Hashes of the names of documents whose words are not written yet.
+    /// Hashes of the names of documents whose masked tokens are not written yet.
     name_hashes: VecDeque<u64>,
     /// Whether a lone text was cut into a training part and a held-out part.
     split_lone_text: bool,
@@ -224,9 +224,8 @@ impl<'a> SourceTokenizer<'a> {
         self.progress.report()?;
         let (encoder, source) = (self.encoder, self.source);
         let results = pool::map(std::mem::take(&mut self.jobs), |job| match job {
-            TokenizeJob::Document { document, held_out } => {
-                encode_with_targets(&encoder, source, &document).map(|words| Tokenized::Document { words, held_out })
-            }
+            TokenizeJob::Document { document, held_out } => encode_with_targets(&encoder, source, &document)
+                .map(|masked_tokens| Tokenized::Document { masked_tokens, held_out }),
             TokenizeJob::Window { window, held_out } => {
                 let tokens = encoder.tokenizer().encode_window(&window)?;
                 Ok(Tokenized::Window { window, tokens, held_out })
@@ -234,8 +233,8 @@ impl<'a> SourceTokenizer<'a> {
         });
         results.into_iter().try_for_each(|result| match result? {
             Tokenized::Window { window, tokens, held_out } => self.join_window(&window, tokens, held_out),
-            Tokenized::Document { words, held_out } => {
-                self.writer.extend(&words)?;
+            Tokenized::Document { masked_tokens, held_out } => {
+                self.writer.extend(&masked_tokens)?;
                 self.count_written(held_out)
             }
         })
@@ -243,17 +242,17 @@ impl<'a> SourceTokenizer<'a> {
 
     fn join_window(&mut self, window: &Window, tokens: Vec<PositionedToken>, held_out: bool) -> Result<()> {
         let tokenizer: &Tokenizer = self.encoder.tokenizer();
-        let mut words = Vec::new();
+        let mut masked_tokens = Vec::new();
         let joiner = self.joiner.get_or_insert_with(|| {
-            words = self.encoder.prefix_words();
+            masked_tokens = self.encoder.masked_prefix();
             WindowJoiner::default()
         });
-        joiner.push(window, tokens, |text| tokenizer.encode_part(text), &mut words)?;
+        joiner.push(window, tokens, |text| tokenizer.encode_part(text), &mut masked_tokens)?;
         if window.last {
-            words.extend(tokenizer.suffix_tokens());
+            masked_tokens.extend(tokenizer.suffix_tokens());
             self.joiner = None;
         }
-        self.writer.extend(&words)?;
+        self.writer.extend(&masked_tokens)?;
         if window.last { self.count_written(held_out) } else { Ok(()) }
     }
 
@@ -300,20 +299,20 @@ impl<'a> SourceTokenizer<'a> {
     }
 }
 
-/// The words of a conversation or completion; an error if nothing in it is learned.
+/// The masked tokens of a conversation or completion; an error if nothing in it is learned.
 fn encode_with_targets(
     encoder: &Encoder<'_>,
     source: &Path,
     SourceDocument { name, content }: &SourceDocument,
 ) -> Result<Vec<u32>> {
-    let words = encoder.encode(content, source, name)?;
+    let masked_tokens = encoder.encode(content, source, name)?;
     // The first token is never a target.
-    match words.iter().skip(1).all(|word| word & NOT_LEARNED != 0) {
+    match masked_tokens.iter().skip(1).all(|token| token & NOT_LEARNED != 0) {
         true => Err(Error::Data {
             path: document_path(source, name),
             problem: "no token of it is learned; its template yields no assistant's words".into(),
         }),
-        false => Ok(words),
+        false => Ok(masked_tokens),
     }
 }
 

@@ -1,4 +1,4 @@
-//! The training data of a run: read, tokenized, and ready to be dealt as batches.
+//! The training data of a run: read, tokenized, and ready to be batched.
 
 mod cache_folder;
 mod description;

@@ -46,9 +46,9 @@ impl TokenizedSource {
         if self.only_chats() {
             // The last learned special token of the first document is the one that the template writes after an answer; every
             // document has an answer.
-            let words = if self.corpus.train.is_empty() { &[] } else { self.corpus.train.document(0) };
-            let mut learned = words.iter().rev().copied().filter(|word| word & NOT_LEARNED == 0);
-            return match learned.find_map(|word| tokenizer.special_token(word).map(|name| (word, name))) {
+            let masked_tokens = if self.corpus.train.is_empty() { &[] } else { self.corpus.train.document(0) };
+            let mut learned = masked_tokens.iter().rev().copied().filter(|token| token & NOT_LEARNED == 0);
+            return match learned.find_map(|token| tokenizer.special_token(token).map(|name| (token, name))) {
                 Some((id, name)) => (Some(id), format!("answers end with {name} (token {id}), as the template says")),
                 None => (tokenizer.end_of_text(), "answers end as the template says, with no special token".into()),
             };

@@ -10,27 +10,27 @@ use ringspan::StrategyKind;
 use ringspan_candle::quantized::scratch;
 use ringspan_candle::{Recompute, gated_mlp, loss, stored_activation::Storage};
 
-/// Bytes that a rank holds per token of the whole batch: tokens and targets, of the batch and as they are dealt to ranks.
+/// Bytes that a rank holds per token of the whole batch: tokens and targets, of the batch and as they are distributed over ranks.
 pub(super) const OF_BATCH: u64 = 24;
 
 /// Bytes of the largest buffer that a kernel of attention keeps between calls.
 const KEPT_BUFFER: u64 = 16 << 20;
 
 /// Bytes by named part of the memory.
-pub(super) type Parts = Vec<(&'static str, u64)>;
+pub(super) type MemoryParts = Vec<(&'static str, u64)>;
 
 /// A moment of a step, in words, and the memory that it takes.
-pub(super) type Moment = (&'static str, Parts);
+pub(super) type MemoryMoment = (&'static str, MemoryParts);
 
 /// The moment that takes most memory.
-pub(super) fn fullest(moments: Vec<Moment>) -> Moment {
-    let sum = |parts: &Parts| parts.iter().map(|(_, bytes)| bytes).sum::<u64>();
+pub(super) fn fullest(moments: Vec<MemoryMoment>) -> MemoryMoment {
+    let sum = |parts: &MemoryParts| parts.iter().map(|(_, bytes)| bytes).sum::<u64>();
     moments.into_iter().max_by_key(|(_, parts)| sum(parts)).unwrap_or_default()
 }
 
 impl Shape {
     /// Predicted memory of a rank with `tokens` tokens that computes on the CPU, where all ranks have `batch` tokens.
-    pub(super) fn memory(&self, tokens: u64, batch: u64) -> Result<Moment> {
+    pub(super) fn memory(&self, tokens: u64, batch: u64) -> Result<MemoryMoment> {
         let (held, width) = (&self.held, self.width());
         let rows = tokens.div_ceil(self.tp);
         let (kept, layers) = (self.kept(tokens, rows), self.layers);
@@ -247,10 +247,10 @@ impl Shape {
     /// Bytes of keys, values and their gradients that travel between ranks, and of the Ulysses exchange of heads for tokens.
     pub(super) fn blocks(&self, tokens: u64) -> Result<u64> {
         let (queries, keys) = self.attended();
-        let place = tokens * self.ulysses as u64;
+        let exchanged = tokens * self.ulysses as u64;
         let kv = self.shares()?.iter().map(|share| share.kv.len()).max().unwrap_or(0) as u64;
         // Keys and values have the model's type, and their gradients are f32.
-        let block = place * kv * (self.dim + self.value_dim) * (self.width() + 4);
+        let block = exchanged * kv * (self.dim + self.value_dim) * (self.width() + 4);
         let blocks = match self.strategy {
             StrategyKind::Ring | StrategyKind::PassQ => 2.min(self.ring - 1),
             StrategyKind::BidirectionalRing => 4.min(self.ring - 1),

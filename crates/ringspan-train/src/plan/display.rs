@@ -1,6 +1,6 @@
 //! Prints a plan.
 
-use super::{Plan, words};
+use super::{Plan, descriptions};
 use crate::human_readable::{bytes_text, grouped};
 use ringspan_candle::gpu_memory::GpuMemoryUse;
 use std::fmt;
@@ -58,7 +58,7 @@ impl fmt::Display for Plan {
         }
         for GpuMemoryUse { name, free, total, ranks: count } in &self.gpus {
             let (free, total) = (bytes_text(*free), bytes_text(*total));
-            writeln!(f, "           {free} of {total} is free on {name}, for {}", words::ranks(*count))?;
+            writeln!(f, "           {free} of {total} is free on {name}, for {}", descriptions::ranks(*count))?;
         }
         if !self.gpus_unknown.is_empty() {
             writeln!(f, "           how much a GPU has is not known here: {}", self.gpus_unknown)?;

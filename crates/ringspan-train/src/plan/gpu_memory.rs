@@ -5,7 +5,7 @@
 //! pool (`ringspan-cli/tests/gpu/gpu_memory.rs` compares them with it).
 
 use super::{
-    cpu_memory::{Moment, OF_BATCH, fullest},
+    cpu_memory::{MemoryMoment, OF_BATCH, fullest},
     rank_sizes::Shape,
 };
 use crate::error::Result;
@@ -19,7 +19,7 @@ const RESIDENT_LAYERS: u64 = offload::RESIDENT_LAYERS as u64;
 
 impl Shape {
     /// Predicted memory on the GPU of a rank with `tokens` tokens: the fullest moment, and its parts.
-    pub(super) fn gpu_memory(&self, tokens: u64) -> Result<Moment> {
+    pub(super) fn gpu_memory(&self, tokens: u64) -> Result<MemoryMoment> {
         let held = &self.held;
         let rows = tokens.div_ceil(self.tp);
         let (width, kept) = (self.width(), self.kept(tokens, rows));
@@ -88,7 +88,7 @@ impl Shape {
     }
 
     /// Predicted memory on the CPU of a rank with `tokens` tokens that computes on a GPU, where all ranks have `batch` tokens.
-    pub(super) fn memory_beside_gpu(&self, tokens: u64, batch: u64) -> Moment {
+    pub(super) fn cpu_memory_of_gpu_rank(&self, tokens: u64, batch: u64) -> MemoryMoment {
         let held = &self.held;
         let moving = |unit: u64| if held.shares() { WIDE * unit } else { 0 };
         let away = match self.offloads {

@@ -1,13 +1,13 @@
 //! The plan of a run: what it is about to do, in numbers, before it does it.
 
 mod cpu_memory;
+mod descriptions;
 mod display;
 mod experts;
 mod gpu_memory;
 mod parameter_counts;
 mod rank_sizes;
 mod suggestion;
-mod words;
 
 use crate::{
     config::{RouterLossScope, TrainConfig},
@@ -116,7 +116,7 @@ impl Plan {
         let mut plan = Self::in_words(config, setup, recompute);
         let Some(batch) = setup.fullest_batch(config.grad_accumulation) else { return Ok(plan) };
         let Some((layout, schedules)) = plan.count_tokens(config, setup, &batch)? else { return Ok(plan) };
-        plan.attention = words::attention(config, &setup.decoder);
+        plan.attention = descriptions::attention(config, &setup.decoder);
         if config.ring * config.ulysses > 1 && config.ring <= DRAWN_RING {
             let drawn = schedules.iter().map(|LayerSchedule { schedule, layers }| format!("{layers} x {schedule}"));
             plan.schedule = drawn.collect::<Vec<_>>().join("\n");
@@ -139,21 +139,21 @@ impl Plan {
         Ok(plan)
     }
 
-    /// What needs no batch to be known.
+    /// The parts of the plan that do not depend on a batch.
     fn in_words(config: &TrainConfig, setup: &Setup, recompute: Recompute) -> Self {
         let steps = setup.lr.steps;
         let has_passes = matches!(setup.data_loader, DataLoader::Text { .. });
         Self {
-            training: words::training(config, setup),
-            model: words::model(config, setup),
-            warning: words::context_overflow(config, setup.decoder.config()),
+            training: descriptions::training(config, setup),
+            model: descriptions::model(config, setup),
+            warning: descriptions::context_overflow(config, setup.decoder.config()),
             data: setup.data.summary.clone(),
             documents: setup.notes.clone(),
             data_warnings: setup.warnings.clone(),
-            mesh: words::mesh(config, &setup.mesh),
-            sharding: words::sharding(config, &setup.mesh),
-            optimizer: words::optimizer(config, setup),
-            saving: words::saving(config),
+            mesh: descriptions::mesh(config, &setup.mesh),
+            sharding: descriptions::sharding(config, &setup.mesh),
+            optimizer: descriptions::optimizer(config, setup),
+            saving: descriptions::saving(config),
             recompute,
             recompute_is_auto: config.recompute.is_none(),
             steps,
@@ -211,7 +211,7 @@ impl Plan {
                 "this needs about {} of {} ({} of up to {}), but only {} of its {} is free: {}",
                 bytes_text(each * load.ranks),
                 gpu.name,
-                words::ranks(gpu.ranks),
+                descriptions::ranks(gpu.ranks),
                 bytes_text(each),
                 bytes_text(gpu.free),
                 bytes_text(gpu.total),

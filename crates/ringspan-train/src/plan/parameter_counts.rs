@@ -53,7 +53,7 @@ impl ParameterCounts {
         let mut seen: BTreeSet<ParallelRank> = BTreeSet::new();
         let mut most = Self::default();
         // Ranks with the same parallel rank hold as much, to within one element per shard.
-        for (rank, _) in setup.mesh.parallel_ranks().iter().enumerate().filter(|(_, place)| seen.insert(**place)) {
+        for (rank, _) in setup.mesh.parallel_ranks().iter().enumerate().filter(|(_, rank)| seen.insert(**rank)) {
             most = most.max(Self::of(rank, setup, model)?);
         }
         Ok(most)
@@ -65,7 +65,7 @@ impl ParameterCounts {
     }
 
     fn of(rank: usize, setup: &Setup, model: &Config) -> Result<Self> {
-        let (decoder, sharing) = (&setup.decoder, &setup.mesh.placement);
+        let (decoder, placement) = (&setup.decoder, &setup.mesh.placement);
         // Number of ranks that have one gathered copy together, of `ranks` that hold a shard of it each.
         let sharers = |ranks: u64| if setup.mesh.shares_memory { ranks } else { 1 };
         let mut own = Self::default();
@@ -78,8 +78,8 @@ impl ParameterCounts {
             // Elements in all portions, in the rank's part of gathered copies, in trained portions and in trained shards.
             let (mut portions, mut copies, mut trained_portions, mut trained_shards) = (0, 0, 0, 0);
             for trained in [true, false] {
-                for (replica_group, flat) in sharing.flats(decoder, unit, rank, trained)?.iter().enumerate() {
-                    let (whole, ranks) = (flat.len() as u64, sharing.shard(rank, replica_group).1 as u64);
+                for (replica_group, flat) in placement.flats(decoder, unit, rank, trained)?.iter().enumerate() {
+                    let (whole, ranks) = (flat.len() as u64, placement.shard(rank, replica_group).1 as u64);
                     let shard = whole.div_ceil(ranks);
                     portions += whole;
                     // Portions that a rank concatenates to one tensor are a copy of its own.
@@ -95,8 +95,8 @@ impl ParameterCounts {
                         trained_portions += whole;
                         trained_shards += shard;
                         own.cut += whole - whole / ranks;
-                        let holders = sharing.holders(rank, replica_group).len() as u64;
-                        let same = setup.mesh.topology.world() as u64 / sharing.ranks() as u64 * (holders / ranks);
+                        let holders = placement.holders(rank, replica_group).len() as u64;
+                        let same = setup.mesh.topology.world() as u64 / placement.ranks() as u64 * (holders / ranks);
                         // An all-reduce sends each element twice, but for one rank's share.
                         own.summed += 2 * shard * (same - 1) / same;
                     }
@@ -104,8 +104,8 @@ impl ParameterCounts {
             }
             // Matrices that stay as they are stored: four bytes of their shards count as one element.
             let (mut copied, mut stores) = (0, false);
-            for (replica_group, flat) in sharing.stored_flats(decoder, unit, rank)?.iter().enumerate() {
-                let ranks = sharing.shard(rank, replica_group).1 as u64;
+            for (replica_group, flat) in placement.stored_flats(decoder, unit, rank)?.iter().enumerate() {
+                let ranks = placement.shard(rank, replica_group).1 as u64;
                 let shard = (flat.len() as u64).div_ceil(4 * ranks);
                 stores |= !flat.is_empty();
                 copied += if ranks > 1 { (flat.len() as u64).div_ceil(sharers(ranks)) } else { 0 };

@@ -69,7 +69,7 @@ impl Shape {
         let model = setup.decoder.config();
         let held = ParameterCounts::new(setup, model)?;
         let tp = config.tp;
-        // Heads are dealt evenly to within one, and the rank with most query heads has most of everything else.
+        // Heads are distributed evenly to within one, and the rank with most query heads has most of everything else.
         let of = |rank| setup.decoder.head_counts().of_rank((rank, tp)).map_err(model_error);
         let of_ranks = (0..tp).map(of).collect::<Result<Vec<_>>>()?;
         let fullest = (0..tp).max_by_key(|rank| of_ranks[*rank].queries.len()).unwrap_or(0);

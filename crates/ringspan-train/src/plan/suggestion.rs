@@ -1,6 +1,6 @@
 //! Proposes the nearest setting with which a run fits into memory.
 
-use super::{cpu_memory::Moment, rank_sizes::Shape};
+use super::{cpu_memory::MemoryMoment, rank_sizes::Shape};
 use crate::{
     config::{DataSource, Sharding, TrainConfig},
     error::Result,
@@ -35,10 +35,10 @@ pub(super) enum MemoryKind {
 impl Shape {
     /// Predicted memory on `side` of a rank with `tokens` tokens, where all ranks have `batch` tokens: the fullest moment, and
     /// its parts.
-    pub(super) fn memory_on(&self, side: MemoryKind, tokens: u64, batch: u64) -> Result<Moment> {
+    pub(super) fn memory_on(&self, side: MemoryKind, tokens: u64, batch: u64) -> Result<MemoryMoment> {
         match (side, self.computes_in) {
             (MemoryKind::Gpu, _) => self.gpu_memory(tokens),
-            (MemoryKind::Cpu, Some(_)) => Ok(self.memory_beside_gpu(tokens, batch)),
+            (MemoryKind::Cpu, Some(_)) => Ok(self.cpu_memory_of_gpu_rank(tokens, batch)),
             (MemoryKind::Cpu, None) => self.memory(tokens, batch),
         }
     }

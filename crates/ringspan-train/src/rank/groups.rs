@@ -26,12 +26,12 @@ impl Groups {
         world: &Arc<dyn Communicator>,
     ) -> Result<Self> {
         let split = |name: &str| -> Result<Arc<dyn Communicator>> {
-            let (color, key) = mesh.topology.place(world.rank(), name)?;
+            let (color, key) = mesh.topology.color_and_key(world.rank(), name)?;
             Ok(world.split(color, key)?)
         };
         let cp = Group::new(split("cp")?, (config.ring, config.ulysses), device.kernel(config.threads)?)?;
-        let place = mesh.parallel_rank(world.rank());
-        let experts: Arc<dyn Experts + Send + Sync> = match place.ep.1 * place.moe_tp.1 {
+        let parallel_rank = mesh.parallel_rank(world.rank());
+        let experts: Arc<dyn Experts + Send + Sync> = match parallel_rank.ep.1 * parallel_rank.moe_tp.1 {
             1 => Arc::new(Local),
             _ => Arc::new(ExpertParallel::new(experts, split("moe_ep")?, split("moe_tp")?)?),
         };

@@ -22,7 +22,7 @@ use crate::{
 use groups::Groups;
 use ringspan::comm::{Buffer, Communicator, timed::Timed};
 use ringspan_candle::{Devices, Offload, Recompute};
-use save_checkpoint::Saving;
+use save_checkpoint::PendingSave;
 use std::{
     sync::{
         Arc, Mutex, PoisonError,
@@ -31,7 +31,7 @@ use std::{
     time::Instant,
 };
 pub(crate) use step::LossAndGradients;
-use utilization::{Meter, Utilization};
+use utilization::{Utilization, UtilizationMeter};
 
 /// The objects that only rank 0 uses: the observer, the metrics file, and the counts of memory.
 pub(crate) struct RankZero<'a> {
@@ -64,8 +64,8 @@ pub(crate) struct Rank<'a> {
     offload: Option<Offload>,
     checkpoints: Checkpoints,
     /// The checkpoint that is being written.
-    saving: Option<Saving>,
-    meter: Meter,
+    saving: Option<PendingSave>,
+    meter: UtilizationMeter,
     watchdog: Watchdog,
 }
 
@@ -84,7 +84,7 @@ impl<'a> Rank<'a> {
         let timed = Arc::new(Timed::new(world));
         let world: Arc<dyn Communicator> = timed.clone();
         let groups = Groups::new(config, mesh, decoder.experts(), device, &world)?;
-        let read = |piece: &PortionShard<'_>| setup.initial_parameters.read(decoder, piece);
+        let read = |portion_shard: &PortionShard<'_>| setup.initial_parameters.read(decoder, portion_shard);
         let mut read_stored =
             |name: &str, rows, columns| setup.initial_parameters.read_stored_matrix(name, rows, columns);
         let device_and_shared = (device, shared_gathers);
@@ -94,7 +94,7 @@ impl<'a> Rank<'a> {
         let offload = config.offload_activations.then(|| Offload::new(device)).transpose()?;
         let checkpoints = Checkpoints::new(&config.out, config.keep);
         let writers = writers(&*world, shards.kept().next().is_some())?;
-        let meter = Meter::new(setup, device, timed)?;
+        let meter = UtilizationMeter::new(setup, device, timed)?;
         let watchdog = Watchdog::new(config.spike_factor, config.spike_steps, setup.losses);
         let saving = None;
         Ok(Self {
@@ -137,13 +137,13 @@ impl<'a> Rank<'a> {
                 break;
             }
             self.meter.start();
-            let places = data_loader.positions();
+            let positions = data_loader.positions();
             let batches = data_loader.next_step(config.grad_accumulation);
             let (loss, grad_norm) = match self.step(step, &batches) {
                 // Every rank returns the same error here, before anything was changed.
                 Err(diverged @ Error::Diverged { .. }) => {
                     if saved != Some(step) && step > setup.first_step {
-                        self.start_saving(rank_zero, step, tokens, places)?;
+                        self.start_saving(rank_zero, step, tokens, positions)?;
                     }
                     self.finish_saving(rank_zero)?;
                     return Err(diverged);
@@ -203,7 +203,7 @@ impl<'a> Rank<'a> {
     /// Agrees with all ranks: rank 0's flag decides whether to stop, so that no rank is left alone in a step, and a checkpoint is
     /// saved once all ranks have written.
     fn agree(&self, stop: &AtomicBool) -> Result<Agreement> {
-        let written = self.saving.as_ref().is_some_and(Saving::is_written);
+        let written = self.saving.as_ref().is_some_and(PendingSave::is_written);
         let views = [stop.load(Ordering::SeqCst), written].map(u64::from);
         let all = self.world.all_gather(Buffer::U64(views.to_vec()))?;
         let view = |buffer: &Arc<Buffer>| match &**buffer {

@@ -13,10 +13,10 @@ use std::{
 };
 
 /// Pause between checks whether a checkpoint is written, where nothing else is left to do.
-const LOOK: Duration = Duration::from_millis(1);
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// A checkpoint that is being written.
-pub(super) struct Saving {
+pub(super) struct PendingSave {
     progress: Progress,
     /// The thread that writes this rank's file; none on ranks that write none.
     writer: Option<JoinHandle<Result<()>>>,
@@ -24,7 +24,7 @@ pub(super) struct Saving {
     part: Option<PendingCheckpoint>,
 }
 
-impl Saving {
+impl PendingSave {
     /// Whether this rank has nothing left to write.
     pub(super) fn is_written(&self) -> bool {
         self.writer.as_ref().is_none_or(JoinHandle::is_finished)
@@ -32,14 +32,14 @@ impl Saving {
 }
 
 impl Rank<'_> {
-    /// Begins to write a checkpoint of the current state; `places` are the positions in each source at which the next step
+    /// Begins to write a checkpoint of the current state; `positions` are the positions in each source at which the next step
     /// begins.
     pub(super) fn start_saving(
         &mut self,
         rank_zero: &Mutex<RankZero<'_>>,
         step: u64,
         tokens: u64,
-        places: Vec<SourcePosition>,
+        positions: Vec<SourcePosition>,
     ) -> Result<()> {
         // The previous checkpoint may still be under way; writing two at once would take the memory of both.
         self.finish_saving(rank_zero)?;
@@ -47,13 +47,13 @@ impl Rank<'_> {
         self.world.barrier()?;
         let (model, data) = (self.setup.model.clone(), self.setup.data.clone());
         let progress = Progress::new(step, PackerPosition::default(), self.config.seed, tokens, model, data);
-        let progress = progress.with_sources(places);
+        let progress = progress.with_sources(positions);
         let progress = progress
             .with_losses(self.watchdog.losses())
             .with_config(self.setup.config_json.clone(), self.setup.end_token);
         let own = self.writers.iter().position(|rank| *rank == self.world.rank());
         let writer = own.map(|own| self.writer(step, own)).transpose()?;
-        self.saving = Some(Saving { progress, writer, part });
+        self.saving = Some(PendingSave { progress, writer, part });
         Ok(())
     }
 
@@ -61,13 +61,13 @@ impl Rank<'_> {
     /// may change them before it has [written](Self::written).
     fn writer(&self, step: u64, own: usize) -> Result<JoinHandle<Result<()>>> {
         let mut slices = self.shards.slices();
-        for piece in self.shards.kept() {
+        for portion_shard in self.shards.kept() {
             // A parameter may have several portions, each with a state of its own; in the checkpoint they are slices of one
             // tensor.
-            let key = piece.portion.key();
+            let key = portion_shard.portion.key();
             slices.extend(self.optimizer.parameter_state(&key).map(|(name, values)| {
                 let kind = name.strip_suffix(&*key).unwrap_or(name);
-                piece.slice(format!("{kind}{}", piece.portion.name), values.clone())
+                portion_shard.slice(format!("{kind}{}", portion_shard.portion.name), values.clone())
             }));
         }
         let (checkpoints, ranks) = (self.checkpoints.clone(), self.writers.len());
@@ -94,7 +94,7 @@ impl Rank<'_> {
                     self.config.deadline
                 )));
             }
-            thread::sleep(LOOK);
+            thread::sleep(POLL_INTERVAL);
         }
         Ok(())
     }
@@ -103,7 +103,7 @@ impl Rank<'_> {
     /// 0 in the middle of it.
     pub(super) fn finish_saving(&mut self, rank_zero: &Mutex<RankZero<'_>>) -> Result<()> {
         self.written()?;
-        let Some(Saving { progress, writer, part }) = self.saving.take() else { return Ok(()) };
+        let Some(PendingSave { progress, writer, part }) = self.saving.take() else { return Ok(()) };
         if let Some(writer) = writer {
             let stopped = |_| Error::Settings("the thread that writes checkpoints panicked".into());
             writer.join().map_err(stopped)??;

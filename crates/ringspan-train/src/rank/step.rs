@@ -16,7 +16,7 @@ use ringspan::{
     comm::{Buffer, Communicator, numbers},
 };
 use ringspan_candle::{
-    CheckpointPolicy, Experts, InputDropout, Load, LoadBalancedExperts, ParallelRank, StoredWeights, Unit,
+    CheckpointPolicy, ExpertLoad, Experts, InputDropout, LoadBalancedExperts, ParallelRank, StoredWeights, Unit,
     context::Context, tensor_parallel,
 };
 use ringspan_models::gradients;
@@ -74,7 +74,7 @@ impl Rank<'_> {
             let mut local = self.local_with_dropout(step, batches, index)?;
             self.meter.add(self.setup, &local.context)?;
             let share = if over_step { 1.0 } else { 1.0 / batches.len() as f64 };
-            let mut others = Load::default();
+            let mut others = ExpertLoad::default();
             loads.iter().enumerate().filter(|(other, _)| *other != index).for_each(|(_, load)| others.add(load));
             let balanced = self.balanced(share).map(|balanced| Arc::new(balanced.with_other_load(others)));
             if let Some(balanced) = &balanced {
@@ -119,11 +119,11 @@ impl Rank<'_> {
         self.written()?;
         let clip = clip_scale(norm, self.config.grad_clip);
         let optimizer = &mut self.optimizer;
-        self.shards.update(gradients, |piece, values, gradient| {
+        self.shards.update(gradients, |portion_shard, values, gradient| {
             // Biases and norms are vectors, and do not decay: pulling them to 0 regularises nothing.
-            let has_weight_decay = piece.portion.whole.len() > 1;
+            let has_weight_decay = portion_shard.portion.whole.len() > 1;
             optimizer.update(
-                &piece.portion.key(),
+                &portion_shard.portion.key(),
                 UpdateArguments { step, lr, scale: clip, has_weight_decay },
                 values,
                 gradient,
@@ -137,7 +137,7 @@ impl Rank<'_> {
     ///
     /// The gradient of a router probability grows with how often the step chooses its expert, which must be known before the
     /// first backward pass; so the other micro-batches pass forward once more.
-    fn loads(&self, step: u64, batches: &[Batch]) -> Result<Vec<Load>> {
+    fn loads(&self, step: u64, batches: &[Batch]) -> Result<Vec<ExpertLoad>> {
         let decoder = &self.setup.decoder;
         let mut loads = Vec::new();
         for index in 0..batches.len() {
@@ -192,7 +192,7 @@ impl Rank<'_> {
         let first_token = elements.start;
         let tokens = layout.shard(cp.rank(), &batch.tokens[elements.clone()], 1)?;
         let targets = layout.shard(cp.rank(), &batch.targets[elements], 1)?;
-        // A rotary base may depend on the sequence length, which must not depend on how rows are dealt: it is the length of the
+        // A rotary base may depend on the sequence length, which must not depend on how rows are distributed: it is the length of the
         // rows, not that of the longest document in a part.
         let context = Context::new(cp.clone(), Arc::new(layout), self.config.strategy)?
             .with_max_length(batch.length)
@@ -203,7 +203,7 @@ impl Rank<'_> {
 
     /// The rows of a batch that a rank takes.
     fn rows(&self, batch: &Batch, rank: usize) -> Result<BatchRows> {
-        let (_, index) = self.setup.mesh.topology.place(rank, "dp")?;
+        let (_, index) = self.setup.mesh.topology.color_and_key(rank, "dp")?;
         let rows = batch.chunk_rows(index, self.config.data_ranks());
         let elements = batch.elements_of(&rows);
         let layout = Layout::new(self.config.layout, &batch.documents_of(rows)?, self.groups.cp.size())?;
@@ -237,8 +237,8 @@ impl Rank<'_> {
                 wide.extend(std::iter::repeat_n(0.0, vocabulary - known.end));
             }
             let mut of_rows = vec![0.0; elements.len() * vocabulary];
-            let (_, place) = self.setup.mesh.topology.place(rank, "cp")?;
-            layout.unshard(place, &wide, vocabulary, &mut of_rows)?;
+            let (_, cp_rank) = self.setup.mesh.topology.color_and_key(rank, "cp")?;
+            layout.unshard(cp_rank, &wide, vocabulary, &mut of_rows)?;
             let logits = &mut logits[elements.start * vocabulary..elements.end * vocabulary];
             logits.iter_mut().zip(of_rows).for_each(|(sum, x)| *sum += x);
         }

@@ -14,8 +14,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Measures a rank's steps.
-pub(super) struct Meter {
+/// Measures the utilization of a rank's steps.
+pub(super) struct UtilizationMeter {
     /// The communicator, which counts the time that this rank waits.
     timed: Arc<Timed>,
     /// Floating-point operations per second that all ranks, computing at once, reach in matrix products.
@@ -38,7 +38,7 @@ pub(super) struct Utilization {
     pub(super) imbalance: f64,
 }
 
-impl Meter {
+impl UtilizationMeter {
     pub(super) fn new(setup: &Setup, device: &RankDevice, timed: Arc<Timed>) -> Result<Self> {
         // All ranks measure at once, as they will compute; of ranks that share a GPU, one measures while the others leave it
         // alone.
@@ -70,7 +70,7 @@ impl Meter {
         let tp = setup.mesh.parallel_rank(self.timed.rank()).tp;
         let heads = setup.decoder.head_counts().of_rank(tp).map_err(model_error)?;
         let shares = HeadShare::all(heads.queries.len(), heads.key_values.len(), group.grid())?;
-        let (_, ulysses) = group.grid().place(group.rank());
+        let (_, ulysses) = group.grid().coordinates(group.rank());
         let heads = shares.get(ulysses).map_or(0, |share| share.query.len()) as f64;
         for layer in 0..model.num_hidden_layers {
             self.pairs += heads * context.schedule(setup.decoder.mask(layer))?.pairs(group.rank()) as f64;

@@ -1,7 +1,7 @@
 //! Portions of a unit's parameters laid end to end, and cut into one shard per rank.
 
 use crate::{
-    checkpoint::{Columns, Numbers, Region, Slice},
+    checkpoint::{Columns, Region, SharedValues, Slice},
     error::{Error, Result},
 };
 use ringspan_candle::Portion;
@@ -11,7 +11,7 @@ use std::ops::Range;
 /// Portions of a unit's parameters as one row of elements. Shards have the same size to within one element: nothing has to
 /// divide.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Flat {
+pub(crate) struct FlatParameter {
     /// The portions, each with its range in the row.
     portions: Vec<(Portion, Range<usize>)>,
     len: usize,
@@ -22,19 +22,19 @@ pub(crate) struct Flat {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct PortionShard<'a> {
     pub(crate) portion: &'a Portion,
-    /// Range of the piece in the portion.
+    /// Range of the portion shard in the portion.
     pub(crate) in_portion: Range<usize>,
     /// Range of the same elements in the shard.
     pub(crate) in_shard: Range<usize>,
 }
 
-/// The piece that is a whole portion.
+/// The portion shard that is all of a portion.
 pub(crate) fn whole_portion(portion: &Portion) -> PortionShard<'_> {
     PortionShard { portion, in_portion: 0..portion.len(), in_shard: 0..portion.len() }
 }
 
 impl PortionShard<'_> {
-    /// The piece's elements as a region of the whole parameter.
+    /// The portion shard's elements as a region of the whole parameter.
     pub(crate) fn region(&self) -> Region {
         let Portion { rows, columns, .. } = self.portion;
         let before = rows.start * columns.len();
@@ -45,7 +45,7 @@ impl PortionShard<'_> {
         }
     }
 
-    /// The contiguous stretches of the piece, one per row: its range in the piece, and the index of its first element in the
+    /// The contiguous ranges of the portion shard, one per row: its range in the portion shard, and the index of its first element in the
     /// whole parameter.
     fn rows(&self) -> impl Iterator<Item = (Range<usize>, usize)> {
         let Portion { rows, columns, .. } = self.portion;
@@ -57,14 +57,14 @@ impl PortionShard<'_> {
         })
     }
 
-    /// Copies the piece's values to their places in the whole parameter.
+    /// Copies the portion shard's values to their elements of the whole parameter.
     pub(crate) fn scatter_into(&self, values: &[f32], whole: &mut [f32]) {
         for (own, at) in self.rows() {
             whole[at..at + own.len()].copy_from_slice(&values[own]);
         }
     }
 
-    /// Picks the piece's values from `rows`, which are rows of the whole parameter from row `first` on, at least
+    /// Picks the portion shard's values from `rows`, which are rows of the whole parameter from row `first` on, at least
     /// [`Self::row_range`].
     pub(crate) fn gather_from(&self, first: usize, rows: &[f32]) -> Vec<f32> {
         let mut values = Vec::with_capacity(self.in_portion.len());
@@ -76,7 +76,7 @@ impl PortionShard<'_> {
         values
     }
 
-    /// The range of the whole parameter's first dimension in which the piece has elements.
+    /// The range of the whole parameter's first dimension in which the portion shard has elements.
     pub(crate) fn row_range(&self) -> Range<usize> {
         let Portion { whole, dim, rows, columns, .. } = self.portion;
         let (wide, in_first) = (columns.len().max(1), whole[1..*dim].iter().product::<usize>().max(1));
@@ -84,22 +84,22 @@ impl PortionShard<'_> {
         (rows.start + from) / in_first..(rows.start + to).div_ceil(in_first)
     }
 
-    /// The piece's values as a slice of a checkpoint, under a name.
-    pub(crate) fn slice(&self, name: String, values: Numbers) -> Slice {
+    /// The portion shard's values as a slice of a checkpoint, under a name.
+    pub(crate) fn slice(&self, name: String, values: SharedValues) -> Slice {
         let Region { columns, elements } = self.region();
         Slice { name, columns, start: elements.start, values }
     }
 }
 
-impl Flat {
+impl FlatParameter {
     pub(crate) fn new(portions: Vec<Portion>, ranks: usize) -> Self {
         let mut len = 0;
-        let place = |portion: Portion| {
+        let range = |portion: Portion| {
             let start = len;
             len += portion.len();
             (portion, start..len)
         };
-        let portions = portions.into_iter().map(place).collect();
+        let portions = portions.into_iter().map(range).collect();
         Self { portions, len, ranks }
     }
 
@@ -119,19 +119,19 @@ impl Flat {
         at(rank)..at(rank + 1)
     }
 
-    /// The pieces of portions that the shard of a rank consists of, in its order.
+    /// The portion shards of portions that the shard of a rank consists of, in its order.
     pub(crate) fn portion_shards(&self, rank: usize) -> impl Iterator<Item = PortionShard<'_>> {
-        self.portions.iter().filter_map(move |(portion, place)| {
-            let (in_portion, in_shard) = self.common(place, rank)?;
+        self.portions.iter().filter_map(move |(portion, range)| {
+            let (in_portion, in_shard) = self.common(range, rank)?;
             Some(PortionShard { portion, in_portion, in_shard })
         })
     }
 
-    /// The elements that a portion at `place` and the shard of a rank share: their range in the portion, and in the shard.
-    fn common(&self, place: &Range<usize>, rank: usize) -> Option<(Range<usize>, Range<usize>)> {
+    /// The elements that a portion at `range` and the shard of a rank share: their range in the portion, and in the shard.
+    fn common(&self, range: &Range<usize>, rank: usize) -> Option<(Range<usize>, Range<usize>)> {
         let shard = self.shard(rank);
-        let (start, end) = (place.start.max(shard.start), place.end.min(shard.end));
-        (start < end).then(|| (start - place.start..end - place.start, start - shard.start..end - shard.start))
+        let (start, end) = (range.start.max(shard.start), range.end.min(shard.end));
+        (start < end).then(|| (start - range.start..end - range.start, start - shard.start..end - shard.start))
     }
 
     /// The portions, in the order of the row, put together from the shards of all ranks.
@@ -142,8 +142,8 @@ impl Flat {
                 return Err(Error::Model(format!("rank {rank} sent {} numbers of a shard of {expected}", shard.len())));
             }
         }
-        let parameter = |(portion, place): &(Portion, Range<usize>)| {
-            let part = |(rank, shard): (usize, &&'s [f32])| Some(&shard[self.common(place, rank)?.1]);
+        let parameter = |(portion, range): &(Portion, Range<usize>)| {
+            let part = |(rank, shard): (usize, &&'s [f32])| Some(&shard[self.common(range, rank)?.1]);
             let parts = shards.iter().enumerate().filter_map(part).collect();
             Parameter { parts, shape: portion.shape().into() }
         };
@@ -164,13 +164,13 @@ impl Flat {
     pub(crate) fn cut(&self, gradients: &mut Download) -> Result<Vec<Vec<f32>>> {
         let mut shards: Vec<Vec<f32>> =
             (0..self.ranks).map(|rank| Vec::with_capacity(self.shard(rank).len())).collect();
-        for (portion, place) in &self.portions {
+        for (portion, range) in &self.portions {
             let (name, shape) = (portion.key(), portion.shape());
             // Sums over passes and ranks are f32, whatever type a gradient comes in.
             let fits = gradients.take(&name, |dims, values| {
                 let fits = dims == shape;
                 for (rank, shard) in shards.iter_mut().enumerate().filter(|_| fits) {
-                    if let Some((in_portion, _)) = self.common(place, rank) {
+                    if let Some((in_portion, _)) = self.common(range, rank) {
                         shard.extend_from_slice(&values[in_portion]);
                     }
                 }
@@ -197,12 +197,12 @@ mod tests {
         vec![("a".into(), vec![2, 3]), ("b".into(), vec![1]), ("c".into(), vec![4, 2])]
     }
 
-    fn flat(ranks: usize) -> Flat {
+    fn flat(ranks: usize) -> FlatParameter {
         let portion = |(name, whole): (String, Vec<usize>)| {
             let (rows, columns) = (0..whole[0], 0..whole.get(1).copied().unwrap_or(1));
             Portion { name, whole, dim: 1, rows, columns, stacked_at: None, replicas: ReplicaGroup::All }
         };
-        Flat::new(shapes().into_iter().map(portion).collect(), ranks)
+        FlatParameter::new(shapes().into_iter().map(portion).collect(), ranks)
     }
 
     fn gradients() -> Gradients {
@@ -219,7 +219,7 @@ mod tests {
         Transfers::new(&RankDevice::CPU).expect("a CPU")
     }
 
-    fn cut(flat: &Flat, gradients: Gradients) -> Result<Vec<Vec<f32>>> {
+    fn cut(flat: &FlatParameter, gradients: Gradients) -> Result<Vec<Vec<f32>>> {
         flat.cut(&mut transfers().download(gradients).expect("a CPU"))
     }
 
@@ -243,8 +243,12 @@ mod tests {
                 );
             }
             let portion_shards: Vec<_> = (0..ranks).flat_map(|rank| flat.portion_shards(rank)).collect();
-            assert_eq!(portion_shards.iter().map(|piece| piece.in_portion.len()).sum::<usize>(), 15);
-            assert!(portion_shards.iter().all(|piece| piece.in_portion.len() == piece.in_shard.len()));
+            assert_eq!(portion_shards.iter().map(|portion_shard| portion_shard.in_portion.len()).sum::<usize>(), 15);
+            assert!(
+                portion_shards
+                    .iter()
+                    .all(|portion_shard| portion_shard.in_portion.len() == portion_shard.in_shard.len())
+            );
         }
     }
 

@@ -24,9 +24,10 @@ impl Shards {
 
     /// Gathers whole parameters from shards; `own` are this rank's, and `asked` chooses between trained and frozen ones.
     fn together(&self, decoder: &Decoder, unit: Unit, own: &[&[f32]], asked: impl Fn(bool) -> bool) -> Result<Weights> {
-        let sharing = &self.sharing;
-        let gives =
-            |rank: usize, replica_group: usize| sharing.is_cut() || sharing.holders(rank, replica_group)[0] == rank;
+        let placement = &self.placement;
+        let gives = |rank: usize, replica_group: usize| {
+            placement.is_sharded() || placement.holders(rank, replica_group)[0] == rank
+        };
         let kept = |shard: &&Shard| asked(shard.trained);
         let mut sent = Vec::new();
         for (shard, values) in self.held(unit)?.iter().filter(kept).zip(own) {
@@ -43,20 +44,20 @@ impl Shards {
         for (rank, buffer) in all.iter().enumerate() {
             let mut rest = numbers(buffer);
             for trained in [true, false].into_iter().filter(|trained| asked(*trained)) {
-                for (replica_group, flat) in sharing.flats(decoder, unit, rank, trained)?.iter().enumerate() {
-                    let (index, _) = sharing.shard(rank, replica_group);
+                for (replica_group, flat) in placement.flats(decoder, unit, rank, trained)?.iter().enumerate() {
+                    let (index, _) = placement.shard(rank, replica_group);
                     let len = if gives(rank, replica_group) { flat.shard(index).len() } else { continue };
                     let Some((shard, later)) = rest.split_at_checked(len) else {
                         return Err(Error::Model(format!("rank {rank} sent {} numbers of {unit:?}", buffer.len())));
                     };
                     rest = later;
-                    for piece in flat.portion_shards(index) {
-                        let portion = piece.portion;
+                    for portion_shard in flat.portion_shards(index) {
+                        let portion = portion_shard.portion;
                         let size = portion.whole.iter().product();
                         let (_, whole) = values
                             .entry(portion.name.clone())
                             .or_insert_with(|| (portion.whole.clone(), vec![0.0; size]));
-                        piece.scatter_into(&shard[piece.in_shard.clone()], whole);
+                        portion_shard.scatter_into(&shard[portion_shard.in_shard.clone()], whole);
                     }
                 }
             }

@@ -13,14 +13,14 @@ use std::sync::Arc;
 pub(crate) struct GradientShards<'a> {
     shards: &'a Shards,
     sums: Sums,
-    under_way: Option<(Unit, Vec<PendingAllToAll>)>,
+    in_flight: Option<(Unit, Vec<PendingAllToAll>)>,
     /// The unit whose gradients are copied from a GPU while it computes the next one's.
-    coming: Option<(Unit, Download)>,
+    downloading: Option<(Unit, Download)>,
 }
 
 impl<'a> GradientShards<'a> {
     pub(crate) fn new(shards: &'a Shards) -> Self {
-        Self { shards, sums: Sums::new(), under_way: None, coming: None }
+        Self { shards, sums: Sums::new(), in_flight: None, downloading: None }
     }
 
     /// Adds this rank's gradients of a unit. They are on their way when this returns: to the other ranks, or first from the GPU
@@ -30,7 +30,7 @@ impl<'a> GradientShards<'a> {
         if gradients.is_here() {
             return self.send(unit, gradients);
         }
-        match self.coming.replace((unit, gradients)) {
+        match self.downloading.replace((unit, gradients)) {
             Some((before, gradients)) => self.send(before, gradients),
             None => Ok(()),
         }
@@ -53,24 +53,24 @@ impl<'a> GradientShards<'a> {
     /// Sends each holder its shard of a unit's gradients.
     fn send(&mut self, unit: Unit, mut gradients: Download) -> Result<()> {
         // Only one unit is under way at a time: its messages take as much memory as the unit itself.
-        self.settle()?;
-        let mut under_way = Vec::new();
+        self.add_received()?;
+        let mut in_flight = Vec::new();
         for shard in self.shards.held(unit)?.iter().filter(|shard| shard.trained) {
             let mut parts: Vec<Option<Vec<f32>>> = shard.flat.cut(&mut gradients)?.into_iter().map(Some).collect();
             let part = |rank: usize| Arc::new(Buffer::F32(parts[rank].take().unwrap_or_default()));
-            under_way.push(self.shards.replica_groups[shard.replica_group].exchange.start(part)?);
+            in_flight.push(self.shards.replica_groups[shard.replica_group].exchange.start(part)?);
         }
         if let Some(name) = gradients.rest() {
             return Err(Error::Model(format!("a gradient came for `{name}`, which is no parameter of its unit")));
         }
-        self.under_way = Some((unit, under_way));
+        self.in_flight = Some((unit, in_flight));
         Ok(())
     }
 
     /// Adds the gradients that are under way to the sums, in rank order: the bits do not depend on which message comes first.
-    fn settle(&mut self) -> Result<()> {
-        let Some((unit, under_way)) = self.under_way.take() else { return Ok(()) };
-        let sums = under_way.into_iter().map(sum).collect::<Result<Vec<_>>>()?;
+    fn add_received(&mut self) -> Result<()> {
+        let Some((unit, in_flight)) = self.in_flight.take() else { return Ok(()) };
+        let sums = in_flight.into_iter().map(sum).collect::<Result<Vec<_>>>()?;
         match self.sums.get_mut(&unit) {
             Some(before) => before.iter_mut().zip(&sums).for_each(|(before, sum)| add(before, sum)),
             None => drop(self.sums.insert(unit, sums)),
@@ -80,10 +80,10 @@ impl<'a> GradientShards<'a> {
 
     /// Completes the sums over all micro-batches, and over the ranks that keep the same shards.
     pub(crate) fn finish(mut self) -> Result<Sums> {
-        if let Some((unit, gradients)) = self.coming.take() {
+        if let Some((unit, gradients)) = self.downloading.take() {
             self.send(unit, gradients)?;
         }
-        self.settle()?;
+        self.add_received()?;
         for (unit, sums) in &mut self.sums {
             let trained = self.shards.held(*unit)?.iter().filter(|shard| shard.trained);
             for (shard, sum) in trained.zip(sums) {
@@ -99,9 +99,9 @@ impl<'a> GradientShards<'a> {
 }
 
 /// Waits for an exchange and sums what all ranks sent.
-fn sum(under_way: PendingAllToAll) -> Result<Vec<f32>> {
+fn sum(in_flight: PendingAllToAll) -> Result<Vec<f32>> {
     let mut sum: Option<Vec<f32>> = None;
-    for (rank, part) in under_way.wait()?.into_iter().enumerate() {
+    for (rank, part) in in_flight.wait()?.into_iter().enumerate() {
         match &mut sum {
             None => sum = Some(Arc::try_unwrap(part).map_or_else(|part| numbers(&part).to_vec(), into_numbers)),
             Some(sum) if sum.len() == part.len() => add(sum, numbers(&part)),

@@ -24,7 +24,7 @@ use crate::{
 };
 use candle_core::Tensor;
 use exchange::{Exchange, PendingGather};
-use flat_parameter::Flat;
+use flat_parameter::FlatParameter;
 use ringspan::comm::{Buffer, Communicator};
 use ringspan_candle::quantized::QuantizedMatrix;
 use ringspan_candle::transfers::Reserved;
@@ -35,22 +35,22 @@ use stored_matrices::{StoredFlat, StoredShard, weight};
 
 /// This rank's shards of all units.
 pub(crate) struct Shards {
-    sharing: ShardPlacement,
+    placement: ShardPlacement,
     /// The ranks of this rank's copy of the model.
     copy: Arc<dyn Communicator>,
     replica_groups: Vec<GroupExchange>,
     units: BTreeMap<Unit, Vec<Shard>>,
-    /// This rank's shards of matrices that stay as they are stored, each with its family.
+    /// This rank's shards of matrices that stay as they are stored, each with its replica group.
     stored: BTreeMap<Unit, Vec<(usize, StoredFlat, StoredShard)>>,
     /// Copies gathered parameters to the device that computes, and gradients back. Shards stay on the CPU, in f32.
     transfers: Transfers,
     /// Gathered parameters that the ranks of this process share; none where each has its own copy.
     shared: Option<Arc<SharedGathers>>,
     /// The unit that was prefetched.
-    ahead: RefCell<Option<(Unit, Prefetched)>>,
+    prefetched: RefCell<Option<(Unit, Prefetched)>>,
 }
 
-/// The groups of ranks that hold the same portions as this one, for one family.
+/// The communicators of one of this rank's replica groups.
 struct GroupExchange {
     /// Exchanges among the ranks that keep a shard each.
     exchange: Exchange,
@@ -58,11 +58,11 @@ struct GroupExchange {
     copies: Arc<dyn Communicator>,
 }
 
-/// A shard of a family's portions in a unit: either of the trained ones, or of the frozen ones.
+/// A shard of a replica group's portions in a unit: either of the trained ones, or of the frozen ones.
 struct Shard {
     replica_group: usize,
     trained: bool,
-    flat: Flat,
+    flat: FlatParameter,
     values: Arc<Buffer>,
 }
 
@@ -84,36 +84,36 @@ struct Prefetched {
 }
 
 impl Shards {
-    /// The shards of this rank of `world`, which consists of copies of `sharing`'s ranks, one after the other. `read` returns the
-    /// values of a piece, `read_stored` the rows and columns of a matrix that stays as it is stored; `device` computes with them.
+    /// The shards of this rank of `world`, which consists of copies of `placement`'s ranks, one after the other. `read` returns the
+    /// values of a portion shard, `read_stored` the rows and columns of a matrix that stays as it is stored; `device` computes with them.
     /// With `shared`, all ranks are threads of this process, compute on the CPU, and pass the same `shared`.
     pub(crate) fn new(
         decoder: &Decoder,
         world: &dyn Communicator,
-        sharing: ShardPlacement,
+        placement: ShardPlacement,
         (device, shared): (&RankDevice, Option<Arc<SharedGathers>>),
         mut read: impl FnMut(&PortionShard<'_>) -> Result<Vec<f32>>,
         read_stored: &mut ReadMatrix,
     ) -> Result<Self> {
-        let (copy, rank) = (world.rank() / sharing.ranks(), world.rank() % sharing.ranks());
+        let (copy, rank) = (world.rank() / placement.ranks(), world.rank() % placement.ranks());
         let replica_group = |replica_group| {
-            let first = sharing.holders(rank, replica_group).first().copied().unwrap_or(rank);
-            let (first_owner, copies) = match sharing.is_cut() {
-                true => (copy * sharing.ranks() + first, (rank, copy)),
+            let first = placement.holders(rank, replica_group).first().copied().unwrap_or(rank);
+            let (first_owner, copies) = match placement.is_sharded() {
+                true => (copy * placement.ranks() + first, (rank, copy)),
                 false => (world.rank(), (first, world.rank())),
             };
             let (owners, copies) = (world.split(first_owner, rank)?, world.split(copies.0, copies.1)?);
             Ok::<_, Error>(GroupExchange { exchange: Exchange::new(owners, first_owner, replica_group), copies })
         };
-        let replica_groups = (0..sharing.replica_groups()).map(replica_group).collect::<Result<_>>()?;
+        let replica_groups = (0..placement.replica_groups()).map(replica_group).collect::<Result<_>>()?;
         let (mut units, mut stored) = (BTreeMap::new(), BTreeMap::new());
         for unit in decoder.units() {
             let mut shards = Vec::new();
             for trained in [true, false] {
-                for (replica_group, flat) in sharing.flats(decoder, unit, rank, trained)?.into_iter().enumerate() {
-                    let mut values = Vec::with_capacity(flat.shard(sharing.shard(rank, replica_group).0).len());
-                    for piece in flat.portion_shards(sharing.shard(rank, replica_group).0) {
-                        values.extend(read(&piece)?);
+                for (replica_group, flat) in placement.flats(decoder, unit, rank, trained)?.into_iter().enumerate() {
+                    let mut values = Vec::with_capacity(flat.shard(placement.shard(rank, replica_group).0).len());
+                    for portion_shard in flat.portion_shards(placement.shard(rank, replica_group).0) {
+                        values.extend(read(&portion_shard)?);
                     }
                     if !flat.is_empty() {
                         shards.push(Shard { replica_group, trained, flat, values: Arc::new(Buffer::F32(values)) });
@@ -122,17 +122,17 @@ impl Shards {
             }
             units.insert(unit, shards);
             let mut of_unit = Vec::new();
-            for (replica_group, flat) in sharing.stored_flats(decoder, unit, rank)?.into_iter().enumerate() {
+            for (replica_group, flat) in placement.stored_flats(decoder, unit, rank)?.into_iter().enumerate() {
                 if !flat.is_empty() {
-                    let kept = flat.keep(sharing.shard(rank, replica_group).0, read_stored)?;
+                    let kept = flat.keep(placement.shard(rank, replica_group).0, read_stored)?;
                     of_unit.push((replica_group, flat, kept));
                 }
             }
             stored.insert(unit, of_unit);
         }
         let copy = world.split(copy, rank)?;
-        let (transfers, ahead) = (Transfers::new(device)?, RefCell::default());
-        Ok(Self { sharing, copy, replica_groups, units, stored, transfers, shared, ahead })
+        let (transfers, prefetched) = (Transfers::new(device)?, RefCell::default());
+        Ok(Self { placement, copy, replica_groups, units, stored, transfers, shared, prefetched })
     }
 
     /// The ranks that hold one copy of the parameters together.
@@ -140,36 +140,36 @@ impl Shards {
         &self.copy
     }
 
-    /// Whether this rank writes its shards of a family to checkpoints: it is the first of the ranks that keep the same ones.
+    /// Whether this rank writes its shards of a replica group to checkpoints: it is the first of the ranks that keep the same ones.
     fn keeps(&self, replica_group: usize) -> bool {
         self.replica_groups[replica_group].copies.rank() == 0
     }
 
-    /// This rank's trained pieces that it writes to checkpoints, as the first of the ranks that keep them.
+    /// This rank's trained portion shards that it writes to checkpoints, as the first of the ranks that keep them.
     pub(crate) fn kept(&self) -> impl Iterator<Item = PortionShard<'_>> {
-        self.trained().filter(|shard| self.keeps(shard.replica_group)).flat_map(|shard| self.pieces_of(shard))
+        self.trained().filter(|shard| self.keeps(shard.replica_group)).flat_map(|shard| self.portion_shards_of(shard))
     }
 
-    /// This rank's pieces of trained parameters.
+    /// This rank's portion shards of trained parameters.
     pub(crate) fn portion_shards(&self) -> impl Iterator<Item = PortionShard<'_>> {
-        self.trained().flat_map(|shard| self.pieces_of(shard))
+        self.trained().flat_map(|shard| self.portion_shards_of(shard))
     }
 
     fn trained(&self) -> impl Iterator<Item = &Shard> {
         self.units.values().flatten().filter(|shard| shard.trained)
     }
 
-    fn pieces_of<'a>(&self, shard: &'a Shard) -> impl Iterator<Item = PortionShard<'a>> + use<'a> {
+    fn portion_shards_of<'a>(&self, shard: &'a Shard) -> impl Iterator<Item = PortionShard<'a>> + use<'a> {
         shard.flat.portion_shards(self.replica_groups[shard.replica_group].exchange.group().rank())
     }
 
-    /// The values of the pieces that this rank writes to checkpoints; they share the shards' memory while training goes on.
+    /// The values of the portion shards that this rank writes to checkpoints; they share the shards' memory while training goes on.
     pub(crate) fn slices(&self) -> Vec<Slice> {
         let mut slices = Vec::new();
         for shard in self.trained().filter(|shard| self.keeps(shard.replica_group)) {
-            for piece in self.pieces_of(shard) {
-                let values = ShardSlice { shard: shard.values.clone(), range: piece.in_shard.clone() };
-                slices.push(piece.slice(piece.portion.name.clone(), Arc::new(values)));
+            for portion_shard in self.portion_shards_of(shard) {
+                let values = ShardSlice { shard: shard.values.clone(), range: portion_shard.in_shard.clone() };
+                slices.push(portion_shard.slice(portion_shard.portion.name.clone(), Arc::new(values)));
             }
         }
         slices
@@ -180,16 +180,16 @@ impl Shards {
         let of_unit = |(unit, shards): (&Unit, &Vec<Shard>)| -> f64 {
             let sums = gradients.get(unit).into_iter().flatten();
             let trained = shards.iter().filter(|shard| shard.trained);
-            let once = |shard: &Shard, sum: &[f32]| match self.sharing.is_cut() {
+            let once = |shard: &Shard, sum: &[f32]| match self.placement.is_sharded() {
                 true => of(sum),
-                false => of(sum) / self.sharing.holders(self.copy.rank(), shard.replica_group).len() as f64,
+                false => of(sum) / self.placement.holders(self.copy.rank(), shard.replica_group).len() as f64,
             };
             trained.zip(sums).map(|(shard, sum)| once(shard, sum)).sum()
         };
         self.units.iter().map(of_unit).sum()
     }
 
-    /// Calls `update` with each of this rank's trained pieces, its values, and its gradient.
+    /// Calls `update` with each of this rank's trained portion shards, its values, and its gradient.
     pub(crate) fn update(
         &mut self,
         gradients: &Sums,
@@ -202,9 +202,14 @@ impl Shards {
                 let gradient = of_unit.next().ok_or_else(missing)?;
                 // Another rank, or the thread that writes a checkpoint, may still hold this buffer: it keeps the old values.
                 let Buffer::F32(values) = Arc::make_mut(&mut shard.values) else { continue };
-                for piece in shard.flat.portion_shards(self.replica_groups[shard.replica_group].exchange.group().rank())
+                for portion_shard in
+                    shard.flat.portion_shards(self.replica_groups[shard.replica_group].exchange.group().rank())
                 {
-                    update(&piece, &mut values[piece.in_shard.clone()], &gradient[piece.in_shard.clone()])?;
+                    update(
+                        &portion_shard,
+                        &mut values[portion_shard.in_shard.clone()],
+                        &gradient[portion_shard.in_shard.clone()],
+                    )?;
                 }
             }
         }
@@ -302,7 +307,7 @@ pub(crate) type Sums = BTreeMap<Unit, Vec<Vec<f32>>>;
 
 impl Parameters for Shards {
     fn prefetch(&self, unit: Unit) -> ringspan_models::Result<()> {
-        let mut ahead = self.ahead.borrow_mut();
+        let mut ahead = self.prefetched.borrow_mut();
         if ahead.is_none() {
             let announced = || {
                 let gathering = if self.copy.size() > 1 { Some(self.gather(unit)?) } else { None };
@@ -315,7 +320,7 @@ impl Parameters for Shards {
 
     fn unit(&self, _decoder: &Decoder, unit: Unit) -> ringspan_models::Result<StoredWeights> {
         let whole = || {
-            let ahead = match self.ahead.take() {
+            let prefetched = match self.prefetched.take() {
                 Some((announced, ahead)) if announced == unit => ahead,
                 // A unit that was prefetched but is not asked for has to be received all the same, or it would be taken for the
                 // next one.
@@ -326,7 +331,7 @@ impl Parameters for Shards {
                 }
                 _ => Prefetched::default(),
             };
-            self.finish(unit, ahead)
+            self.finish(unit, prefetched)
         };
         Ok(whole().map_err(candle_core::Error::wrap)?)
     }

@@ -1,6 +1,6 @@
 //! Which rank of a copy of the model holds which portions and shards: arithmetic that every rank does for all ranks.
 
-use super::flat_parameter::Flat;
+use super::flat_parameter::FlatParameter;
 use super::stored_matrices::{Region, StoredFlat, StoredFormats};
 use crate::error::{Result, model_error};
 use ringspan_candle::quantized::Format;
@@ -9,15 +9,15 @@ use ringspan_models::Decoder;
 
 /// The ranks of a copy of the model, and how they share its parameters.
 ///
-/// Portions of parameters with the same holders are a *family*. The holders of a portion share it: each keeps a shard of it, and
-/// the gradient of the whole portion is the sum of their gradients.
+/// The holders of a portion are its *replica group*: each keeps a shard of the portion, and the gradient of the whole portion is the
+/// sum of their gradients. Replica groups are numbered in the same way on every rank.
 #[derive(Debug, Clone)]
 pub(crate) struct ShardPlacement {
-    places: Vec<ParallelRank>,
-    /// The replica group of each family on each rank, by rank, then by family.
+    parallel_ranks: Vec<ParallelRank>,
+    /// The replica groups of each rank, by rank, then by number.
     groups: Vec<Vec<ReplicaGroup>>,
     /// Whether holders keep a shard each; otherwise each keeps the whole portion.
-    cut: bool,
+    is_sharded: bool,
     /// The formats of the matrices that stay as they are stored.
     stored: StoredFormats,
     /// Number of such matrices that are f32 all the same, because ranks would cut them inside their blocks.
@@ -25,18 +25,19 @@ pub(crate) struct ShardPlacement {
 }
 
 impl ShardPlacement {
-    /// The sharing among the ranks of a copy, which are at these places.
-    pub(crate) fn new(decoder: &Decoder, places: Vec<ParallelRank>, cut: bool) -> Result<Self> {
-        let groups = places.iter().map(|rank| decoder.all_parameters().replica_groups(*rank).map_err(model_error));
+    /// The placement among the ranks of a copy, given by their tensor- and expert-parallel ranks.
+    pub(crate) fn new(decoder: &Decoder, parallel_ranks: Vec<ParallelRank>, is_sharded: bool) -> Result<Self> {
+        let groups =
+            parallel_ranks.iter().map(|rank| decoder.all_parameters().replica_groups(*rank).map_err(model_error));
         let groups = groups.collect::<Result<_>>()?;
-        Ok(Self { places, groups, cut, stored: StoredFormats::new(), decoded: 0 })
+        Ok(Self { parallel_ranks, groups, is_sharded, stored: StoredFormats::new(), decoded: 0 })
     }
 
-    /// This sharing, with the matrices of `formats` kept as they are stored. A matrix that ranks would cut inside its blocks is
-    /// f32 on all of them.
+    /// This placement, with the matrices of `formats` in their stored formats. A matrix that ranks would cut inside its blocks is f32
+    /// on all of them.
     pub(crate) fn with_stored(self, decoder: &Decoder, formats: StoredFormats) -> Result<Self> {
         let (all, mut stored) = (formats.len(), formats);
-        for rank in &self.places {
+        for rank in &self.parallel_ranks {
             for unit in decoder.units() {
                 for portion in decoder.all_parameters().portions(unit, *rank).map_err(model_error)? {
                     let inside = |format: &Format| {
@@ -64,55 +65,61 @@ impl ShardPlacement {
 
     /// Number of ranks in a copy of the model.
     pub(crate) fn ranks(&self) -> usize {
-        self.places.len()
+        self.parallel_ranks.len()
     }
 
-    /// Number of families, the same on every rank.
+    /// Number of replica groups, the same on every rank.
     pub(crate) fn replica_groups(&self) -> usize {
         self.groups.first().map_or(0, Vec::len)
     }
 
     /// Whether holders keep a shard each.
-    pub(crate) fn is_cut(&self) -> bool {
-        self.cut
+    pub(crate) fn is_sharded(&self) -> bool {
+        self.is_sharded
     }
 
-    /// The ranks that hold the same portions of a family as `rank`, rising.
+    /// The ranks in a replica group of `rank`, rising.
     pub(crate) fn holders(&self, rank: usize, replica_group: usize) -> Vec<usize> {
         let own = self.groups[rank][replica_group];
         (0..self.ranks()).filter(|other| self.groups[*other][replica_group] == own).collect()
     }
 
-    /// The index of the shard of a family that a rank keeps, and the number of shards.
+    /// The index of the shard that a rank keeps of its portions in a replica group, and the number of shards.
     pub(crate) fn shard(&self, rank: usize, replica_group: usize) -> (usize, usize) {
         let holders = self.holders(rank, replica_group);
-        match self.cut {
+        match self.is_sharded {
             true => (holders.iter().position(|holder| *holder == rank).unwrap_or(0), holders.len()),
             false => (0, 1),
         }
     }
 
-    /// A rank's portions of a unit, by family, as rows of elements: either those of trained parameters, or those of frozen ones
+    /// A rank's portions of a unit, by replica group, as rows of elements: either those of trained parameters, or those of frozen ones
     /// that do not stay as they are stored.
-    pub(crate) fn flats(&self, decoder: &Decoder, unit: Unit, rank: usize, trained: bool) -> Result<Vec<Flat>> {
-        let portions = decoder.all_parameters().portions(unit, self.places[rank]).map_err(model_error)?;
+    pub(crate) fn flats(
+        &self,
+        decoder: &Decoder,
+        unit: Unit,
+        rank: usize,
+        trained: bool,
+    ) -> Result<Vec<FlatParameter>> {
+        let portions = decoder.all_parameters().portions(unit, self.parallel_ranks[rank]).map_err(model_error)?;
         let flat = |replica_group| {
             let own = self.groups[rank][replica_group];
-            let of_family = |p: &&Portion| {
+            let of_group = |p: &&Portion| {
                 p.replicas == own && decoder.trains(&p.name) == trained && !self.stored.contains_key(&p.name)
             };
-            Flat::new(portions.iter().filter(of_family).cloned().collect(), self.shard(rank, replica_group).1)
+            FlatParameter::new(portions.iter().filter(of_group).cloned().collect(), self.shard(rank, replica_group).1)
         };
         Ok((0..self.replica_groups()).map(flat).collect())
     }
 
-    /// A rank's portions of a unit's matrices that stay as they are stored, by family, as rows of bytes.
+    /// A rank's portions of a unit's matrices that stay as they are stored, by replica group, as rows of bytes.
     pub(crate) fn stored_flats(&self, decoder: &Decoder, unit: Unit, rank: usize) -> Result<Vec<StoredFlat>> {
-        let portions = decoder.all_parameters().portions(unit, self.places[rank]).map_err(model_error)?;
+        let portions = decoder.all_parameters().portions(unit, self.parallel_ranks[rank]).map_err(model_error)?;
         let flat = |replica_group| {
             let own = self.groups[rank][replica_group];
-            let of_family = portions.iter().filter(|portion| portion.replicas == own);
-            let stored = of_family.filter_map(|portion| Some((portion.clone(), *self.stored.get(&portion.name)?)));
+            let of_group = portions.iter().filter(|portion| portion.replicas == own);
+            let stored = of_group.filter_map(|portion| Some((portion.clone(), *self.stored.get(&portion.name)?)));
             StoredFlat::new(stored, self.shard(rank, replica_group).1)
         };
         (0..self.replica_groups()).map(flat).collect()
@@ -167,12 +174,13 @@ mod tests {
             .into_iter()
             .flat_map(|decoder| meshes.map(|mesh| (decoder.clone(), mesh)));
         for (decoder, (ranks, tp, ep, moe_tp, cut)) in of_models {
-            let place = |rank: usize| ParallelRank {
+            let parallel_rank = |rank: usize| ParallelRank {
                 tp: (rank % tp, tp),
                 ep: (rank / moe_tp % ep, ep),
                 moe_tp: (rank % moe_tp, moe_tp),
             };
-            let sharing = ShardPlacement::new(&decoder, (0..ranks).map(place).collect(), cut).expect("possible");
+            let placement =
+                ShardPlacement::new(&decoder, (0..ranks).map(parallel_rank).collect(), cut).expect("possible");
             for unit in decoder.units() {
                 for (name, shape) in decoder.unit_shapes(unit) {
                     let whole: Vec<f32> = (0..shape.iter().product()).map(|at| at as f32).collect();
@@ -181,19 +189,19 @@ mod tests {
                     let trained = decoder.trains(&name);
                     for rank in 0..ranks {
                         for (replica_group, flat) in
-                            sharing.flats(&decoder, unit, rank, trained).expect("possible").iter().enumerate()
+                            placement.flats(&decoder, unit, rank, trained).expect("possible").iter().enumerate()
                         {
-                            for piece in flat.portion_shards(sharing.shard(rank, replica_group).0) {
-                                let portion = piece.portion;
+                            for portion_shard in flat.portion_shards(placement.shard(rank, replica_group).0) {
+                                let portion = portion_shard.portion;
                                 if portion.name != name {
                                     continue;
                                 }
                                 let times =
-                                    if cut { 1.0 } else { 1.0 / sharing.holders(rank, replica_group).len() as f64 };
-                                let rows = piece.row_range();
-                                let picked =
-                                    piece.gather_from(rows.start, &whole[rows.start * in_first..rows.end * in_first]);
-                                for (at, picked) in piece.in_portion.clone().zip(picked) {
+                                    if cut { 1.0 } else { 1.0 / placement.holders(rank, replica_group).len() as f64 };
+                                let rows = portion_shard.row_range();
+                                let picked = portion_shard
+                                    .gather_from(rows.start, &whole[rows.start * in_first..rows.end * in_first]);
+                                for (at, picked) in portion_shard.in_portion.clone().zip(picked) {
                                     let (row, column) = (at / portion.columns.len(), at % portion.columns.len());
                                     let row = (portion.rows.start + row) * portion.width();
                                     let at = row + portion.columns.start + column;

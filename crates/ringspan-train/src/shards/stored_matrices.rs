@@ -32,10 +32,10 @@ struct StoredPortion {
     /// Bytes of one row of the portion.
     row: usize,
     /// The portion's range in the row of bytes.
-    place: Range<usize>,
+    range: Range<usize>,
 }
 
-/// The place of a portion in a stored matrix: rows and columns of one matrix, or the same rows and columns of several experts'
+/// The region of a portion in a stored matrix: rows and columns of one matrix, or the same rows and columns of several experts'
 /// matrices.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Region {
@@ -110,7 +110,7 @@ impl StoredFlat {
             let row = format.bytes(1, region.columns.len())?;
             let start = len;
             len += row * region.len();
-            all.push(StoredPortion { portion, region, format, row, place: start..len });
+            all.push(StoredPortion { portion, region, format, row, range: start..len });
         }
         Ok(Self { portions: all, len, ranks })
     }
@@ -140,12 +140,12 @@ impl StoredFlat {
         }
         let shard = self.shard(rank);
         let mut bytes = Vec::with_capacity(shard.len());
-        for StoredPortion { portion, region, row, place, .. } in &self.portions {
-            let (start, end) = (place.start.max(shard.start), place.end.min(shard.end));
+        for StoredPortion { portion, region, row, range, .. } in &self.portions {
+            let (start, end) = (range.start.max(shard.start), range.end.min(shard.end));
             if start >= end {
                 continue;
             }
-            let (start, end) = (start - place.start, end - place.start);
+            let (start, end) = (start - range.start, end - range.start);
             let rows = start / row..end.div_ceil(*row);
             let matrix = region.read(&portion.name, rows.clone(), read)?;
             bytes.extend_from_slice(&matrix.bytes()[start - rows.start * row..end - rows.start * row]);
@@ -168,10 +168,10 @@ impl StoredFlat {
                 return Err(Error::Model(format!("rank {rank} sent {sent} bytes of a shard of {expected}")));
             }
         }
-        let matrix = |StoredPortion { region, format, place, .. }: &StoredPortion| {
+        let matrix = |StoredPortion { region, format, range, .. }: &StoredPortion| {
             let parts = shards.iter().enumerate().filter_map(|(rank, shard)| {
                 let own = self.shard(rank);
-                let (start, end) = (place.start.max(own.start), place.end.min(own.end));
+                let (start, end) = (range.start.max(own.start), range.end.min(own.end));
                 (start < end).then(|| ShardSlice { shard: shard.clone(), range: start - own.start..end - own.start })
             });
             let mut parts: Vec<ShardSlice> = parts.collect();
@@ -185,7 +185,7 @@ impl StoredFlat {
     }
 }
 
-/// The part of a family's stored matrices that a rank keeps.
+/// The part of a replica group's stored matrices that a rank keeps.
 pub(super) enum StoredShard {
     /// The whole matrices: ranks of one process share their bytes.
     Whole(Vec<QuantizedMatrix>),

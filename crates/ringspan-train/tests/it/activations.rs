@@ -78,7 +78,7 @@ fn losses_of_a_sparse_model_stay_close_on_every_mesh() {
     for (name, recompute, ring, tp, ep, moe_dp) in [
         ("one", "nothing", 1, 1, None, None),
         ("inputs", "full", 2, 1, None, None),
-        ("dealt", "nothing", 3, 1, Some(3), None),
+        ("distributed", "nothing", 3, 1, Some(3), None),
         ("by width", "nothing", 2, 1, Some(1), Some(1)),
         ("both", "nothing", 2, 2, Some(2), None),
         ("both, with attention", "keep-attention", 4, 1, Some(2), Some(1)),

@@ -121,7 +121,7 @@ fn losses_of_sparse_models_stay_close_on_every_mesh() {
     text(root);
     let meshes = [
         ("one", mesh(1, 1, 1, "nothing")),
-        ("dealt", Settings { ep: Some(2), ..mesh(2, 1, 2, "nothing") }),
+        ("distributed", Settings { ep: Some(2), ..mesh(2, 1, 2, "nothing") }),
         ("ring", mesh(4, 1, 1, "keep-attention")),
     ];
     sparse(&model);

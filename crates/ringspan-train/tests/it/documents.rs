@@ -1,4 +1,4 @@
-//! Which documents are trained on, which are for evaluation, and how those longer than a sequence are treated.
+//! Tests of which documents are trained on, which are for evaluation, and how those longer than a sequence are treated.
 
 use crate::common::{Memory, conversations, of_tiny_model, run, text, tiny_model};
 use ringspan_train::{Settings, TrainArgs, TrainConfig, plan, train};
@@ -88,7 +88,7 @@ fn conversations_are_never_cut_in_two_and_the_plan_counts_those_that_are_too_lon
 
     // The losses are the same on every mesh, and when the run is resumed at any step.
     let (whole, expected) = run(chat("whole", None));
-    for (name, ring, packing) in [("ring", 3, None), ("dealt", 1, Some("balanced"))] {
+    for (name, ring, packing) in [("ring", 3, None), ("balanced", 1, Some("balanced"))] {
         let settings = Settings { ring: Some(ring), packing: packing.map(String::from), ..chat(name, None) };
         let (_, memory) = run(settings);
         if packing.is_none() {

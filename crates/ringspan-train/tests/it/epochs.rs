@@ -1,4 +1,4 @@
-//! Runs whose length is given as passes over their text, not in steps.
+//! Tests of runs whose length is given as passes over their text (epochs), not in steps.
 
 use crate::common::{Memory, of_tiny_model, text, tiny_model};
 use ringspan_train::{Settings, TrainArgs, TrainConfig, train};

@@ -1,4 +1,4 @@
-//! Failures measured in another system's context parallelism that concern training (B3 to B5, B7 and B8 are tested in
+//! Tests against failures of another system's context parallelism that concern training (B3 to B5, B7 and B8 are tested in
 //! `ringspan-serve`). Every rank holds real tokens, rows are ragged, and differences are relative L2.
 
 use crate::common::{run, text, tiny_model};

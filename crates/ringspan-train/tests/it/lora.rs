@@ -165,7 +165,7 @@ fn a_resumed_run_trains_the_same_adapters_bit_for_bit_and_merges_them() {
     near("merged", &merged, &expected, 1e-7);
 }
 
-/// A new run continues the training of an adapter beside the same model, on any mesh, and saves it as an adapter of that model.
+/// A new run continues the training of an adapter on the same model, on any mesh, and saves it as an adapter of that model.
 #[test]
 fn an_adapter_is_trained_on_by_a_new_run() {
     let folder_ = tempfile::tempdir().unwrap();

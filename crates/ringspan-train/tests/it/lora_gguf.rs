@@ -1,4 +1,4 @@
-//! Adapters beside a GGUF file equal those beside the same weights in a folder.
+//! Tests of adapters on a GGUF file: they equal those on the same weights in a folder.
 
 use crate::common::{Memory, run, text};
 use candle_core::quantized::gguf_file::{self, Content, Value};
@@ -106,7 +106,7 @@ fn an_adapter_beside_a_gguf_file_is_that_beside_its_weights_in_a_folder() {
     let (of_file, memory) = run(settings(root, "model.gguf", "of-file"));
     assert!(expected.steps[5].loss < expected.steps[0].loss - 0.1, "{:?}", expected.losses());
     assert_eq!(memory.losses(), expected.losses());
-    // In two layers of width 32, A and B of rank 4 are beside matrices of 32, 16 and 64 rows.
+    // In two layers of width 32, A and B of rank 4 belong to matrices of 32, 16 and 64 rows.
     let training = &memory.plan.training;
     assert!(training.starts_with("a new LoRA adapter of rank 4, 4,096 of "), "{training}");
     assert_eq!(of_file.base_model, Some(root.join("model.gguf")));

@@ -126,7 +126,7 @@ fn each_gradient_is_that_of_one_rank_on_every_mesh() {
     found.check();
 }
 
-/// Experts are dealt to ranks, cut by their width and copied, and an auxiliary loss balances their load over all ranks.
+/// Experts are distributed over ranks, cut by their width and copied, and an auxiliary loss balances their load over all ranks.
 #[test]
 fn each_gradient_of_a_sparse_model_is_that_of_one_rank_on_every_mesh_of_its_experts() {
     let model = model(crate::common::experts());

@@ -78,7 +78,7 @@ fn losses_norms_held_out_losses_and_trained_weights_are_those_of_one_rank_on_eve
     }
 }
 
-/// Experts are dealt to ranks, cut by their width and copied, and an auxiliary loss balances their load over all ranks.
+/// Experts are distributed over ranks, cut by their width and copied, and an auxiliary loss balances their load over all ranks.
 #[test]
 fn a_sparse_model_learns_the_same_on_every_mesh_of_its_experts() {
     let folder_ = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! How well a step used the machine, as its metrics say.
+//! Tests of the metrics that say how well a step used the machine.
 
 use crate::common::{run, tiny_model};
 use ringspan_train::Settings;

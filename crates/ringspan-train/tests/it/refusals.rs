@@ -68,7 +68,7 @@ fn models_data_and_meshes_that_do_not_fit_are_refused_and_nothing_is_written() {
     fs::rename(model.join("tokenizer.json"), model.join("t")).unwrap();
     refused(root, with(&model, &data), &["tokenizer.json", "is missing"]);
     fs::write(model.join("tokenizer.model"), "\n").unwrap();
-    refused(root, with(&model, &data), &["tokenizer.json", "tokenizer.model beside it", "save_pretrained"]);
+    refused(root, with(&model, &data), &["tokenizer.json", "tokenizer.model next to it", "save_pretrained"]);
     fs::write(model.join("tokenizer.json"), "{").unwrap();
     refused(root, with(&model, &data), &["tokenizer.json"]);
     fs::rename(model.join("t"), model.join("tokenizer.json")).unwrap();

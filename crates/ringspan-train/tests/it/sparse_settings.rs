@@ -1,4 +1,4 @@
-//! Settings of models with experts.
+//! Tests of the settings of models with experts.
 
 use crate::common::{Memory, of_tiny_model, run, sparse, text, tiny_model};
 use ringspan_models::adapter;
@@ -33,7 +33,7 @@ fn the_loss_of_routers_can_be_set_and_is_no_part_of_the_saved_model() {
     assert!(none + 0.4 < said && (more - said - (said - none)).abs() < 1e-5, "{none}, {said}, {more}");
 }
 
-/// However a step's sequences are dealt to micro-batches and ranks, the load is counted over all of them, and gradients agree;
+/// However a step's sequences are distributed over micro-batches and ranks, the load is counted over all of them, and gradients agree;
 /// with `micro-batch`, as Hugging Face does it, each micro-batch has a loss of its own.
 #[test]
 fn the_loss_of_routers_is_over_the_step_or_over_each_micro_batch() {

@@ -1,4 +1,4 @@
-//! Adapters are trained beside a base that stays as its files store it, on every mesh.
+//! Tests of adapters on a base that stays in its stored format, on every mesh.
 
 use crate::common::{Memory, run};
 use candle_core::DType;
@@ -21,7 +21,7 @@ fn tokens(root: &Path) -> PathBuf {
     path
 }
 
-/// Runs three steps with adapters beside all linear layers; returns the losses, the plan's line on training, and the adapter.
+/// Runs three steps with adapters on all linear layers; returns the losses, the plan's line on training, and the adapter.
 fn adapted(root: &Path, model: &Path, name: &str, mesh: Settings) -> (Vec<f64>, String, Vec<f32>) {
     let settings = Settings {
         model: Some(model.to_owned()),

@@ -40,7 +40,7 @@ fn tokens_are_cached_beside_the_run_or_in_the_given_folder_and_reused() {
     assert_eq!(fs::read(&beside).unwrap(), fs::read(&file).unwrap());
     assert!(!root.join("elsewhere/tokens").exists());
 
-    // That tokens come from the cache shows where the text has changed so that neither size, time nor sample tell.
+    // The text is changed so that neither size, time nor sample differ: the old tokens show that the cache was read.
     let data = root.join("long.txt");
     let write = |word: &str| {
         fs::write(&data, [&"some words; ".repeat(400)[..], word, &"more words; ".repeat(2000)].concat()).unwrap();

@@ -1,4 +1,4 @@
-//! The memory that a plan predicts is the memory that a run takes.
+//! Tests of the memory that plans predict: it is the memory that runs take.
 
 use crate::{common, counting};
 use candle_core::{DType, Tensor};
@@ -131,8 +131,8 @@ fn runs() -> impl Iterator<Item = Run> {
         ("words, tied", tied, (1, 512), s()),
         ("adapters", deep, (1, 1024), Settings { lora_rank: Some(8), ..s() }),
         ("adapters, dropped", deep, (1, 1024), Settings { lora_rank: Some(8), lora_dropout: Some(0.1), ..s() }),
-        ("adapters beside attention", deep, (1, 1024), Settings { lora_targets: Some(attention.into()), ..adapted() }),
-        ("adapters beside wide layers", wide, (1, 1024), adapted()),
+        ("adapters on attention", deep, (1, 1024), Settings { lora_targets: Some(attention.into()), ..adapted() }),
+        ("adapters on wide layers", wide, (1, 1024), adapted()),
         ("adapters, tiles", deep, (1, 4096), adapted()),
         ("adapters, dropped, tiles", wide, (1, 4096), Settings { lora_dropout: Some(0.1), ..adapted() }),
         (
@@ -161,7 +161,7 @@ fn runs() -> impl Iterator<Item = Run> {
     };
     let adapters =
         |dropout, settings: Settings| Settings { lora_rank: Some(8), lora_dropout: Some(dropout), ..settings };
-    let dealt = Settings { dp_shard: Some(4), ..mesh(1, 1, Some(4), None) };
+    let distributed = Settings { dp_shard: Some(4), ..mesh(1, 1, Some(4), None) };
     let copied = Settings { dp_replicate: Some(2), ..mesh(2, 1, Some(2), None) };
     let of_experts: Vec<(&str, Experts, (usize, usize), Settings)> = vec![
         ("experts, parameters", eight, (1, 64), s()),
@@ -190,7 +190,7 @@ fn runs() -> impl Iterator<Item = Run> {
         ("experts, tp 4", eight, (1, 1024), mesh(1, 4, None, None)),
         ("experts, tp 2, ep 2", eight, (1, 2048), mesh(2, 2, Some(2), None)),
         ("experts, tp 4, ep 4", eight, (1, 1024), mesh(1, 4, Some(4), Some(1))),
-        ("experts, dp-shard 4, ep 4", eight, (4, 512), dealt),
+        ("experts, dp-shard 4, ep 4", eight, (4, 512), distributed),
         ("experts, dp-replicate 2, ep 2", eight, (4, 512), copied),
         ("experts, adapters", eight, (1, 1024), adapters(0.0, s())),
         ("experts, adapters, dropped", eight, (1, 1024), adapters(0.1, s())),
@@ -254,7 +254,7 @@ fn every_run_takes_what_its_plan_predicts() {
     take_what_is_predicted(runs().filter(|run| !QUICK.contains(&run.0)));
 }
 
-/// The base stays in bf16 beside adapters, and is a large part of the memory.
+/// The frozen base stays in bf16, and is a large part of the memory.
 #[test]
 fn a_run_beside_a_base_in_bf16_takes_what_its_plan_predicts() {
     let s = || Settings { lora_rank: Some(8), ..Settings::default() };

@@ -85,7 +85,7 @@ fn ranks_share(meshes: &[Mesh]) {
             }
         }
         assert!((15.8..16.5).contains(&each), "{ranks} ranks: {each:.2} bytes a parameter");
-        // What grows neither with layers nor with tokens: gathered layers, and buffers that a thread keeps after matrix products.
+        // A constant part: gathered layers, and buffers that a thread keeps after matrix products.
         let kept = (ranks * counting::kept_by_products()) as f64;
         let whole = (few - tokens - kept - 16.0 * fewer as f64) / (4 * layer * ranks) as f64;
         // Each rank has two layers of gradients, whose sums are in the 16 bytes already for one of them, and the ranks together one or

@@ -1,4 +1,4 @@
-//! The meshes on which no result may depend.
+//! The meshes of the tests: results must be the same on all of them.
 #![allow(dead_code)] // Each test file uses its part.
 
 use ringspan_train::Settings;

@@ -22,7 +22,7 @@ pub struct Tokens<'a> {
     /// The keys this rank holds, in the order of their rows.
     pub keys: &'a [Run],
     /// Lengths that the positions of queries and of keys are counted in; masks that are aligned to the end use them.
-    pub frames: (usize, usize),
+    pub extents: (usize, usize),
 }
 
 /// Limit on positions, so that sums and differences of a few of them cannot overflow.
@@ -41,9 +41,9 @@ impl Tokens<'_> {
                 )));
             }
         }
-        match self.frames.0.max(self.frames.1) {
-            frame if frame > POSITIONS => {
-                Err(Error::Layout(format!("a frame of {frame} tokens: positions end before {POSITIONS}")))
+        match self.extents.0.max(self.extents.1) {
+            extent if extent > POSITIONS => {
+                Err(Error::Layout(format!("a sequence of {extent} tokens: positions end before {POSITIONS}")))
             }
             _ => Ok(()),
         }
@@ -63,7 +63,7 @@ impl Tokens<'_> {
                 let together = if q.step == k.step || k.len <= 1 { q.len } else { 1 };
                 for first in (0..q.len).step_by(together.max(1)) {
                     let queries = q.part(&(first..first + together));
-                    for banded in mask.banded_tiles(&queries, k, self.frames.0, self.frames.1)? {
+                    for banded in mask.banded_tiles(&queries, k, self.extents.0, self.extents.1)? {
                         let (q_part, k_part) = (queries.part(&banded.q), k.part(&banded.k));
                         tiles.push(Tile {
                             q: q_row + first + banded.q.start..q_row + first + banded.q.end,
@@ -72,7 +72,7 @@ impl Tokens<'_> {
                             position: TilePosition {
                                 query: q_part.start,
                                 key: k_part.start,
-                                distance: mask.distance(q_part.start, k_part.start, self.frames.0, self.frames.1),
+                                distance: mask.distance(q_part.start, k_part.start, self.extents.0, self.extents.1),
                                 step: if q_part.len == 1 { k_part.step } else { q_part.step },
                             },
                         });
@@ -123,7 +123,7 @@ impl DecodeTiles {
         let (mut tiles, mut row) = (Vec::<Tile>::new(), 0);
         for q in tokens.queries {
             for strand in strands.get(&q.document).into_iter().flatten() {
-                mask.search(q, strand.runs(), tokens.frames, |seen| {
+                mask.search(q, strand.runs(), tokens.extents, |seen| {
                     let (queries, keys, band) = match seen {
                         VisiblePairs::Whole { q, runs } => {
                             let keys = strand.rows(&runs);

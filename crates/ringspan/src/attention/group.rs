@@ -32,7 +32,7 @@ impl Group {
                 ranks: cp.size(),
             });
         }
-        let (ring_rank, ulysses_rank) = grid.place(cp.rank());
+        let (ring_rank, ulysses_rank) = grid.coordinates(cp.rank());
         let ring = cp.split(ulysses_rank, ring_rank)?;
         let ulysses = cp.split(ring_rank, ulysses_rank)?;
         let (movers, user) = ([ring.clone(), ulysses.clone()], kernel.progress_hook());

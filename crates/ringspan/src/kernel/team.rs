@@ -16,13 +16,13 @@ type Work<'a> = &'a (dyn Fn(usize) + Sync);
 
 /// A fixed number of threads that live as long as the team.
 pub(super) struct Team {
-    shared: Arc<Shared>,
+    shared: Arc<TeamState>,
     threads: Vec<JoinHandle<()>>,
     /// Allows one call at a time.
     calling: Mutex<()>,
 }
 
-struct Shared {
+struct TeamState {
     /// Number of calls so far. A thread that sees it change reads `job`.
     calls: AtomicUsize,
     job: UnsafeCell<Option<Job>>,
@@ -45,12 +45,12 @@ struct Job {
 
 // SAFETY: `job` is written by the thread that holds `calling`, while no thread of the team is busy, and read by threads of
 // the team that have seen `calls` change after the write.
-unsafe impl Sync for Shared {}
+unsafe impl Sync for TeamState {}
 
 impl Team {
     /// Starts `count` threads; `None` if any of them could not be started.
     pub(super) fn new(count: usize) -> Option<Self> {
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(TeamState {
             calls: AtomicUsize::new(0),
             job: UnsafeCell::new(None),
             busy: AtomicUsize::new(0),
@@ -116,7 +116,7 @@ impl Drop for Team {
     }
 }
 
-impl Shared {
+impl TeamState {
     /// The main function of a team's thread: runs this worker's part of each call.
     fn serve(&self, worker: usize) {
         let mut seen = 0;

@@ -22,7 +22,7 @@ struct Block {
 ///
 /// First the longest-processing-time rule (Graham, 1969) under a limit on tokens, then swaps of blocks of equal length
 /// between the ranks with the most and the least work.
-pub(super) fn deal(
+pub(super) fn distribute(
     queries: &Documents,
     keys: &Documents,
     mask: &Mask,
@@ -129,11 +129,11 @@ fn blocks(queries: &Documents, keys: &Documents, mask: &Mask, size: usize) -> Ve
             blocks.extend(cut(document, size, run).map(|(runs, tokens)| Block { runs, tokens, cost: 0 }));
             continue;
         };
-        let frames = (document.extent, key_document.extent);
+        let extents = (document.extent, key_document.extent);
         for (runs, tokens) in cut(document, size, run) {
             let mut cost = 0;
             for run in &runs {
-                mask.search(run, strand.runs(), frames, |seen| {
+                mask.search(run, strand.runs(), extents, |seen| {
                     cost += seen.pairs(|runs| strand.rows(runs).len());
                 });
             }
@@ -175,11 +175,11 @@ mod tests {
         let cost = |rank| -> u64 {
             let mut cost = 0;
             for q in layout.runs(rank) {
-                let (frame_q, document) = (layout.documents().get(q.document).extent, keys.get(q.document));
+                let (q_extent, document) = (layout.documents().get(q.document).extent, keys.get(q.document));
                 let run = |span: &Range<usize>| Run { start: span.start, len: span.len(), step: 1, ..*q };
                 let keys: Vec<Run> = document.spans.iter().map(run).collect();
                 let tokens = |runs: &Range<usize>| keys[runs.clone()].iter().map(|run| run.len).sum();
-                mask.search(q, &keys, (frame_q, document.extent), |seen| cost += seen.pairs(tokens));
+                mask.search(q, &keys, (q_extent, document.extent), |seen| cost += seen.pairs(tokens));
             }
             cost
         };
@@ -214,7 +214,7 @@ mod tests {
             for mask in &masks {
                 for ranks in [1, 2, 3, 4, 8] {
                     let (layout, _) =
-                        Layout::pair(LayoutKind::Balanced(None), documents, documents, mask, ranks).expect("deals");
+                        Layout::pair(LayoutKind::Balanced(None), documents, documents, mask, ranks).expect("a layout");
                     let imbalance = imbalance(&layout, documents, mask);
                     assert!(imbalance <= 1.05, "{mask} on {ranks} ranks: {imbalance}");
                     let tokens: Vec<usize> = (0..ranks).map(|rank| layout.tokens(rank)).collect();

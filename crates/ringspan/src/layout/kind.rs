@@ -35,7 +35,7 @@ impl LayoutKind {
     pub(super) fn check(self) -> Result<(), Error> {
         match self {
             Self::Striped(0) | Self::Balanced(Some(0)) => {
-                Err(Error::Layout(format!("{self} deals 0 tokens at a time; at least 1 is needed")))
+                Err(Error::Layout(format!("{self} distributes 0 tokens at a time; at least 1 is needed")))
             }
             _ => Ok(()),
         }
@@ -43,7 +43,7 @@ impl LayoutKind {
 
     /// Distributes tokens by position; [`Balanced`](Self::Balanced) falls back to contiguous parts, because it needs a
     /// mask.
-    pub(super) fn deal(self, documents: &Documents, ranks: usize) -> Vec<Vec<Run>> {
+    pub(super) fn distribute(self, documents: &Documents, ranks: usize) -> Vec<Vec<Run>> {
         let mut out = vec![Vec::new(); ranks];
         let mut units: Vec<Vec<DocumentSpan>> = Vec::new();
         let mut last_row = None;

@@ -120,12 +120,12 @@ impl Layout {
             )));
         }
         mask.check(queries.len())?;
-        let deal = |documents: &Documents| match (kind, documents == queries) {
-            (LayoutKind::Balanced(block), true) => balanced::deal(queries, keys, mask, block, ranks),
-            _ => kind.deal(documents, ranks),
+        let distribute = |documents: &Documents| match (kind, documents == queries) {
+            (LayoutKind::Balanced(block), true) => balanced::distribute(queries, keys, mask, block, ranks),
+            _ => kind.distribute(documents, ranks),
         };
         let layout =
-            |documents: &Documents| Self { kind, ranks: deal(documents), documents: Arc::new(documents.clone()) };
+            |documents: &Documents| Self { kind, ranks: distribute(documents), documents: Arc::new(documents.clone()) };
         let query = layout(queries);
         let key = if keys == queries { query.clone() } else { layout(keys) };
         Ok((query, key))
@@ -143,7 +143,7 @@ impl Layout {
             return Err(Error::Layout(format!("pages of {page} tokens on {ranks} ranks: the least is 1 of each")));
         }
         documents.check()?;
-        let mut dealt = vec![Vec::new(); ranks];
+        let mut of_ranks = vec![Vec::new(); ranks];
         for (document, tokens) in documents.iter().enumerate() {
             let positions = match &tokens.spans[..] {
                 [] => continue,
@@ -153,10 +153,10 @@ impl Layout {
             for number in positions.start / page..positions.end.div_ceil(page) {
                 let start = positions.start.max(number.saturating_mul(page));
                 let end = positions.end.min((number + 1).saturating_mul(page));
-                dealt[number % ranks].push(Run { document, start, len: end - start, step: 1 });
+                of_ranks[number % ranks].push(Run { document, start, len: end - start, step: 1 });
             }
         }
-        let ranks = dealt.into_iter().map(|runs| joined(runs.into_iter())).collect();
+        let ranks = of_ranks.into_iter().map(|runs| joined(runs.into_iter())).collect();
         Ok(Self { kind: LayoutKind::Striped(page), documents: Arc::new(documents.clone()), ranks })
     }
 

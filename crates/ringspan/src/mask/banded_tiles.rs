@@ -83,14 +83,14 @@ impl Mask {
         &self,
         q: &Run,
         keys: &[Run],
-        (q_frame, k_frame): (usize, usize),
+        (q_extent, k_extent): (usize, usize),
         mut each: impl FnMut(VisiblePairs),
     ) {
         let (Some(first), Some(last)) = (keys.first(), keys.last()) else { return };
         if q.len == 0 || first.len == 0 {
             return;
         }
-        let shift = self.shift(q_frame, k_frame);
+        let shift = self.shift(q_extent, k_extent);
         let all = Rectangle {
             q: q.start as i64..q.last() as i64 + 1,
             k: first.start as i64..last.last() as i64 + 1,
@@ -110,10 +110,10 @@ impl Mask {
         &self,
         q: &Run,
         keys: &[Run],
-        frames: (usize, usize),
+        extents: (usize, usize),
         mut each: impl FnMut(usize, BandedTile),
     ) {
-        self.search(q, keys, frames, |seen| match seen {
+        self.search(q, keys, extents, |seen| match seen {
             VisiblePairs::BandedTile { run, tile } => each(run, tile),
             VisiblePairs::Whole { q: q_part, runs } => {
                 for run in runs {

@@ -28,7 +28,7 @@ impl Grid {
     }
 
     /// Coordinates of a rank: its ring rank, and its Ulysses rank.
-    pub fn place(self, rank: usize) -> (usize, usize) {
+    pub fn coordinates(self, rank: usize) -> (usize, usize) {
         match self.ulysses_outer {
             false => (rank / self.ulysses, rank % self.ulysses),
             true => (rank % self.ring, rank / self.ring),
@@ -72,7 +72,7 @@ mod tests {
     fn places_and_ranks_are_inverse_in_both_orders() {
         for grid in [Grid::new(3, 2), Grid::new(3, 2).with_ulysses_outer()] {
             for rank in 0..6 {
-                let (ring, ulysses) = grid.place(rank);
+                let (ring, ulysses) = grid.coordinates(rank);
                 assert_eq!(grid.rank(ring, ulysses), rank);
                 assert_eq!(grid.members()[ring][ulysses], rank);
             }

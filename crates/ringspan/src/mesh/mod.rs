@@ -14,7 +14,7 @@
 //!
 //! let grid = Grid::new(2, 3);
 //! assert_eq!(grid.members(), [[0, 1, 2], [3, 4, 5]]);            // by ring rank
-//! assert_eq!(grid.place(4), (1, 1));                             // ring, Ulysses
+//! assert_eq!(grid.coordinates(4), (1, 1));                             // ring, Ulysses
 //! assert_eq!(grid.with_ulysses_outer().members(), [[0, 2, 4], [1, 3, 5]]);
 //! ```
 
@@ -131,7 +131,8 @@ impl Mesh {
             let coordinates = self.coordinates(rank);
             let others: Vec<usize> =
                 coordinates.iter().enumerate().filter(|(index, _)| !at.contains(index)).map(|(_, c)| *c).collect();
-            let inside = at.iter().fold(0, |place, &index| place * self.axes[index].1 + coordinates[index]);
+            let inside =
+                at.iter().fold(0, |index_inside, &index| index_inside * self.axes[index].1 + coordinates[index]);
             let group = *index_of.entry(others.clone()).or_insert_with(|| {
                 groups.push((others, vec![0; size]));
                 groups.len() - 1
@@ -155,7 +156,7 @@ impl Mesh {
     /// # Errors
     /// A rank or an axis the mesh does not have, or an axis given twice.
     pub fn index_in_group(&self, rank: usize, axes: &[&str]) -> Result<usize> {
-        Ok(self.place(rank, axes)?.1)
+        Ok(self.color_and_key(rank, axes)?.1)
     }
 
     /// Index of `rank`'s group in [`groups`](Self::groups), which is the color for splitting a communicator.
@@ -163,7 +164,7 @@ impl Mesh {
     /// # Errors
     /// A rank or an axis the mesh does not have, or an axis given twice.
     pub fn color(&self, rank: usize, axes: &[&str]) -> Result<usize> {
-        Ok(self.place(rank, axes)?.0)
+        Ok(self.color_and_key(rank, axes)?.0)
     }
 
     /// Index of `rank`'s group in [`groups`](Self::groups), and index in the group: color and key for splitting a
@@ -171,7 +172,7 @@ impl Mesh {
     ///
     /// # Errors
     /// An axis the mesh does not have, or one given twice.
-    pub fn place(&self, rank: usize, axes: &[&str]) -> Result<(usize, usize)> {
+    pub fn color_and_key(&self, rank: usize, axes: &[&str]) -> Result<(usize, usize)> {
         let groups = self.groups(axes)?;
         let find = |(color, ranks): (usize, &Vec<usize>)| Some((color, ranks.iter().position(|r| *r == rank)?));
         groups
@@ -213,7 +214,7 @@ mod tests {
         assert_eq!(mesh.groups(&["ring"]).expect("axis")[0], [0, 2, 4]);
         assert_eq!(mesh.groups(&["ring", "ulysses"]).expect("axes")[1], [6, 7, 8, 9, 10, 11]);
         assert_eq!(mesh.groups(&["dp_replicate", "ring"]).expect("axes")[1], [1, 3, 5, 7, 9, 11]);
-        assert_eq!(mesh.place(9, &["ring"]), Ok((3, 1)));
+        assert_eq!(mesh.color_and_key(9, &["ring"]), Ok((3, 1)));
         assert_eq!(mesh.group(9, &["ring"]), Ok(vec![7, 9, 11]));
     }
 

@@ -85,7 +85,7 @@ impl Topology {
     /// # Errors
     /// [`Error::MeshAxis`] if there is no such group or rank.
     pub fn members(&self, rank: usize, name: &str) -> Result<Vec<usize>> {
-        let (color, _) = self.place(rank, name)?;
+        let (color, _) = self.color_and_key(rank, name)?;
         Ok(self.groups(name)?.swap_remove(color))
     }
 
@@ -94,7 +94,7 @@ impl Topology {
     ///
     /// # Errors
     /// [`Error::MeshAxis`] if there is no such group or rank.
-    pub fn place(&self, rank: usize, name: &str) -> Result<(usize, usize)> {
+    pub fn color_and_key(&self, rank: usize, name: &str) -> Result<(usize, usize)> {
         let groups = self.groups(name)?;
         let inside = |(color, ranks): (usize, &Vec<usize>)| Some((color, ranks.iter().position(|r| *r == rank)?));
         groups.iter().enumerate().find_map(inside).ok_or_else(|| Error::MeshAxis {
@@ -105,11 +105,11 @@ impl Topology {
 
     /// A rank's coordinates by name, outermost first. `rank` must be below [`world`](Self::world).
     pub fn coordinates(&self, rank: usize) -> Vec<(&'static str, usize)> {
-        let place = |named: &Named| {
+        let coordinate = |named: &Named| {
             let mesh = &self.meshes[named.mesh];
-            named.axes.iter().fold(0, |place, axis| place * mesh.size(axis) + mesh.coordinate(rank, axis))
+            named.axes.iter().fold(0, |index, axis| index * mesh.size(axis) + mesh.coordinate(rank, axis))
         };
-        self.coordinates.iter().map(|named| (named.name, place(named))).collect()
+        self.coordinates.iter().map(|named| (named.name, coordinate(named))).collect()
     }
 
     fn sizes(&self) -> String {

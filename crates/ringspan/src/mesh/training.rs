@@ -57,7 +57,7 @@ impl Training {
     /// let topology = Training { dp_shard: 2, cp: Grid::new(2, 1), tp: 2, ..Training::default() }.topology()?;
     /// assert_eq!(topology.groups("cp")?, [[0, 2], [1, 3], [4, 6], [5, 7]]);
     /// assert_eq!(topology.groups("dp_shard_cp")?, [[0, 2, 4, 6], [1, 3, 5, 7]]);
-    /// assert_eq!(topology.place(6, "dp_shard_cp")?, (0, 3)); // which group, and where in it
+    /// assert_eq!(topology.color_and_key(6, "dp_shard_cp")?, (0, 3)); // which group, and where in it
     /// # Ok::<(), ringspan::Error>(())
     /// ```
     pub fn topology(&self) -> Result<Topology> {
@@ -146,7 +146,7 @@ mod tests {
         let topology = Training::default().topology().expect("valid");
         let message = topology.groups("ep").err().map(|e| e.to_string()).unwrap_or_default();
         assert!(message.contains("no group ep") && message.contains("dp_shard_cp"), "{message}");
-        assert!(topology.place(1, "tp").is_err());
+        assert!(topology.color_and_key(1, "tp").is_err());
     }
 
     proptest! {
@@ -171,7 +171,7 @@ mod tests {
             }
             for rank in 0..topology.world() {
                 for (name, at) in topology.coordinates(rank) {
-                    prop_assert_eq!(topology.place(rank, name).expect("a group").1, at);
+                    prop_assert_eq!(topology.color_and_key(rank, name).expect("a group").1, at);
                     prop_assert_eq!(topology.members(rank, name).expect("a group")[at], rank);
                 }
             }

@@ -59,10 +59,11 @@ impl Schedule {
                 *bytes += sent;
                 if self.grid().ulysses > 1 {
                     let shares = super::HeadShare::all(sizes.heads, sizes.kv_heads, self.grid())?;
-                    let share = &shares[self.grid().place(rank).1];
+                    let share = &shares[self.grid().coordinates(rank).1];
                     let own = Sizes { heads: share.query.len(), kv_heads: share.kv.len(), ..*sizes };
-                    let ring =
-                        self.traffic(pass, self.grid().place(rank).0).bytes(&own, self.key().documents().row_len());
+                    let ring = self
+                        .traffic(pass, self.grid().coordinates(rank).0)
+                        .bytes(&own, self.key().documents().row_len());
                     // The time covers both exchanges. If heads are in parts, only the first and the last exchange are not
                     // overlapped.
                     let time = sent.saturating_sub(ring) as f64 / machine.ulysses.bandwidth;
@@ -243,7 +244,7 @@ mod tests {
 
     fn candidates(queries: usize, keys: usize, mask: &Mask, ranks: usize) -> Vec<Schedule> {
         let (queries, keys) = (Documents::batch(1, queries), Documents::batch(1, keys));
-        let (query, key) = Layout::pair(LayoutKind::Contiguous, &queries, &keys, mask, ranks).expect("deals");
+        let (query, key) = Layout::pair(LayoutKind::Contiguous, &queries, &keys, mask, ranks).expect("a layout");
         let schedule = |strategy| Schedule::new(strategy, &query, &key, mask, (ranks, 1)).expect("fits");
         StrategyKind::ALL.into_iter().map(schedule).collect()
     }

@@ -186,7 +186,7 @@ impl Schedule {
 
     /// Number of visible pairs that `rank` of the P ranks computes forward, for one head.
     pub fn pairs(&self, rank: usize) -> u64 {
-        let computed = self.steps(Pass::Forward, self.grid.place(rank).0);
+        let computed = self.steps(Pass::Forward, self.grid.coordinates(rank).0);
         computed.iter().filter_map(|step| step.compute.as_ref()).map(|compute| self.pairs_of(compute)).sum()
     }
 

@@ -25,7 +25,7 @@ impl StrategyChoice {
     /// schedule of a strategy. Since estimates are computed from sizes alone, all ranks choose the same.
     ///
     /// # Errors
-    /// Those of `schedule`, and heads that do not fit its grid.
+    /// The errors of `schedule`, and heads that do not fit its grid.
     pub fn schedule(
         &self,
         schedule: impl Fn(Arc<dyn Strategy>) -> Result<Schedule>,

@@ -327,7 +327,7 @@ fn tiles_of_documents_in_pieces_are_few() {
         for grid in [Grid::new(1, 1), Grid::new(4, 1), Grid::new(2, 2)] {
             let kind: LayoutKind = kind.parse().expect("a layout");
             let ranks = grid.size().expect("few");
-            let (layout, _) = Layout::pair(kind, &documents, &documents, mask, ranks).expect("deals");
+            let (layout, _) = Layout::pair(kind, &documents, &documents, mask, ranks).expect("a layout");
             let schedule = Schedule::new(StrategyKind::Ring, &layout, &layout, mask, grid).expect("fits");
             let runs = |rank: usize| schedule.query_groups().runs(rank).len();
             for compute in (0..grid.ring).flat_map(|rank| schedule.steps(Pass::Forward, rank)).filter_map(|s| s.compute)
@@ -346,7 +346,7 @@ fn tiles_of_documents_in_pieces_are_few() {
 fn single_tokens_dealt_by_work_make_few_tiles_under_a_window() {
     let (documents, mask) = (Documents::batch(1, 4000), Mask::causal().window(Some(64), Some(0)));
     let kind = LayoutKind::Balanced(Some(1));
-    let (layout, _) = Layout::pair(kind, &documents, &documents, &mask, 4).expect("deals");
+    let (layout, _) = Layout::pair(kind, &documents, &documents, &mask, 4).expect("a layout");
     let schedule = Schedule::new(StrategyKind::Ring, &layout, &layout, &mask, (4, 1)).expect("fits");
     for compute in (0..4).flat_map(|rank| schedule.steps(Pass::Forward, rank)).filter_map(|step| step.compute) {
         let tiles = schedule.with_tiles(&compute, Tiling::Joined).tiles.len();

@@ -27,18 +27,18 @@ impl Schedule {
         let mut row = 0;
         self.query_groups.runs(q).iter().flat_map(move |run| {
             let q_row = first_row(&mut row, run);
-            let frame = |documents: &Documents| documents.get(run.document).extent;
-            let frames = (frame(self.query_groups.documents()), frame(self.key_groups.documents()));
+            let extent = |documents: &Documents| documents.get(run.document).extent;
+            let extents = (extent(self.query_groups.documents()), extent(self.key_groups.documents()));
             let strands = self.key_strands[k].get(&run.document).into_iter().flatten();
-            strands.map(move |strand| (q_row, run, strand, frames))
+            strands.map(move |strand| (q_row, run, strand, extents))
         })
     }
 
     /// Number of visible pairs of a computation, for one head.
     pub(super) fn pairs_of(&self, compute: &Compute) -> u64 {
         let mut pairs = 0;
-        for (_, run, strand, frames) in self.runs_with_strands(compute.queries, compute.keys) {
-            self.mask.search(run, strand.runs(), frames, |seen| pairs += seen.pairs(|runs| strand.rows(runs).len()));
+        for (_, run, strand, extents) in self.runs_with_strands(compute.queries, compute.keys) {
+            self.mask.search(run, strand.runs(), extents, |seen| pairs += seen.pairs(|runs| strand.rows(runs).len()));
         }
         pairs
     }
@@ -52,8 +52,8 @@ impl Schedule {
     }
 
     fn tiles_with_positions(&self, q: usize, k: usize, mut each: impl FnMut(Tile)) {
-        for (q_row, q_run, strand, frames) in self.runs_with_strands(q, k) {
-            self.mask.search_banded_tiles(q_run, strand.runs(), frames, |run, banded| {
+        for (q_row, q_run, strand, extents) in self.runs_with_strands(q, k) {
+            self.mask.search_banded_tiles(q_run, strand.runs(), extents, |run, banded| {
                 each(self.tile_with_position(q_row, q_run, strand, run, &banded));
             });
         }
@@ -63,8 +63,8 @@ impl Schedule {
         // A run of queries sees several ranges of whole key runs; staircase n collects the n-th range of consecutive runs
         // of queries.
         let (mut open, mut run_of, mut number) = (Vec::<Vec<Stair>>::new(), usize::MAX, 0);
-        for (q_row, q_run, strand, frames) in self.runs_with_strands(q, k) {
-            self.mask.search(q_run, strand.runs(), frames, |seen| match seen {
+        for (q_row, q_run, strand, extents) in self.runs_with_strands(q, k) {
+            self.mask.search(q_run, strand.runs(), extents, |seen| match seen {
                 VisiblePairs::BandedTile { run, tile } => {
                     each(self.tile_with_position(q_row, q_run, strand, run, &tile))
                 }

@@ -102,7 +102,7 @@ impl Schedule {
         let row_len = self.key().documents().row_len();
         // A bias shared by all heads is sent to every member, and again with every part of the heads.
         let bias = |heads: usize| sizes.bias(heads, row_len);
-        let (ring_rank, member) = self.grid().place(rank);
+        let (ring_rank, member) = self.grid().coordinates(rank);
         let members = &self.grid().members()[ring_rank];
         let traffic = self.traffic(pass, ring_rank);
         let mut bytes = 0;

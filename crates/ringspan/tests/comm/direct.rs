@@ -22,7 +22,7 @@ fn fly<T: Send>(
 ) -> Result<Vec<T>, Error> {
     run(size, Options { deadline: 3 * SOON, ..Options::default() }, |comm| {
         let lane = hub.lane(comm.rank());
-        main(&direct::over(&*ringspan_testing::comm::apart(comm), lane, deadline)?)
+        main(&direct::over(&*ringspan_testing::comm::as_processes(comm), lane, deadline)?)
     })
 }
 
@@ -42,8 +42,8 @@ fn failing(
     let _ = run(size, Options { deadline: 3 * SOON, ..Options::default() }, |comm| {
         let lane = hub.lane(comm.rank());
         // A rank that starts late may see the failure before it has connected.
-        let result =
-            direct::over(&*ringspan_testing::comm::apart(comm.clone()), lane, deadline).and_then(|comm| main(&comm));
+        let result = direct::over(&*ringspan_testing::comm::as_processes(comm.clone()), lane, deadline)
+            .and_then(|comm| main(&comm));
         let text = result.as_ref().err().map(ToString::to_string).unwrap_or_default();
         seen.lock().expect("no panic under it")[comm.rank()] = text;
         result

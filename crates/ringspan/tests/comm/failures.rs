@@ -216,20 +216,20 @@ fn a_rank_that_talks_from_a_thread_of_its_own_is_not_called_deadlocked() {
 
 #[test]
 fn a_panic_of_any_kind_or_an_error_without_a_text_reaches_the_others() {
-    struct Mute;
-    impl std::fmt::Display for Mute {
+    struct PanicPayload;
+    impl std::fmt::Display for PanicPayload {
         fn fmt(&self, _: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
             panic!("no text")
         }
     }
-    impl From<Error> for Mute {
+    impl From<Error> for PanicPayload {
         fn from(_: Error) -> Self {
             Self
         }
     }
     let start = Instant::now();
     let result = run(2, Options::default(), |comm| match comm.rank() {
-        0 => Err(Mute),
+        0 => Err(PanicPayload),
         _ => Ok(comm.barrier()?),
     });
     assert!(result.is_err() && start.elapsed() < Duration::from_secs(5));

@@ -75,7 +75,7 @@ fn a_panic_ends_the_call_by_name_and_the_world_works_on() {
         });
         assert_eq!(sums, Ok(vec![4.0; 4]));
     }
-    // What was made before the failure is closed, and says why.
+    // A communicator that was made before the failure is closed, and says why.
     let old = kept[0].barrier().expect_err("closed").to_string();
     assert!(old.contains("rank 2") && old.contains("tired"), "{old}");
 }

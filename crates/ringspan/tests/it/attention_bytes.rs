@@ -4,7 +4,7 @@ use ringspan::attention::{Inputs, Wire, forward};
 use ringspan::comm::threads;
 use ringspan::kernel::{Data, View};
 use ringspan::{Documents, Group, Layout, LayoutKind, Mask, Schedule, Score, StrategyKind};
-use ringspan_testing::mesh::{On, Problem};
+use ringspan_testing::mesh::{MeshSetup, Problem};
 
 const LEN: usize = 96;
 
@@ -19,7 +19,7 @@ fn a_ring_sends_p_minus_1_blocks_forward_and_twice_that_backward() {
         let problem = Problem::new(1, LEN, 4, 2, 16, mask);
         let inputs = problem.inputs(0);
         for ranks in [1, 2, 3, 4, 6, 8] {
-            let got = problem.on_mesh(&inputs, On::new(kind, StrategyKind::Ring, (ranks, 1))).expect("runs");
+            let got = problem.on_mesh(&inputs, MeshSetup::new(kind, StrategyKind::Ring, (ranks, 1))).expect("runs");
             let block = all_keys(&problem) / ranks as u64;
             let hops = ranks as u64 - 1;
             assert_eq!(got.bytes_forward, vec![hops * block; ranks], "forward on {ranks}");
@@ -33,7 +33,7 @@ fn a_ring_sends_p_minus_1_blocks_forward_and_twice_that_backward() {
 fn an_all_gather_sends_the_own_block_to_each_other_rank() {
     let problem = Problem::new(1, LEN, 4, 2, 16, Mask::full());
     let got = problem
-        .on_mesh(&problem.inputs(0), On::new(LayoutKind::Contiguous, StrategyKind::AllGather, (4, 1)))
+        .on_mesh(&problem.inputs(0), MeshSetup::new(LayoutKind::Contiguous, StrategyKind::AllGather, (4, 1)))
         .expect("runs");
     assert_eq!(got.bytes_forward, vec![3 * all_keys(&problem) / 4; 4]);
 }
@@ -41,8 +41,9 @@ fn an_all_gather_sends_the_own_block_to_each_other_rank() {
 #[test]
 fn ulysses_sends_the_share_of_other_ranks_of_q_k_v_and_gets_out_and_statistics_back() {
     let problem = Problem::new(1, LEN, 4, 4, 16, Mask::causal());
-    let got =
-        problem.on_mesh(&problem.inputs(0), On::new(LayoutKind::Contiguous, StrategyKind::Ring, (1, 4))).expect("runs");
+    let got = problem
+        .on_mesh(&problem.inputs(0), MeshSetup::new(LayoutKind::Contiguous, StrategyKind::Ring, (1, 4)))
+        .expect("runs");
     // With T = S/4 tokens, 3 of 4 heads are sent as q, k, v; out, maximum and sum of the own head return for 3/4 of the
     // tokens.
     let tokens = (LEN / 4) as u64;
@@ -52,8 +53,9 @@ fn ulysses_sends_the_share_of_other_ranks_of_q_k_v_and_gets_out_and_statistics_b
 #[test]
 fn documents_that_stay_on_a_rank_cost_nothing() {
     let problem = Problem::with_documents(Documents::packed(&[24; 4]), 1, 4, 2, 16, Mask::causal());
-    let got =
-        problem.on_mesh(&problem.inputs(0), On::new(LayoutKind::Contiguous, StrategyKind::Ring, (4, 1))).expect("runs");
+    let got = problem
+        .on_mesh(&problem.inputs(0), MeshSetup::new(LayoutKind::Contiguous, StrategyKind::Ring, (4, 1)))
+        .expect("runs");
     assert_eq!(got.bytes_forward, vec![0; 4]);
     assert_eq!(got.bytes_backward, vec![0; 4]);
 }
@@ -61,8 +63,9 @@ fn documents_that_stay_on_a_rank_cost_nothing() {
 #[test]
 fn a_window_asks_only_the_neighbours_it_reaches() {
     let problem = Problem::new(1, LEN, 4, 2, 16, Mask::causal().window(Some(24), None));
-    let got =
-        problem.on_mesh(&problem.inputs(0), On::new(LayoutKind::Contiguous, StrategyKind::Ring, (4, 1))).expect("runs");
+    let got = problem
+        .on_mesh(&problem.inputs(0), MeshSetup::new(LayoutKind::Contiguous, StrategyKind::Ring, (4, 1)))
+        .expect("runs");
     let block = all_keys(&problem) / 4;
     assert_eq!(got.bytes_forward, vec![block, block, block, 0]);
 }
@@ -75,7 +78,8 @@ fn tensors_travel_as_they_are_stored() {
     for (grid, elements) in [((4, 1), 3 * all_keys(&problem) / 4 / 4), ((1, 4), LEN as u64 / 4 * 3 * 3 * 16)] {
         for stored in [Wire::F32, Wire::Bf16, Wire::F16] {
             // The group is given no wire type.
-            let on = On { stored, wire: stored, ..On::new(LayoutKind::Contiguous, StrategyKind::Ring, grid) };
+            let on =
+                MeshSetup { stored, wire: stored, ..MeshSetup::new(LayoutKind::Contiguous, StrategyKind::Ring, grid) };
             let got = problem.on_mesh(&inputs, on).expect("runs");
             assert!(wanted.difference(&got, 8e-3).is_none(), "{on:?}");
             let width = if stored == Wire::F32 { 4 } else { 2 };
@@ -110,7 +114,7 @@ fn ranks_with_tensors_of_other_types_do_not_take_one_for_the_other() {
 fn a_number_beyond_the_wire_s_type_stops_all_ranks() {
     let problem = Problem::new(1, LEN, 4, 4, 16, Mask::full());
     for grid in [(3, 1), (1, 3)] {
-        let on = On { wire: Wire::F16, ..On::new(LayoutKind::Contiguous, StrategyKind::Ring, grid) };
+        let on = MeshSetup { wire: Wire::F16, ..MeshSetup::new(LayoutKind::Contiguous, StrategyKind::Ring, grid) };
         let mut inputs = problem.inputs(3);
         let last = inputs.k.len() - 1;
         // A number that rounds to the largest one can be sent, and so can infinity.
@@ -119,6 +123,6 @@ fn a_number_beyond_the_wire_s_type_stops_all_ranks() {
         inputs.k[last] = -70000.0;
         let error = problem.on_mesh(&inputs, on).expect_err("it does not").to_string();
         assert!(["-70000.0", "f16", "65504.0"].iter().all(|word| error.contains(word)), "{error}");
-        problem.on_mesh(&inputs, On { wire: Wire::Bf16, ..on }).expect("bf16 has room");
+        problem.on_mesh(&inputs, MeshSetup { wire: Wire::Bf16, ..on }).expect("bf16 has room");
     }
 }

@@ -10,7 +10,7 @@ use ringspan::mask::BlockPairs;
 use ringspan::mesh::Grid;
 use ringspan::schedule::{Pass, Sizes};
 use ringspan::{Documents, Layout, LayoutKind, Mask, Schedule, StrategyKind};
-use ringspan_testing::mesh::{Answer, On, Problem};
+use ringspan_testing::mesh::{Answer, MeshSetup, Problem};
 use std::collections::HashSet;
 
 const LEN: usize = 37;
@@ -187,9 +187,9 @@ fn check(seed: usize, [strategy, layout, grid, chunks, mask, batch, score, heads
     problem.k_documents = keys;
     problem.v_dim = v_dim;
     let problem = SCORES[score](problem);
-    let on = On {
+    let on = MeshSetup {
         head_chunks: CHUNKS[chunks],
-        ..On::new(LAYOUTS[layout], StrategyKind::ALL[strategy], grids().swap_remove(grid))
+        ..MeshSetup::new(LAYOUTS[layout], StrategyKind::ALL[strategy], grids().swap_remove(grid))
     };
     let inputs = problem.inputs(seed as u64);
     let what = format!("{}, {on:?}", problem.name);
@@ -204,8 +204,8 @@ fn check(seed: usize, [strategy, layout, grid, chunks, mask, batch, score, heads
 fn queries_of_16_bits_with_a_bias_are_counted_in_f32() {
     for (heads, grid) in [(1, (3, 1)), (4, (2, 2))] {
         let problem = Problem::cross(2, 11, 37, 4, 2, 16, Mask::causal_bottom_right()).with_bias(heads);
-        let on = On::new(LayoutKind::Contiguous, StrategyKind::PassQ, grid);
-        let on = On { stored: Wire::Bf16, wire: Wire::Bf16, ..on };
+        let on = MeshSetup::new(LayoutKind::Contiguous, StrategyKind::PassQ, grid);
+        let on = MeshSetup { stored: Wire::Bf16, wire: Wire::Bf16, ..on };
         let inputs = problem.inputs_of(Wire::Bf16, 5);
         let got = problem.on_mesh(&inputs, on).expect("computed");
         assert_eq!(problem.reference(&inputs).difference(&got, 8e-3), None, "{}", problem.name);
@@ -214,7 +214,7 @@ fn queries_of_16_bits_with_a_bias_are_counted_in_f32() {
 }
 
 /// Checks that the bytes that the transport counts are those of the schedule.
-fn check_bytes(what: &str, problem: &Problem, on: On, got: &Answer) {
+fn check_bytes(what: &str, problem: &Problem, on: MeshSetup, got: &Answer) {
     let Problem { heads, kv_heads, dim, v_dim, bias_heads, .. } = *problem;
     let ranks = on.grid.size().expect("a small grid");
     let layouts = Layout::pair(on.kind, &problem.q_documents, &problem.k_documents, &problem.mask, ranks);

@@ -8,7 +8,7 @@ use ringspan::comm::threads;
 use ringspan::kernel::{Isa, Kernel, Relative, View};
 use ringspan::mesh::Grid;
 use ringspan::{Error, LayoutKind, Mask, Run, StrategyKind};
-use ringspan_testing::mesh::{Answer, On, Problem, random};
+use ringspan_testing::mesh::{Answer, MeshSetup, Problem, random};
 
 const LEN: usize = 44;
 
@@ -157,14 +157,14 @@ fn rounding(isa: Isa, stored: Wire) -> f64 {
 }
 
 /// Every instruction set of this machine on one mesh, and the fastest of them on the other meshes.
-fn meshes() -> Vec<(Isa, On)> {
+fn meshes() -> Vec<(Isa, MeshSetup)> {
     let all = Isa::available();
-    let one = all.iter().map(|isa| (*isa, On::new(LayoutKind::Zigzag, StrategyKind::Ring, (2, 1))));
+    let one = all.iter().map(|isa| (*isa, MeshSetup::new(LayoutKind::Zigzag, StrategyKind::Ring, (2, 1))));
     let grids = [(1, 1), (3, 1), (1, 2), (2, 2)].map(Grid::from);
     let best = StrategyKind::ALL.into_iter().zip(grids.into_iter().cycle());
-    let best = best.map(|(strategy, grid)| (all[0], On::new(LayoutKind::Contiguous, strategy, grid)));
-    let chunks = On { head_chunks: 2, ..On::new(LayoutKind::Striped(3), StrategyKind::PassQ, (2, 2)) };
-    let one = one.chain(best).chain([(all[0], On::new(LayoutKind::Contiguous, StrategyKind::PassQ, (3, 1)))]);
+    let best = best.map(|(strategy, grid)| (all[0], MeshSetup::new(LayoutKind::Contiguous, strategy, grid)));
+    let chunks = MeshSetup { head_chunks: 2, ..MeshSetup::new(LayoutKind::Striped(3), StrategyKind::PassQ, (2, 2)) };
+    let one = one.chain(best).chain([(all[0], MeshSetup::new(LayoutKind::Contiguous, StrategyKind::PassQ, (3, 1)))]);
     one.chain([(all[0], chunks)]).collect()
 }
 
@@ -176,7 +176,7 @@ fn check_on(
     problem: &Problem,
     stored: Wire,
     change: &dyn Fn(&mut ringspan_testing::mesh::Inputs),
-    meshes: &[(Isa, On)],
+    meshes: &[(Isa, MeshSetup)],
 ) {
     let mut errors = vec![[Errors::default(); 6]; meshes.len()];
     for seed in 0..SEEDS {
@@ -185,8 +185,8 @@ fn check_on(
         let (truth, plain) = (problem.reference(&inputs), plain(problem, &inputs));
         for (errors, (isa, on)) in errors.iter_mut().zip(meshes) {
             let kernel = || Ok(Kernel::with_isa(1, *isa).expect("available"));
-            let on = On { stored, wire: stored, ..*on };
-            let call: &ringspan_testing::mesh::Call = &|group, schedule, local, d_out| {
+            let on = MeshSetup { stored, wire: stored, ..*on };
+            let call: &ringspan_testing::mesh::RankProgram = &|group, schedule, local, d_out| {
                 let forward = attention::forward(group, schedule, local)?;
                 let gradients = attention::backward(group, schedule, local, &forward, d_out)?;
                 Ok((forward, gradients, [0; 2]))
@@ -317,7 +317,7 @@ fn ranks_of_one_query() {
         for power in SIZES {
             let problem = Problem::cross(1, 3, 64, 4, 2, 64, Mask::full());
             let problem = Problem { name: format!("2^{power} one query"), ..problem };
-            let on = |strategy, ranks| On::new(LayoutKind::Contiguous, strategy, (ranks, 1));
+            let on = |strategy, ranks| MeshSetup::new(LayoutKind::Contiguous, strategy, (ranks, 1));
             let mesh = |isa| {
                 [(isa, on(StrategyKind::Ring, 3)), (isa, on(StrategyKind::PassQ, 3)), (isa, on(StrategyKind::Ring, 2))]
             };
@@ -368,7 +368,7 @@ fn decoded(problem: &Problem, inputs: &ringspan_testing::mesh::Inputs, ranks: us
         let local = local.with_bias(view(&inputs.bias, queries, 1, keys));
         let query = [Run { document: 0, start: 0, len: queries, step: 1 }];
         let key = [Run { document: 0, start: held.start, len: held.len(), step: 1 }];
-        let tokens = Tokens { queries: &query, keys: &key, frames: (queries, keys) };
+        let tokens = Tokens { queries: &query, keys: &key, extents: (queries, keys) };
         Ok::<_, Error>(decode(&group, &problem.mask, &tokens, &local, merge)?.0)
     })
     .expect("decodes")

@@ -6,7 +6,7 @@ use ringspan::attention::Wire;
 use ringspan::mesh::Grid;
 use ringspan::schedule::HeadShare;
 use ringspan::{Documents, Layout, LayoutKind, Mask, Schedule, StrategyKind};
-use ringspan_testing::mesh::{Answer, On, Problem, relative_l2};
+use ringspan_testing::mesh::{Answer, MeshSetup, Problem, relative_l2};
 
 const LAYOUTS: [LayoutKind; 4] =
     [LayoutKind::Contiguous, LayoutKind::Zigzag, LayoutKind::Striped(1), LayoutKind::Balanced(None)];
@@ -24,7 +24,7 @@ fn run(name: &str, problem: &Problem, turn: usize) {
     let wanted = problem.reference(&inputs);
     for (number, grid) in grids(problem.heads).into_iter().enumerate() {
         let strategy = StrategyKind::ALL[(number / 2 + turn) % StrategyKind::ALL.len()];
-        let on = On::new(LAYOUTS[(number + turn) % LAYOUTS.len()], strategy, grid);
+        let on = MeshSetup::new(LAYOUTS[(number + turn) % LAYOUTS.len()], strategy, grid);
         check(name, problem, &inputs, &wanted, on);
     }
 }
@@ -49,7 +49,7 @@ fn seven_tokens_on_two_times_two_ranks() {
         let wanted = problem.reference(&inputs);
         for (kind, strategy) in LAYOUTS.into_iter().flat_map(|kind| StrategyKind::ALL.map(|strategy| (kind, strategy)))
         {
-            check("7 tokens", &problem, &inputs, &wanted, On::new(kind, strategy, (2, 2)));
+            check("7 tokens", &problem, &inputs, &wanted, MeshSetup::new(kind, strategy, (2, 2)));
         }
     }
 }
@@ -62,7 +62,10 @@ fn a_token_that_sees_itself_gets_its_value_back_from_every_grid() {
         let inputs = problem.inputs(3);
         for grid in grids(heads) {
             for chunks in 1..=3 {
-                let on = On { head_chunks: chunks, ..On::new(LayoutKind::Contiguous, StrategyKind::Ring, grid) };
+                let on = MeshSetup {
+                    head_chunks: chunks,
+                    ..MeshSetup::new(LayoutKind::Contiguous, StrategyKind::Ring, grid)
+                };
                 let got = problem.on_mesh(&inputs, on).expect("runs");
                 let what = format!("{len} tokens, {heads} heads, {on:?}");
                 assert!(got.out == inputs.v, "{what}");
@@ -143,7 +146,7 @@ fn parts_of_heads_do_not_change_the_answer() {
             let inputs = problem.inputs(8);
             let wanted = problem.reference(&inputs);
             let run = |head_chunks| {
-                let on = On { head_chunks, ..On::new(LayoutKind::Zigzag, strategy, grid) };
+                let on = MeshSetup { head_chunks, ..MeshSetup::new(LayoutKind::Zigzag, strategy, grid) };
                 check("parts", &problem, &inputs, &wanted, on)
             };
             let whole = run(1);
@@ -193,7 +196,7 @@ fn shares_are_no_longer_than_padding_would_make_them() {
 fn impossible_axes_are_refused_with_the_numbers() {
     let error = |heads, kv_heads, grid: (usize, usize)| {
         let problem = Problem::new(2, 8, heads, kv_heads, 4, Mask::full());
-        let on = On::new(LayoutKind::Contiguous, StrategyKind::Ring, grid);
+        let on = MeshSetup::new(LayoutKind::Contiguous, StrategyKind::Ring, grid);
         problem.on_mesh(&problem.inputs(0), on).expect_err("must not fit").to_string()
     };
     for (heads, (ring, ulysses)) in [(3, (1, 4)), (4, (1, 8)), (1, (2, 2)), (2, (2, 4))] {
@@ -233,7 +236,13 @@ fn hybrid_attention_of_images_and_text() {
         let wanted = problem.reference(&inputs);
         for grid in [(2, 1), (1, 2), (2, 2), (4, 2)] {
             for kind in [LayoutKind::Contiguous, LayoutKind::Zigzag] {
-                check(name, &problem, &inputs, &wanted, On { wire, ..On::new(kind, StrategyKind::Ring, grid) });
+                check(
+                    name,
+                    &problem,
+                    &inputs,
+                    &wanted,
+                    MeshSetup { wire, ..MeshSetup::new(kind, StrategyKind::Ring, grid) },
+                );
             }
         }
     }

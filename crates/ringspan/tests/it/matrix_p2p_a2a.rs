@@ -7,7 +7,7 @@ use crate::matrix::{bound, check, draws};
 use ringspan::attention::Wire;
 use ringspan::mesh::Grid;
 use ringspan::{Documents, Layout, LayoutKind, Mask, StrategyKind};
-use ringspan_testing::mesh::{Inputs, On, Problem, random, relative_l2};
+use ringspan_testing::mesh::{Inputs, MeshSetup, Problem, random, relative_l2};
 
 const LEN: usize = 40;
 const WIRES: [Wire; 3] = [Wire::F32, Wire::Bf16, Wire::F16];
@@ -58,7 +58,7 @@ fn run(name: &str, problem: &Problem, kind: LayoutKind, wires: &[Wire]) {
         let inputs = problem.inputs_of(wire, 11);
         let wanted = problem.reference(&inputs);
         for (strategy, grid) in ways() {
-            check(name, problem, &inputs, &wanted, On { wire, ..On::new(kind, strategy, grid) });
+            check(name, problem, &inputs, &wanted, MeshSetup { wire, ..MeshSetup::new(kind, strategy, grid) });
         }
     }
 }
@@ -194,7 +194,7 @@ fn biases_of_every_shape() {
                 let wanted = problem.reference(&inputs);
                 let d_bias = shape.gradient(&problem, &wanted.d_bias);
                 for (strategy, grid) in ways() {
-                    let on = On { wire, ..On::new(LayoutKind::Zigzag, strategy, grid) };
+                    let on = MeshSetup { wire, ..MeshSetup::new(LayoutKind::Zigzag, strategy, grid) };
                     let got = check(name, &problem, &inputs, &wanted, on);
                     let error = relative_l2(&shape.gradient(&problem, &got.d_bias), &d_bias);
                     assert!(error <= bound(wire), "{name}, {on:?}: the gradient of the bias differs by {error:e}");

@@ -7,7 +7,7 @@
 use crate::matrix::{check, segments};
 use ringspan::attention::Wire;
 use ringspan::{Documents, Layout, LayoutKind, Mask, StrategyKind};
-use ringspan_testing::mesh::{On, Problem, random};
+use ringspan_testing::mesh::{MeshSetup, Problem, random};
 
 const RANKS: [usize; 3] = [2, 4, 8];
 const BOTH: [StrategyKind; 2] = [StrategyKind::Ring, StrategyKind::AllGather];
@@ -30,7 +30,7 @@ fn run(name: &str, problem: &Problem, kinds: &[LayoutKind], strategies: &[Strate
         let wanted = problem.reference(&inputs);
         for (&kind, &strategy) in kinds.iter().flat_map(|kind| strategies.iter().map(move |strategy| (kind, strategy)))
         {
-            let on = On { wire, ..On::new(kind, strategy, (ranks, 1)) };
+            let on = MeshSetup { wire, ..MeshSetup::new(kind, strategy, (ranks, 1)) };
             check(name, problem, &inputs, &wanted, on);
         }
     }

@@ -5,7 +5,7 @@ use crate::matrix::{check, draws};
 use ringspan::attention::Wire;
 use ringspan::schedule::{Block, Pass, Sizes};
 use ringspan::{Documents, Layout, LayoutKind, Mask, Run, Schedule, StrategyKind};
-use ringspan_testing::mesh::{Answer, Inputs, On, Problem, relative_l2};
+use ringspan_testing::mesh::{Answer, Inputs, MeshSetup, Problem, relative_l2};
 
 const BALANCERS: [LayoutKind; 4] =
     [LayoutKind::Contiguous, LayoutKind::Zigzag, LayoutKind::PerDocumentZigzag, LayoutKind::Balanced(None)];
@@ -15,7 +15,7 @@ fn run(name: &str, problem: &Problem, kinds: &[LayoutKind], strategies: &[Strate
     let wanted = problem.reference(&inputs);
     for (&kind, &strategy) in kinds.iter().flat_map(|kind| strategies.iter().map(move |strategy| (kind, strategy))) {
         for &ranks in ranks {
-            check(name, problem, &inputs, &wanted, On::new(kind, strategy, (ranks, 1)));
+            check(name, problem, &inputs, &wanted, MeshSetup::new(kind, strategy, (ranks, 1)));
         }
     }
 }
@@ -155,7 +155,7 @@ fn balanced_work_is_even_where_zigzag_is_not() {
 fn a_ring_sends_w_minus_1_times_forward_and_twice_that_backward() {
     for (ranks, wire) in [2, 4, 8].into_iter().flat_map(|ranks| [Wire::F32, Wire::Bf16].map(|wire| (ranks, wire))) {
         let problem = Problem::new(1, 16 * ranks, 4, 2, 32, Mask::causal());
-        let on = On { wire, ..On::new(LayoutKind::Zigzag, StrategyKind::Ring, (ranks, 1)) };
+        let on = MeshSetup { wire, ..MeshSetup::new(LayoutKind::Zigzag, StrategyKind::Ring, (ranks, 1)) };
         let got = problem.on_mesh(&problem.inputs(0), on).expect("runs");
 
         let (hops, width) = (ranks as u64 - 1, if wire == Wire::F32 { 4 } else { 2 });
@@ -204,7 +204,7 @@ fn the_error_does_not_grow_with_the_ranks() {
         let wanted = problem.reference(&inputs);
         for strategy in AROUND {
             let on_ranks = |ranks: usize| {
-                let on = On { wire, ..On::new(LayoutKind::Zigzag, strategy, (ranks, 1)) };
+                let on = MeshSetup { wire, ..MeshSetup::new(LayoutKind::Zigzag, strategy, (ranks, 1)) };
                 errors(&check("error growth", &problem, &inputs, &wanted, on), &wanted)
             };
             let two = on_ranks(2);
@@ -230,7 +230,7 @@ fn a_wire_that_rounds_does_it_once() {
     let limits = errors(&problem.reference(&rounded), &wanted);
     for strategy in AROUND {
         for ranks in [2, 4, 8, 16] {
-            let on = On { wire: Wire::Bf16, ..On::new(LayoutKind::Zigzag, strategy, (ranks, 1)) };
+            let on = MeshSetup { wire: Wire::Bf16, ..MeshSetup::new(LayoutKind::Zigzag, strategy, (ranks, 1)) };
             let got = check("a rounding wire", &problem, &inputs, &wanted, on);
             for ((tensor, error), (_, limit)) in errors(&got, &wanted).into_iter().zip(limits) {
                 assert!(error <= limit, "{tensor} by {strategy} on {ranks} ranks: {error:e} against {limit:e}");

@@ -4,7 +4,7 @@
 use ringspan::attention::Wire;
 use ringspan::mesh::Grid;
 use ringspan::{Documents, LayoutKind, Mask, StrategyKind};
-use ringspan_testing::mesh::{Answer, Inputs, On, Problem};
+use ringspan_testing::mesh::{Answer, Inputs, MeshSetup, Problem};
 
 const LEN: usize = 60;
 const HEADS: usize = 4;
@@ -74,7 +74,7 @@ fn visible(problem: &Problem) -> Vec<Vec<bool>> {
 
 /// How close untouched rows are to those of the clean run.
 #[derive(Clone, Copy, PartialEq)]
-enum Near {
+enum Tolerance {
     Bits,
     /// Blocks with a non-finite number have their products masked pair by pair, in another order: 2e-6, the kernel's own bound.
     Rounding,
@@ -82,7 +82,7 @@ enum Near {
     Bf16,
 }
 
-impl Near {
+impl Tolerance {
     fn bound(self) -> f32 {
         match self {
             Self::Bits => 0.0,
@@ -96,12 +96,13 @@ impl Near {
 fn same_rows(
     what: &str,
     (heads, dim): (usize, usize),
-    near: Near,
+    tolerance: Tolerance,
     [clean, got]: [&[f32]; 2],
     untouched: impl Fn(usize, usize) -> bool,
 ) {
     let same = |(a, b): (&f32, &f32)| {
-        a.to_bits() == b.to_bits() || near != Near::Bits && (a - b).abs() <= near.bound() * a.abs().max(1.0)
+        a.to_bits() == b.to_bits()
+            || tolerance != Tolerance::Bits && (a - b).abs() <= tolerance.bound() * a.abs().max(1.0)
     };
     for (row, (clean, got)) in clean.chunks_exact(dim).zip(got.chunks_exact(dim)).enumerate() {
         let (token, head) = (row / heads, row % heads);
@@ -116,7 +117,7 @@ fn contained(
     problem: &Problem,
     [clean, got]: [&Answer; 2],
     (tensor, token, head): (Tensor, usize, usize),
-    [outputs, gradients]: [Near; 2],
+    [outputs, gradients]: [Tolerance; 2],
 ) {
     let (sees, len) = (visible(problem), problem.queries);
     let group = HEADS / KV_HEADS;
@@ -164,7 +165,7 @@ fn spread(strategy: StrategyKind) {
         let clean_inputs = problem.inputs(1);
         for (turn, grid) in grids().into_iter().enumerate() {
             let kind = [LayoutKind::Zigzag, LayoutKind::Contiguous, LayoutKind::Striped(2)][(number + turn) % 3];
-            let on = On::new(kind, strategy, grid);
+            let on = MeshSetup::new(kind, strategy, grid);
             let clean = problem.on_mesh(&clean_inputs, on).expect("runs");
             for (tensor, bad) in TENSORS
                 .into_iter()
@@ -177,8 +178,8 @@ fn spread(strategy: StrategyKind) {
                     tensor.of(&mut inputs)[(token * tensor.heads() + head) * DIM + token % DIM] = bad;
                     let got = problem.on_mesh(&inputs, on).expect("runs");
                     let what = format!("{bad} in {tensor:?} of token {token} head {head}: {}, {on:?}", problem.name);
-                    let near = [Near::Bits, Near::Rounding];
-                    contained(&what, &problem, [&clean, &got], (tensor, token, head), near);
+                    let tolerance = [Tolerance::Bits, Tolerance::Rounding];
+                    contained(&what, &problem, [&clean, &got], (tensor, token, head), tolerance);
                     if bad.is_nan() {
                         reached(&what, &problem, &got, tensor, token, head);
                     }
@@ -236,10 +237,10 @@ fn bad_numbers_stay_where_they_are_seen_in_long_blocks() {
             // Strategies, types and numbers alternate, so that every tensor and place occurs with each of them.
             let strategy = StrategyKind::ALL[(number + turn) % StrategyKind::ALL.len()];
             for stored in [Wire::F32, Wire::Bf16] {
-                let on = On { stored, wire: stored, ..On::new(kind, strategy, grid) };
-                let near = match stored {
-                    Wire::F32 => [Near::Bits, Near::Rounding],
-                    _ => [Near::Bf16; 2],
+                let on = MeshSetup { stored, wire: stored, ..MeshSetup::new(kind, strategy, grid) };
+                let tolerance = match stored {
+                    Wire::F32 => [Tolerance::Bits, Tolerance::Rounding],
+                    _ => [Tolerance::Bf16; 2],
                 };
                 let clean = problem.on_mesh(&problem.inputs_of(stored, 1), on).expect("runs");
                 for (at, tensor) in TENSORS.into_iter().enumerate() {
@@ -251,7 +252,7 @@ fn bad_numbers_stay_where_they_are_seen_in_long_blocks() {
                         let got = problem.on_mesh(&inputs, on).expect("runs");
                         let what =
                             format!("{bad} in {tensor:?} of token {token} head {head}: {}, {on:?}", problem.name);
-                        contained(&what, problem, [&clean, &got], (tensor, token, head), near);
+                        contained(&what, problem, [&clean, &got], (tensor, token, head), tolerance);
                         if bad.is_nan() {
                             reached(&what, problem, &got, tensor, token, head);
                         }
@@ -282,7 +283,7 @@ fn bad_numbers_in_padding_reach_nobody() {
                 StrategyKind::ALL.into_iter().flat_map(|strategy| grids().map(|grid| (strategy, grid)))
             {
                 for kind in [LayoutKind::Zigzag, LayoutKind::Contiguous, LayoutKind::Balanced(None)] {
-                    let on = On::new(kind, strategy, grid);
+                    let on = MeshSetup::new(kind, strategy, grid);
                     let clean = problem.on_mesh(&problem.inputs(1), on).expect("runs");
                     for bad in [f32::NAN, f32::INFINITY] {
                         let mut inputs = problem.inputs(1);

@@ -5,7 +5,7 @@ use ringspan::mask::BlockPairs;
 use ringspan::mesh::Grid;
 use ringspan::support::{Feature, table};
 use ringspan::{Documents, LayoutKind, Mask, StrategyKind};
-use ringspan_testing::mesh::{On, Problem};
+use ringspan_testing::mesh::{MeshSetup, Problem};
 
 const LAYOUTS: [LayoutKind; 5] = [
     LayoutKind::Contiguous,
@@ -102,7 +102,7 @@ fn computed(feature: Feature, strategy: StrategyKind) -> Option<String> {
         let inputs = problem.inputs_of(of, 7);
         let wanted = problem.reference(&inputs);
         for (&kind, grid) in layouts.iter().flat_map(|kind| grids.map(|grid| (kind, grid))) {
-            let on = On { stored: of, wire: of, ..On::new(kind, strategy, grid) };
+            let on = MeshSetup { stored: of, wire: of, ..MeshSetup::new(kind, strategy, grid) };
             match problem.on_mesh(&inputs, on) {
                 Err(error) => return Some(error.to_string()),
                 Ok(got) => {

@@ -3,7 +3,7 @@
 
 use ringspan::Documents;
 use ringspan::attention::Wire;
-use ringspan_testing::mesh::{Answer, Inputs, On, Problem, random};
+use ringspan_testing::mesh::{Answer, Inputs, MeshSetup, Problem, random};
 use std::ops::Range;
 
 /// Allowed relative L2 distance to the f64 reference for each type.
@@ -17,7 +17,7 @@ pub(crate) const fn bound(wire: Wire) -> f64 {
 
 /// Asserts that a mesh gives the reference's answer within the tolerance of the wire type, with exact zeros where nothing
 /// is seen.
-pub(crate) fn check(name: &str, problem: &Problem, inputs: &Inputs, wanted: &Answer, on: On) -> Answer {
+pub(crate) fn check(name: &str, problem: &Problem, inputs: &Inputs, wanted: &Answer, on: MeshSetup) -> Answer {
     let what = format!("{name}: {}, {on:?}", problem.name);
     let got = problem.on_mesh(inputs, on).unwrap_or_else(|error| panic!("{what}: {error}"));
     if let Some((name, error)) = wanted.difference(&got, bound(on.wire)) {

@@ -28,18 +28,18 @@ pub(in crate::residual) fn residual_norm(
     }
     let shared = Arc::new(SharedGradients::default());
     let both = x.apply_op3(&y, &weight, SumAndNorm { eps, shared: shared.clone() })?;
-    let part = |which: Which, value: CudaStorage| {
+    let part = |which: ResidualOutput, value: CudaStorage| {
         let value = Mutex::new(Some((value, x.shape().clone())));
         both.apply_op1(FusedResult { which, value, shared: shared.clone() })
     };
-    let (sum, normed) = (part(Which::Sum, sum)?, part(Which::Normed, normed)?);
+    let (sum, normed) = (part(ResidualOutput::Sum, sum)?, part(ResidualOutput::Normed, normed)?);
     // Detached, since the graph of the sum leads back here.
     shared.sum.get_or_init(|| sum.detach());
     Ok((sum, normed))
 }
 
 #[derive(Debug, Clone, Copy)]
-enum Which {
+enum ResidualOutput {
     Sum,
     Normed,
 }
@@ -53,7 +53,7 @@ struct SharedGradients {
 }
 
 impl SharedGradients {
-    fn leave(&self, which: Which, gradient: &Tensor) {
+    fn leave(&self, which: ResidualOutput, gradient: &Tensor) {
         self.gradients.lock().unwrap_or_else(PoisonError::into_inner)[which as usize] = Some(gradient.clone());
     }
 
@@ -64,7 +64,7 @@ impl SharedGradients {
 
 /// The sum or its norm, whose value is computed already.
 struct FusedResult {
-    which: Which,
+    which: ResidualOutput,
     value: Mutex<Option<(CudaStorage, Shape)>>,
     shared: Arc<SharedGradients>,
 }
@@ -72,8 +72,8 @@ struct FusedResult {
 impl CustomOp1 for FusedResult {
     fn name(&self) -> &'static str {
         match self.which {
-            Which::Sum => "residual of a norm",
-            Which::Normed => "norm of a residual",
+            ResidualOutput::Sum => "residual of a norm",
+            ResidualOutput::Normed => "norm of a residual",
         }
     }
 

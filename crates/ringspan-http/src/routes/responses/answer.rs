@@ -1,6 +1,6 @@
-//! A response while it is written: its object, and the events that say each step.
+//! A response while it is generated: its object, and the event of each step.
 
-use super::asked::Asked;
+use super::request::ResponseRequest;
 use crate::app::{App, now};
 use crate::conversation::{Reply, ReplyPart, Usage};
 use crate::error::{ApiError, Result};
@@ -13,7 +13,7 @@ use std::sync::Arc;
 use tokio::sync::oneshot;
 use tokio::task::JoinSet;
 
-/// The numbered events of a response; without a writer, nobody hears them.
+/// The numbered events of a response; without a writer, they are dropped.
 #[derive(Default)]
 struct Events {
     writer: Option<sse::Writer>,
@@ -35,7 +35,7 @@ pub(super) struct Answer {
     id: String,
     created: u64,
     model: String,
-    /// What the model reads, for the store; `None` unless the end of the answer is to be stored.
+    /// The items that the model reads, for the store; `None` unless the finished answer is to be stored.
     stored_input: Option<Arc<str>>,
     /// Fields of the request that the response repeats.
     repeated: Map<String, Value>,
@@ -46,9 +46,9 @@ pub(super) struct Answer {
 }
 
 impl Answer {
-    /// The answer to `asked`, whose conversation is not kept.
-    pub(super) fn new(app: Arc<App>, asked: Asked) -> Self {
-        let Asked { target, stored_input, repeated, .. } = asked;
+    /// The answer to `request`; the conversation is dropped.
+    pub(super) fn new(app: Arc<App>, request: ResponseRequest) -> Self {
+        let ResponseRequest { target, stored_input, repeated, .. } = request;
         let (id, created, model) = (app.id("resp_"), now(), target.model);
         Self { app, id, created, model, stored_input, repeated, output: Vec::new(), message: None }
     }
@@ -80,7 +80,7 @@ impl Answer {
         self.run(reply, &mut Events::default()).await
     }
 
-    /// Writes the response beside its client, which finds it by its id; returns what is there now.
+    /// Computes the response in the background, where its client finds it by its id; returns the unfinished response.
     ///
     /// # Errors
     /// No room among the stored responses; then nothing is computed.
@@ -210,8 +210,8 @@ fn refusal(no_room: NoRoom) -> ApiError {
     }
 }
 
-/// Computes a response that the store holds as begun until nobody wants it, and stores its end: one that fails, panics or finds
-/// no room for its answer ends as failed.
+/// Computes a response that is in the store as begun, unless it is deleted, and stores its end. A response that fails, panics or
+/// finds no room for its answer ends as failed.
 async fn store_end(
     store: &ResponseStore,
     id: &str,

@@ -7,7 +7,7 @@ use crate::fields::kind;
 use crate::response_store::StoredResponse;
 use serde_json::{Map, Value, json};
 
-/// What an item says of its own end.
+/// The values of an item's `status`.
 const STATUSES: [&str; 3] = ["in_progress", "completed", "incomplete"];
 /// Most bytes of an item's id, as for OpenAI: ids cost no token of the prompt, but memory of the store.
 const LONGEST_ID: usize = 64;
@@ -67,7 +67,7 @@ pub(super) fn list(app: &App, input: Value) -> Result<Vec<Value>> {
     Ok(read)
 }
 
-/// Keeps the text of a part of a content, and the lists that clients expect beside it, empty.
+/// Reduces a part of a content to its text, and to the empty lists that clients expect with it.
 fn keep_text(part: &mut Map<String, Value>) {
     let text = if part.get("type").is_some_and(|type_| type_ == "refusal") { "refusal" } else { "text" };
     part.retain(|name, _| ["type", text, "annotations", "logprobs"].contains(&name.as_str()));
@@ -134,7 +134,7 @@ pub(super) fn messages(instructions: Option<String>, items: Vec<Value>) -> Resul
             Some("function_call") => {
                 let call = json!({"id": item["call_id"], "type": "function",
                     "function": {"name": item["name"], "arguments": item["arguments"]}});
-                // What the model said before its calls, and calls that it made at once, are one message.
+                // The model's text before its calls, and calls that it made at once, are one message.
                 match messages.last_mut().filter(|last| last["role"] == "assistant") {
                     Some(last) => match last.get_mut("tool_calls").and_then(Value::as_array_mut) {
                         Some(calls) => calls.push(call),

@@ -1,19 +1,19 @@
 //! `/v1/responses`: OpenAI's newer interface, whose responses are stored as long as there is room, and can be continued by their id.
 
 mod answer;
-mod asked;
 mod items;
+mod request;
 
 use crate::app::App;
 use crate::body::Body;
 use crate::error::{ApiError, Result};
 use crate::sse;
 use answer::Answer;
-use asked::Asked;
 use axum::Json;
 use axum::extract::{Path, Query, State};
 use axum::http::{StatusCode, header::CONTENT_TYPE};
 use axum::response::{IntoResponse, Response};
+use request::ResponseRequest;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
@@ -22,13 +22,13 @@ const MOST_ITEMS: usize = 100;
 
 pub(crate) async fn create(State(app): State<Arc<App>>, Body(body): Body) -> Result<Response> {
     let begin = move |app: &Arc<App>| {
-        let asked = Asked::read(app, body)?;
-        let reply = asked.conversation.start(app, &asked.target, &asked.sampling)?;
-        Ok((asked, reply))
+        let request = ResponseRequest::read(app, body)?;
+        let reply = request.conversation.start(app, &request.target, &request.sampling)?;
+        Ok((request, reply))
     };
-    let (asked, reply) = app.work(begin).await?;
-    let (stream, background) = (asked.stream, asked.background);
-    let answer = Answer::new(app, asked);
+    let (request, reply) = app.work(begin).await?;
+    let (stream, background) = (request.stream, request.background);
+    let answer = Answer::new(app, request);
     match (stream, background) {
         (true, _) => Ok(sse::stream(failure, |writer| answer.stream(reply, writer))),
         (false, true) => Ok(Json(answer.in_background(reply)?).into_response()),
@@ -74,7 +74,7 @@ pub(crate) async fn cancel(State(app): State<Arc<App>>, Path(id): Path<String>) 
     Ok(json_text(&stored.response))
 }
 
-/// `GET /v1/responses/{id}/input_items`: what the model has read, the newest first unless `order` is `asc`.
+/// `GET /v1/responses/{id}/input_items`: the items that the model has read, the newest first unless `order` is `asc`.
 pub(crate) async fn input_items(
     State(app): State<Arc<App>>,
     Path(id): Path<String>,

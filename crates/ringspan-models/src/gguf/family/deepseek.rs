@@ -12,7 +12,7 @@ pub(super) const DEEPSEEK2: GgufFamily = GgufFamily {
     model_type: "deepseek_v2",
     class: "DeepseekV2ForCausalLM",
     config,
-    parts: &[
+    modules: &[
         ("attn_q_a", "self_attn.q_a_proj"),
         ("attn_q_a_norm", "self_attn.q_a_layernorm"),
         ("attn_q_b", "self_attn.q_b_proj"),
@@ -27,15 +27,15 @@ pub(super) const DEEPSEEK2: GgufFamily = GgufFamily {
         ("ffn_up_shexp", "mlp.shared_experts.up_proj"),
         ("ffn_down_shexp", "mlp.shared_experts.down_proj"),
     ],
-    whole: &[("exp_probs_b.bias", "mlp.gate.e_score_correction_bias")],
-    in_two: &[TwoTensors {
+    full_names: &[("exp_probs_b.bias", "mlp.gate.e_score_correction_bias")],
+    split: &[TwoTensors {
         stored: ["attn_k_b.weight", "attn_v_b.weight"],
         parameter: "self_attn.kv_b_proj.weight",
         joined: Joined::LatentHeads,
         unless: Some("attn_kv_b.weight"),
     }],
     pairs: Pairs::Unchanged,
-    one_in_norms: false,
+    norms_plus_one: false,
     partial_rotary: true,
 };
 

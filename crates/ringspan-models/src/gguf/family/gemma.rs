@@ -17,15 +17,15 @@ pub(super) const GEMMA2: GgufFamily = GgufFamily {
         }
         of_both(metadata, config, 46)
     },
-    parts: &[
+    modules: &[
         ("post_attention_norm", "post_attention_layernorm"),
         ("ffn_norm", "pre_feedforward_layernorm"),
         ("post_ffw_norm", "post_feedforward_layernorm"),
     ],
-    whole: &[],
-    in_two: &[],
+    full_names: &[],
+    split: &[],
     pairs: Pairs::Unchanged,
-    one_in_norms: true,
+    norms_plus_one: true,
     partial_rotary: false,
 };
 

@@ -12,14 +12,14 @@ pub(super) const GLM4: GgufFamily = GgufFamily {
         config["attention_bias"] = json!(metadata.has("blk.0.attn_q.bias"));
         Ok(())
     },
-    parts: &[
+    modules: &[
         ("post_attention_norm", "post_self_attn_layernorm"),
         ("ffn_up", "mlp.gate_up_proj"),
         ("post_ffw_norm", "post_mlp_layernorm"),
     ],
-    whole: &[],
-    in_two: &[],
+    full_names: &[],
+    split: &[],
     pairs: Pairs::Unchanged,
-    one_in_norms: false,
+    norms_plus_one: false,
     partial_rotary: true,
 };

@@ -20,13 +20,13 @@ pub(super) const GPT_OSS: GgufFamily = GgufFamily {
         config["rope_scaling"] = json!({ "rope_type": "default", "truncate": false });
         Ok(())
     },
-    parts: &[("post_attention_norm", "post_attention_layernorm"), ("ffn_gate_inp", "mlp.router")],
-    whole: &[
+    modules: &[("post_attention_norm", "post_attention_layernorm"), ("ffn_gate_inp", "mlp.router")],
+    full_names: &[
         ("attn_sinks.weight", "self_attn.sinks"),
         ("ffn_down_exps.weight", "mlp.experts.down_proj"),
         ("ffn_down_exps.bias", "mlp.experts.down_proj_bias"),
     ],
-    in_two: &[
+    split: &[
         TwoTensors {
             stored: ["ffn_gate_exps.weight", "ffn_up_exps.weight"],
             parameter: "mlp.experts.gate_up_proj",
@@ -41,6 +41,6 @@ pub(super) const GPT_OSS: GgufFamily = GgufFamily {
         },
     ],
     pairs: Pairs::Unchanged,
-    one_in_norms: false,
+    norms_plus_one: false,
     partial_rotary: false,
 };

@@ -12,11 +12,11 @@ pub(super) const LLAMA: GgufFamily = GgufFamily {
     model_type: "llama",
     class: "LlamaForCausalLM",
     config: biases,
-    parts: &[],
-    whole: &[],
-    in_two: &[],
+    modules: &[],
+    full_names: &[],
+    split: &[],
     pairs: Pairs::Neighbours,
-    one_in_norms: false,
+    norms_plus_one: false,
     partial_rotary: false,
 };
 
@@ -29,7 +29,7 @@ pub(super) const MIXTRAL: GgufFamily = GgufFamily {
         config["num_experts_per_tok"] = json!(metadata.need("expert_used_count")?);
         Ok(())
     },
-    parts: &[
+    modules: &[
         ("ffn_gate_inp", "block_sparse_moe.gate"),
         ("ffn_gate_exps", "block_sparse_moe.experts.{}.w1"),
         ("ffn_up_exps", "block_sparse_moe.experts.{}.w3"),

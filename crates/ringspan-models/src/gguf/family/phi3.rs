@@ -21,10 +21,10 @@ pub(super) const PHI3: GgufFamily = GgufFamily {
         }
         Ok(())
     },
-    parts: &[("attn_qkv", "self_attn.qkv_proj"), ("ffn_up", "mlp.gate_up_proj")],
-    whole: &[],
-    in_two: &[],
+    modules: &[("attn_qkv", "self_attn.qkv_proj"), ("ffn_up", "mlp.gate_up_proj")],
+    full_names: &[],
+    split: &[],
     pairs: Pairs::Unchanged,
-    one_in_norms: false,
+    norms_plus_one: false,
     partial_rotary: true,
 };

@@ -9,11 +9,11 @@ pub(super) const QWEN2: GgufFamily = GgufFamily {
     model_type: "qwen2",
     class: "Qwen2ForCausalLM",
     config: no_more,
-    parts: &[],
-    whole: &[],
-    in_two: &[],
+    modules: &[],
+    full_names: &[],
+    split: &[],
     pairs: Pairs::Unchanged,
-    one_in_norms: false,
+    norms_plus_one: false,
     partial_rotary: false,
 };
 
@@ -33,7 +33,7 @@ pub(super) const QWEN3_MOE: GgufFamily = GgufFamily {
         config["norm_topk_prob"] = json!(true);
         Ok(())
     },
-    parts: &[
+    modules: &[
         ("ffn_gate_inp", "mlp.gate"),
         ("ffn_gate_exps", "mlp.experts.{}.gate_proj"),
         ("ffn_up_exps", "mlp.experts.{}.up_proj"),

@@ -25,7 +25,7 @@ mod kind {
 }
 
 /// The vocabulary of a file: text, score and type of each piece.
-struct Pieces {
+struct PieceVocabulary {
     texts: Vec<String>,
     scores: Vec<f32>,
     kinds: Vec<u32>,
@@ -33,11 +33,11 @@ struct Pieces {
 
 /// Builds the tokenizer of a file whose kind is `llama`.
 pub(super) fn tokenizer(file: &GgufFile) -> Result<Tokenizer> {
-    let pieces = Pieces::read(file).map_err(|problem| file.broken(&problem))?;
+    let pieces = PieceVocabulary::read(file).map_err(|problem| file.broken(&problem))?;
     build(file, &pieces).map_err(|error| file.broken(&format!("tokenizer: {error}")))
 }
 
-fn build(file: &GgufFile, pieces: &Pieces) -> tokenizers::Result<Tokenizer> {
+fn build(file: &GgufFile, pieces: &PieceVocabulary) -> tokenizers::Result<Tokenizer> {
     let vocabulary = pieces.texts.iter().enumerate().map(|(id, text)| (text.clone(), id as u32));
     let piece = |number: u32| pieces.texts.get(number as usize).cloned();
     let mut model = BPE::builder()
@@ -85,7 +85,7 @@ fn build(file: &GgufFile, pieces: &Pieces) -> tokenizers::Result<Tokenizer> {
     Ok(tokenizer)
 }
 
-impl Pieces {
+impl PieceVocabulary {
     fn read(file: &GgufFile) -> std::result::Result<Self, String> {
         let list = |name: &str| match file.metadata.get(&format!("tokenizer.ggml.{name}")) {
             Some(Value::Array(list)) => Ok(list),

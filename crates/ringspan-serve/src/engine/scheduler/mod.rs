@@ -14,7 +14,7 @@ use super::pages::Pages;
 use super::prefix_cache::{AdapterSlot, Hit, PrefixCache};
 use super::prompt_lookup::propose;
 use super::request::Event;
-use super::sequence::{CopiedFrom, Placed, Sequence};
+use super::sequence::{CopiedFrom, PageTable, Sequence};
 use super::step::{CachePage, Outputs, PageCopy, Step, StepSequence, WindowPages};
 use std::collections::{BTreeMap, VecDeque};
 
@@ -47,7 +47,7 @@ pub(super) struct Scheduler {
     counts: Counts,
 }
 
-/// What the scheduler has counted since its start.
+/// Counters since the start of the scheduler.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Counts {
     pub(super) prompt_tokens: u64,
@@ -152,13 +152,13 @@ impl Scheduler {
         // Tokens of a sequence for which it has pages in layers that see a window.
         let (has_window, page) = (self.cache.window().is_some(), self.bounds.page);
         let in_window = |sequence: &Sequence| match has_window {
-            true => sequence.tokens.len().min(sequence.placed.window.end() * page),
+            true => sequence.tokens.len().min(sequence.page_table.window.end() * page),
             false => sequence.tokens.len(),
         };
         let chunk_of = |sequence: &Sequence, budget: &mut usize| match sequence.remaining() {
             1 => 1,
             remaining => {
-                let chunk = remaining.min(*budget).min(in_window(sequence) - sequence.placed.computed);
+                let chunk = remaining.min(*budget).min(in_window(sequence) - sequence.page_table.computed);
                 *budget -= chunk;
                 chunk
             }
@@ -166,10 +166,10 @@ impl Scheduler {
         chunks.extend(self.running.iter().map(|sequence| chunk_of(sequence, &mut budget)));
         while budget > 0 && self.running.len() < self.bounds.max_running {
             let Some(mut sequence) = self.waiting.pop_front() else { break };
-            match self.place(&sequence, budget) {
-                Some(placed) => {
-                    self.count_found(&mut sequence, placed.computed);
-                    sequence.placed = placed;
+            match self.allocate(&sequence, budget) {
+                Some(page_table) => {
+                    self.count_found(&mut sequence, page_table.computed);
+                    sequence.page_table = page_table;
                     let at = self.running.partition_point(|other| other.arrival < sequence.arrival);
                     chunks.insert(at, chunk_of(&sequence, &mut budget));
                     self.running.insert(at, sequence);
@@ -194,7 +194,7 @@ impl Scheduler {
             // Behind all drafts, one more token is drawn.
             let most = num_speculative_tokens.min(sequence.longest.saturating_sub(tokens + 1));
             let mut drafts = propose(&sequence.tokens, most).to_vec();
-            let Placed { pages, window, .. } = &mut sequence.placed;
+            let PageTable { pages, window, .. } = &mut sequence.page_table;
             while pages.len() * page < tokens + drafts.len() {
                 match self.cache.allocate(pages.len()) {
                     Some(page) => pages.push(page),
@@ -234,8 +234,8 @@ impl Scheduler {
         let mut index = 0;
         while index < self.running.len() {
             let sequence = &mut self.running[index];
-            let next = sequence.placed.computed + sequence.remaining().min(chunk);
-            match extend(&mut self.cache, &mut sequence.placed, sequence.tokens.len(), next) {
+            let next = sequence.page_table.computed + sequence.remaining().min(chunk);
+            match extend(&mut self.cache, &mut sequence.page_table, sequence.tokens.len(), next) {
                 true => index += 1,
                 false => self.preempt_youngest(),
             }
@@ -247,17 +247,17 @@ impl Scheduler {
         self.counts.preemptions += 1;
         self.release(&mut sequence);
         if sequence.needs_whole_prompt() {
-            sequence.reading.restart();
+            sequence.prompt_results.restart();
         }
         let at = self.waiting.partition_point(|other| other.arrival < sequence.arrival);
         self.waiting.insert(at, sequence);
     }
 
-    /// The place of a sequence that continues the longest beginning of `known` that is in the prefix cache.
-    fn found(&mut self, adapter: AdapterSlot, known: &[u32]) -> Placed {
+    /// The pages that the prefix cache has of the longest prefix of `known`; they are held for the sequence that continues it.
+    fn prefix_pages(&mut self, adapter: AdapterSlot, known: &[u32]) -> PageTable {
         let Hit { pages, node, partial, window, partial_window } = self.cache.hold_prefix(adapter, known);
         let (index, rows) = (pages.len(), partial.map_or(0, |(_, rows)| rows));
-        Placed {
+        PageTable {
             computed: index * self.bounds.page + rows,
             inserted: index,
             node,
@@ -269,35 +269,35 @@ impl Scheduler {
 
     /// The pages of a waiting sequence that computes up to `chunk` tokens next, those of the prefix cache first; `None` if there are not
     /// enough, or it should wait.
-    fn place(&mut self, sequence: &Sequence, chunk: usize) -> Option<Placed> {
+    fn allocate(&mut self, sequence: &Sequence, chunk: usize) -> Option<PageTable> {
         let page = self.bounds.page;
         let tokens = sequence.tokens.len();
-        let mut placed = Placed::default();
+        let mut page_table = PageTable::default();
         // The last token's hidden state is needed, so it is always computed.
         let known = &sequence.tokens[..tokens - 1];
         if !sequence.needs_whole_prompt() {
-            placed = self.found(sequence.adapter, known);
-            if self.is_being_read(sequence, placed.computed) {
-                self.release_pages(&mut placed);
+            page_table = self.prefix_pages(sequence.adapter, known);
+            if self.is_being_read(sequence, page_table.computed) {
+                self.release_pages(&mut page_table);
                 return None;
             }
         }
         // While others run, a page of each rank is left to them, so that they do not have to be put back at once.
         let spare = usize::from(!self.running.is_empty());
-        let next = |placed: &Placed| tokens.min(placed.computed.saturating_add(chunk));
-        if placed.copied_from.is_some() && !self.has_room(&placed, tokens, next(&placed), spare) {
-            // A page of which rows are copied is held beside the copy: perhaps it is that page which is missing.
-            let whole = placed.pages.len() * page;
-            self.release_pages(&mut placed);
-            placed = self.found(sequence.adapter, &known[..whole]);
+        let next = |page_table: &PageTable| tokens.min(page_table.computed.saturating_add(chunk));
+        if page_table.copied_from.is_some() && !self.has_room(&page_table, tokens, next(&page_table), spare) {
+            // While its rows are copied, a page is held in addition to the copy; perhaps that one page is missing.
+            let whole = page_table.pages.len() * page;
+            self.release_pages(&mut page_table);
+            page_table = self.prefix_pages(sequence.adapter, &known[..whole]);
         }
-        let window_tokens = next(&placed);
-        if self.has_room(&placed, tokens, window_tokens, spare)
-            && extend(&mut self.cache, &mut placed, tokens, window_tokens)
+        let window_tokens = next(&page_table);
+        if self.has_room(&page_table, tokens, window_tokens, spare)
+            && extend(&mut self.cache, &mut page_table, tokens, window_tokens)
         {
-            return Some(placed);
+            return Some(page_table);
         }
-        self.release_pages(&mut placed);
+        self.release_pages(&mut page_table);
         None
     }
 
@@ -320,24 +320,24 @@ impl Scheduler {
             && self.running.iter().filter(is_reading).any(|other| {
                 let common = known.iter().zip(&other.tokens).take_while(|(a, b)| a == b).count();
                 let full_pages = common / self.bounds.page * self.bounds.page;
-                full_pages > cached && full_pages > other.placed.computed
+                full_pages > cached && full_pages > other.page_table.computed
             })
     }
 
     /// Whether the ranks have the pages that a sequence lacks for `tokens` tokens, and in layers that see a window for `window_tokens`, and
     /// `spare` more each.
-    fn has_room(&self, placed: &Placed, tokens: usize, window_tokens: usize, spare: usize) -> bool {
+    fn has_room(&self, page_table: &PageTable, tokens: usize, window_tokens: usize, spare: usize) -> bool {
         let page = self.bounds.page;
         let have = |pages: &Pages, lacking: std::ops::Range<usize>| {
             let mut needed = vec![0; pages.ranks()];
             lacking.for_each(|index| needed[self.cache.rank_of(index)] += 1);
             needed.iter().enumerate().all(|(rank, needed)| *needed == 0 || pages.available(rank) >= needed + spare)
         };
-        have(self.cache.pages(), placed.pages.len()..tokens.div_ceil(page))
+        have(self.cache.pages(), page_table.pages.len()..tokens.div_ceil(page))
             && self
                 .cache
                 .window()
-                .is_none_or(|window| have(window.pages(), placed.window.end()..window_tokens.div_ceil(page)))
+                .is_none_or(|window| have(window.pages(), page_table.window.end()..window_tokens.div_ceil(page)))
     }
 
     /// Makes the passes of a step in which each running sequence computes `chunks` tokens.
@@ -345,7 +345,7 @@ impl Scheduler {
         let mut passes: BTreeMap<AdapterSlot, Pass> = BTreeMap::new();
         let mut copies = Vec::new();
         for (sequence, &chunk) in self.running.iter().zip(chunks).filter(|(_, chunk)| **chunk > 0) {
-            let Placed { computed: start, ref pages, ref window, copied_from, .. } = sequence.placed;
+            let PageTable { computed: start, ref pages, ref window, copied_from, .. } = sequence.page_table;
             if let Some(CopiedFrom { index, page, window: from, rows }) = copied_from {
                 let window = from.zip(window.get(index)).map(|(from, to)| [from, to]);
                 copies.push(PageCopy { rank: self.cache.rank_of(index), from: page, to: pages[index], window, rows });
@@ -398,7 +398,7 @@ impl Scheduler {
         }
         let mut holders: BTreeMap<(usize, u32), u32> = BTreeMap::new();
         for sequence in &self.running {
-            let Placed { pages, copied_from, computed, inserted, .. } = &sequence.placed;
+            let PageTable { pages, copied_from, computed, inserted, .. } = &sequence.page_table;
             assert!(pages.len() * self.bounds.page >= *computed && *computed <= sequence.tokens.len());
             assert!(inserted * self.bounds.page <= *computed);
             let copied = copied_from.map(|from| (from.index, from.page));
@@ -413,7 +413,7 @@ impl Scheduler {
         for ((rank, page), count) in holders {
             assert_eq!(self.cache.pages().holders(rank, page), count, "page {page} of rank {rank}");
         }
-        assert!(self.waiting.iter().all(|sequence| sequence.placed.pages.is_empty()));
+        assert!(self.waiting.iter().all(|sequence| sequence.page_table.pages.is_empty()));
         assert!(self.running.is_sorted_by_key(|sequence| sequence.arrival));
     }
 
@@ -422,7 +422,7 @@ impl Scheduler {
     fn check_window(&self, pages: &Pages) {
         let mut holders: BTreeMap<(usize, u32), u32> = BTreeMap::new();
         for sequence in &self.running {
-            let Placed { window, copied_from, computed, .. } = &sequence.placed;
+            let PageTable { window, copied_from, computed, .. } = &sequence.page_table;
             assert!(
                 window.end() * self.bounds.page >= *computed && window.first <= self.cache.first_in_window(*computed)
             );
@@ -443,15 +443,15 @@ impl Scheduler {
 
 /// Gives a sequence the pages that it lacks for `tokens` tokens, and in layers that see a window for `window_tokens`, as long as there
 /// are some; returns whether it has all.
-fn extend(cache: &mut PrefixCache, placed: &mut Placed, tokens: usize, window_tokens: usize) -> bool {
+fn extend(cache: &mut PrefixCache, page_table: &mut PageTable, tokens: usize, window_tokens: usize) -> bool {
     let page = cache.page();
-    while placed.pages.len() * page < tokens {
-        let Some(page) = cache.allocate(placed.pages.len()) else { return false };
-        placed.pages.push(page);
+    while page_table.pages.len() * page < tokens {
+        let Some(page) = cache.allocate(page_table.pages.len()) else { return false };
+        page_table.pages.push(page);
     }
-    while cache.window().is_some() && placed.window.end() * page < window_tokens {
-        let Some(page) = cache.allocate_window(placed.window.end()) else { return false };
-        placed.window.pages.push(page);
+    while cache.window().is_some() && page_table.window.end() * page < window_tokens {
+        let Some(page) = cache.allocate_window(page_table.window.end()) else { return false };
+        page_table.window.pages.push(page);
     }
     true
 }

@@ -1,13 +1,13 @@
-//! Takes in the results of a step: the cache has new rows, texts have new tokens, and requests end.
+//! Applies the results of a step: the cache has new rows, sequences have new tokens, and requests end.
 
 use super::super::request::{Event, FinishReason};
-use super::super::sequence::{CopiedFrom, Placed, Sequence};
+use super::super::sequence::{CopiedFrom, PageTable, Sequence};
 use super::super::token_sampler::Drawn;
 use super::{Pass, Scheduler};
 use std::time::Duration;
 
 impl Scheduler {
-    /// Learns what the last step took, for the size of later ones.
+    /// Records how long the last step took, from which the size of later steps follows.
     pub(in crate::engine) fn took(&mut self, time: Duration) {
         let (generating, tokens) = self.last_step;
         self.pace.measured(generating, tokens, time);
@@ -18,9 +18,9 @@ impl Scheduler {
     pub(in crate::engine) fn computed(&mut self, passes: &[Pass]) {
         for (arrival, sequence) in passes.iter().flat_map(|pass| pass.arrivals.iter().zip(&pass.step.sequences)) {
             let Some(index) = self.find(*arrival) else { continue };
-            let Sequence { placed, drafts, .. } = &mut self.running[index];
-            let copied = placed.copied_from.take();
-            placed.computed += sequence.tokens.len() - drafts.len();
+            let Sequence { page_table, drafts, .. } = &mut self.running[index];
+            let copied = page_table.copied_from.take();
+            page_table.computed += sequence.tokens.len() - drafts.len();
             copied.into_iter().for_each(|from| self.release_copied(from));
             self.insert_full_pages(index);
         }
@@ -29,16 +29,18 @@ impl Scheduler {
     /// Adds the pages of a running sequence that have become full to the prefix cache, and releases those that have left its windows.
     fn insert_full_pages(&mut self, index: usize) {
         let page = self.bounds.page;
-        let Sequence { placed, tokens, adapter, .. } = &mut self.running[index];
-        while (placed.inserted + 1) * page <= placed.computed {
-            let at = placed.inserted;
+        let Sequence { page_table, tokens, adapter, .. } = &mut self.running[index];
+        while (page_table.inserted + 1) * page <= page_table.computed {
+            let at = page_table.inserted;
             let of_page = &tokens[at * page..(at + 1) * page];
-            let Some((node, kept)) = self.cache.insert(*adapter, placed.node, of_page, placed.page(at)) else { break };
-            placed.set_page(at, kept);
-            (placed.node, placed.inserted) = (Some(node), at + 1);
+            let Some((node, kept)) = self.cache.insert(*adapter, page_table.node, of_page, page_table.page(at)) else {
+                break;
+            };
+            page_table.set_page(at, kept);
+            (page_table.node, page_table.inserted) = (Some(node), at + 1);
         }
-        let window = &mut placed.window;
-        let left = self.cache.first_in_window(placed.computed).saturating_sub(window.first).min(window.pages.len());
+        let window = &mut page_table.window;
+        let left = self.cache.first_in_window(page_table.computed).saturating_sub(window.first).min(window.pages.len());
         for page in window.pages.drain(..left) {
             self.cache.release_window(window.first, page);
             window.first += 1;
@@ -51,7 +53,7 @@ impl Scheduler {
         let sequence = &mut self.running[index];
         if sequence.generated() == 0 {
             self.counts.prompt_tokens += sequence.prompt as u64;
-            for event in sequence.reading.report(sequence.prompt) {
+            for event in sequence.prompt_results.report(sequence.prompt) {
                 sequence.tell(event);
             }
             if sequence.longest <= sequence.prompt {
@@ -82,7 +84,7 @@ impl Scheduler {
                 match sequence.drafts.first() == Some(&drawn.token) {
                     true => {
                         sequence.drafts.remove(0);
-                        sequence.placed.computed += 1;
+                        sequence.page_table.computed += 1;
                         self.counts.accepted_tokens += 1;
                     }
                     false => sequence.drafts.clear(),
@@ -112,20 +114,20 @@ impl Scheduler {
     /// Releases the pages of a sequence; a page that is not full goes to the prefix cache with the rows that are computed.
     pub(super) fn release(&mut self, sequence: &mut Sequence) {
         let page = self.bounds.page;
-        let placed = &mut sequence.placed;
-        let full = placed.computed / page;
+        let page_table = &mut sequence.page_table;
+        let full = page_table.computed / page;
         // Not all full pages may be in the tree: then what follows them cannot be, either.
-        if placed.inserted == full && placed.computed > full * page {
-            let rows = &sequence.tokens[full * page..placed.computed];
-            if let Some((_, kept)) = self.cache.insert(sequence.adapter, placed.node, rows, placed.page(full)) {
-                placed.set_page(full, kept);
+        if page_table.inserted == full && page_table.computed > full * page {
+            let rows = &sequence.tokens[full * page..page_table.computed];
+            if let Some((_, kept)) = self.cache.insert(sequence.adapter, page_table.node, rows, page_table.page(full)) {
+                page_table.set_page(full, kept);
             }
         }
-        self.release_pages(placed);
+        self.release_pages(page_table);
     }
 
-    pub(super) fn release_pages(&mut self, placed: &mut Placed) {
-        let Placed { pages, window, copied_from, .. } = std::mem::take(placed);
+    pub(super) fn release_pages(&mut self, page_table: &mut PageTable) {
+        let PageTable { pages, window, copied_from, .. } = std::mem::take(page_table);
         copied_from.into_iter().for_each(|from| self.release_copied(from));
         for (index, page) in (window.first..).zip(window.pages) {
             self.cache.release_window(index, page);

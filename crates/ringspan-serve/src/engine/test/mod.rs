@@ -1,8 +1,10 @@
 //! Tests of the engine's parts.
 
+mod harness;
 mod prefix;
 mod sampling;
 mod scheduling;
+mod windows;
 
 use super::request::{Request, SamplingParams};
 

@@ -1,4 +1,4 @@
-//! The prefix cache by itself.
+//! Tests of the prefix cache alone.
 
 use super::super::pages::Pages;
 use super::super::prefix_cache::PrefixCache;

@@ -1,4 +1,4 @@
-//! Drawing of tokens, compared with plain computations.
+//! Tests of the sampler against plain computations.
 
 use super::super::logprobs::Distribution;
 use super::super::request::{Request, SamplingParams, TokenConstraint};

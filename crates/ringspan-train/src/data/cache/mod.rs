@@ -43,13 +43,13 @@ struct Header {
     magic: u64,
     version: u64,
     key: u64,
-    /// A hash of the words of all documents.
+    /// A hash of the masked tokens of all documents.
     fingerprint: u64,
     /// A hash of the bytes of the files that the tokens were made of.
     contents: u64,
     /// Number of training documents, and of held-out ones.
     documents: [u64; 2],
-    words: u64,
+    masked_tokens: u64,
     /// Number of tokens in each split.
     tokens: [u64; 2],
     /// Number of learned tokens in each split.
@@ -73,7 +73,7 @@ impl Header {
 
     /// The offset at which the tokens end, and the size of the file; none where numbers overflow.
     fn tokens_end_and_size(&self) -> Option<(u64, u64)> {
-        let tokens = self.words.checked_mul(4)?.checked_add(HEADER_BYTES)?;
+        let tokens = self.masked_tokens.checked_mul(4)?.checked_add(HEADER_BYTES)?;
         let documents = self.documents[0].checked_add(self.documents[1])?;
         let ranges = tokens.checked_next_multiple_of(8)?.checked_add(documents.checked_mul(16)?)?;
         let blocks = ranges.checked_add(self.blocks() * 8)?;
@@ -81,12 +81,12 @@ impl Header {
     }
 
     fn blocks(&self) -> u64 {
-        (self.words * 4).div_ceil(BLOCK_BYTES)
+        (self.masked_tokens * 4).div_ceil(BLOCK_BYTES)
     }
 
     /// Offset at which the ranges of the documents begin.
     fn ranges_offset(&self) -> u64 {
-        (HEADER_BYTES + self.words * 4).next_multiple_of(8)
+        (HEADER_BYTES + self.masked_tokens * 4).next_multiple_of(8)
     }
 }
 
@@ -127,13 +127,18 @@ pub(super) fn open(folder: &Path, key: u64, check_all: bool) -> Result<CacheFile
     if map.len() as u64 != header.tokens_end_and_size().map_or(0, |(_, end)| end) {
         return Ok(CacheFile::Damaged("its length has changed while it was read".into()));
     }
-    let words = HEADER_BYTES as usize..(HEADER_BYTES + header.words * 4) as usize;
+    let masked_tokens = HEADER_BYTES as usize..(HEADER_BYTES + header.masked_tokens * 4) as usize;
     let border = (header.ranges_offset() + header.documents[0] * 16) as usize;
     let end = border + header.documents[1] as usize * 16;
     let [train, held_out] = header.tokens.map(|tokens| tokens as usize);
     Ok(CacheFile::Tokens(Box::new(Corpus {
-        train: DocumentStore::mapped(map.clone(), words.clone(), header.ranges_offset() as usize..border, train),
-        held_out: DocumentStore::mapped(map, words, border..end, held_out),
+        train: DocumentStore::mapped(
+            map.clone(),
+            masked_tokens.clone(),
+            header.ranges_offset() as usize..border,
+            train,
+        ),
+        held_out: DocumentStore::mapped(map, masked_tokens, border..end, held_out),
         learned_tokens: header.learned,
         largest_token: header.largest.checked_sub(1).map(|token| token as u32),
         fingerprint: header.fingerprint,
@@ -175,7 +180,7 @@ impl VerifiedFile {
         for _ in 0..header.documents[0] + header.documents[1] {
             let mut range = [0_u64; 2];
             reader.read(bytemuck::cast_slice_mut(&mut range))?;
-            ranges_are_valid &= range[0] < range[1] && range[1] <= header.words;
+            ranges_are_valid &= range[0] < range[1] && range[1] <= header.masked_tokens;
         }
         let mut sums = vec![0_u64; header.blocks() as usize];
         reader.read(bytemuck::cast_slice_mut(&mut sums))?;

@@ -4,8 +4,10 @@ use std::fs;
 /// Writes documents, each with whether it is held out, and returns the path of their file.
 fn save(folder: &Path, key: u64, documents: &[(Vec<u32>, bool)], moved_document: Option<u64>) -> PathBuf {
     let mut writer = CacheWriter::new(folder, key).unwrap();
-    for (words, held_out) in documents {
-        words.chunks(words.len().div_ceil(2).max(1)).for_each(|words| writer.extend(words).unwrap());
+    for (masked_tokens, held_out) in documents {
+        masked_tokens
+            .chunks(masked_tokens.len().div_ceil(2).max(1))
+            .for_each(|masked_tokens| writer.extend(masked_tokens).unwrap());
         writer.end(*held_out).unwrap();
     }
     writer.finish(moved_document, 5, &SourceSummary { texts: 3, ..SourceSummary::default() }).unwrap();
@@ -35,9 +37,9 @@ fn a_saved_file_is_found_under_its_key_and_under_no_other() {
     // The first token of a document is never a target.
     assert_eq!((corpus.learned_tokens, corpus.largest_token, corpus.contents_hash), ([3, 1], Some(7), 5));
     assert_eq!(corpus.summary.texts, 3);
-    // The fingerprint takes length and words of each training document, then of each held-out one.
-    let words = [3, 1, 2, 3, 2, 4 | 1 << 31, 7, 2, 5, 6];
-    assert_eq!(corpus.fingerprint, crate::data::fingerprint(words));
+    // The fingerprint takes length and masked tokens of each training document, then of each held-out one.
+    let masked_tokens = [3, 1, 2, 3, 2, 4 | 1 << 31, 7, 2, 5, 6];
+    assert_eq!(corpus.fingerprint, crate::data::fingerprint(masked_tokens));
     assert!(matches!(open(folder.path(), 8, true), Ok(CacheFile::Missing)));
     // The last document changes sides.
     save(folder.path(), 8, &few_documents(), Some(2));

@@ -15,20 +15,20 @@ use std::{
 
 /// Bit that is set in the end of a held-out document.
 const HELD_OUT_BIT: u64 = 1 << 63;
-/// Number of words that are read at once when the written file is read again.
-const CHUNK_WORDS: usize = 1 << 16;
+/// Number of masked tokens that are read at once when the written file is read again.
+const CHUNK_TOKENS: usize = 1 << 16;
 
 /// A token file that is being written. It is removed unless it is finished.
 pub(in crate::data) struct CacheWriter {
     folder: PathBuf,
     key: u64,
     token_path: PathBuf,
-    word_writer: BufWriter<File>,
+    token_writer: BufWriter<File>,
     index_path: PathBuf,
     /// Indices at which documents end, in a file of their own: there may be more of them than fit into memory.
     end_writer: BufWriter<File>,
     written: u64,
-    /// Index of the first word of the current document.
+    /// Index of the first masked token of the current document.
     start: u64,
     documents: u64,
 }
@@ -50,29 +50,29 @@ impl CacheWriter {
             let file = File::options().read(true).write(true).create(true).truncate(true).open(path);
             file.map(|file| BufWriter::with_capacity(1 << 20, file)).map_err(Error::io("write", path))
         };
-        let (word_writer, end_writer) = (create(&token_path)?, create(&index_path)?);
+        let (token_writer, end_writer) = (create(&token_path)?, create(&index_path)?);
         let mut writer = Self {
             folder: folder.into(),
             key,
             token_path,
-            word_writer,
+            token_writer,
             index_path,
             end_writer,
             written: 0,
             start: 0,
             documents: 0,
         };
-        writer.word_writer.write_all(&[0; HEADER_BYTES as usize]).map_err(Error::io("write", &writer.token_path))?;
+        writer.token_writer.write_all(&[0; HEADER_BYTES as usize]).map_err(Error::io("write", &writer.token_path))?;
         Ok(writer)
     }
 
-    /// Appends words to the current document.
-    pub(in crate::data) fn extend(&mut self, words: &[u32]) -> Result<()> {
-        self.written += words.len() as u64;
-        self.word_writer.write_all(bytemuck::cast_slice(words)).map_err(Error::io("write", &self.token_path))
+    /// Appends masked tokens to the current document.
+    pub(in crate::data) fn extend(&mut self, masked_tokens: &[u32]) -> Result<()> {
+        self.written += masked_tokens.len() as u64;
+        self.token_writer.write_all(bytemuck::cast_slice(masked_tokens)).map_err(Error::io("write", &self.token_path))
     }
 
-    /// Ends the current document and returns its index; a document without words is dropped, and has none.
+    /// Ends the current document and returns its index; a document without masked tokens is dropped, and has none.
     pub(in crate::data) fn end(&mut self, held_out: bool) -> Result<Option<u64>> {
         if self.start == self.written {
             return Ok(None);
@@ -105,10 +105,10 @@ impl CacheWriter {
     }
 
     fn complete(&mut self, moved_document: Option<u64>, contents: u64, summary: &[u8]) -> io::Result<()> {
-        self.word_writer.flush()?;
+        self.token_writer.flush()?;
         self.end_writer.flush()?;
         let totals = self.compute_totals(moved_document)?;
-        let mut writer = HashingWriter { to: &mut self.word_writer, sum: Fingerprint::new() };
+        let mut writer = HashingWriter { to: &mut self.token_writer, sum: Fingerprint::new() };
         let odd = self.written % 2 == 1;
         writer.write(&[0; 4][..if odd { 4 } else { 0 }])?;
         for split in [false, true] {
@@ -126,7 +126,7 @@ impl CacheWriter {
             fingerprint: totals.fingerprint.finish(),
             contents,
             documents: totals.documents,
-            words: self.written,
+            masked_tokens: self.written,
             tokens: totals.tokens,
             learned: totals.learned,
             largest: totals.largest,
@@ -134,26 +134,26 @@ impl CacheWriter {
             index_hash: writer.sum.finish(),
             header_hash: 0,
         };
-        self.word_writer.seek(SeekFrom::Start(0))?;
-        self.word_writer.write_all(bytemuck::bytes_of(&header.with_hash()))?;
-        self.word_writer.flush()?;
-        self.word_writer.get_mut().sync_all()
+        self.token_writer.seek(SeekFrom::Start(0))?;
+        self.token_writer.write_all(bytemuck::bytes_of(&header.with_hash()))?;
+        self.token_writer.flush()?;
+        self.token_writer.get_mut().sync_all()
     }
 
     /// Reads what was written: the fingerprint of a document begins with its length, which is known only at its end.
     fn compute_totals(&self, moved_document: Option<u64>) -> io::Result<Totals> {
         let mut from = BufReader::new(File::open(&self.token_path)?);
         let mut totals = Totals::new();
-        let mut buffer = vec![0_u32; CHUNK_WORDS];
+        let mut buffer = vec![0_u32; CHUNK_TOKENS];
         from.seek(SeekFrom::Start(HEADER_BYTES))?;
         each_document(&self.index_path, moved_document, |range, held_out| {
             totals.begin_document(range, held_out);
             let mut first = true;
-            read_words(&mut from, range, &mut buffer, |words| {
-                totals.add_to_block(words);
-                totals.count_words(words, held_out, std::mem::take(&mut first));
+            read_masked_tokens(&mut from, range, &mut buffer, |masked_tokens| {
+                totals.add_to_block(masked_tokens);
+                totals.count_masked_tokens(masked_tokens, held_out, std::mem::take(&mut first));
                 if !held_out {
-                    words.iter().for_each(|&word| totals.fingerprint.push(word.into()));
+                    masked_tokens.iter().for_each(|&token| totals.fingerprint.push(token.into()));
                 }
             })
         })?;
@@ -165,8 +165,8 @@ impl CacheWriter {
             }
             totals.fingerprint.push(range[1] - range[0]);
             from.seek(SeekFrom::Start(HEADER_BYTES + range[0] * 4))?;
-            read_words(&mut from, range, &mut buffer, |words| {
-                words.iter().for_each(|&word| totals.fingerprint.push(word.into()));
+            read_masked_tokens(&mut from, range, &mut buffer, |masked_tokens| {
+                masked_tokens.iter().for_each(|&token| totals.fingerprint.push(token.into()));
             })
         })?;
         Ok(totals)
@@ -181,7 +181,7 @@ struct Totals {
     learned: [u64; 2],
     largest: u64,
     blocks: Vec<u64>,
-    /// The words of the last block, which is not full yet.
+    /// The masked tokens of the last block, which is not full yet.
     block: Vec<u32>,
 }
 
@@ -208,19 +208,20 @@ impl Totals {
         }
     }
 
-    fn count_words(&mut self, words: &[u32], held_out: bool, first: bool) {
+    fn count_masked_tokens(&mut self, masked_tokens: &[u32], held_out: bool, first: bool) {
         // The first token of a document is never a target.
-        let learned = words.iter().skip(usize::from(first)).filter(|&&word| word & NOT_LEARNED == 0);
+        let learned = masked_tokens.iter().skip(usize::from(first)).filter(|&&token| token & NOT_LEARNED == 0);
         self.learned[usize::from(held_out)] += learned.count() as u64;
-        let largest = words.iter().map(|word| u64::from(word & !NOT_LEARNED) + 1).max();
+        let largest = masked_tokens.iter().map(|token| u64::from(token & !NOT_LEARNED) + 1).max();
         self.largest = self.largest.max(largest.unwrap_or(0));
     }
 
-    fn add_to_block(&mut self, mut words: &[u32]) {
-        while !words.is_empty() {
-            let (head, rest) = words.split_at(words.len().min((BLOCK_BYTES / 4) as usize - self.block.len()));
+    fn add_to_block(&mut self, mut masked_tokens: &[u32]) {
+        while !masked_tokens.is_empty() {
+            let (head, rest) =
+                masked_tokens.split_at(masked_tokens.len().min((BLOCK_BYTES / 4) as usize - self.block.len()));
             self.block.extend_from_slice(head);
-            words = rest;
+            masked_tokens = rest;
             if self.block.len() as u64 * 4 == BLOCK_BYTES {
                 self.end_block();
             }
@@ -237,7 +238,7 @@ impl Totals {
     }
 }
 
-/// Calls `visit` with the range of words of each document of an index, and whether it is held out, in the order in which they were
+/// Calls `visit` with the range of masked tokens of each document of an index, and whether it is held out, in the order in which they were
 /// written; `moved_document` changes sides.
 fn each_document(
     index_path: &Path,
@@ -257,8 +258,8 @@ fn each_document(
     Ok(())
 }
 
-/// Reads the words of a document from the position of `from`, and passes them to `visit` in chunks.
-fn read_words(
+/// Reads the masked tokens of a document from the position of `from`, and passes them to `visit` in chunks.
+fn read_masked_tokens(
     from: &mut impl Read,
     [start, end]: [u64; 2],
     buffer: &mut [u32],

@@ -45,7 +45,7 @@ fn folder_with_files(names: &[String]) -> tempfile::TempDir {
 
 /// The texts of byte-level tokens.
 fn texts(store: &DocumentStore) -> Vec<String> {
-    let text = |words: &[u32]| words.iter().filter(|w| **w < 256).map(|&w| w as u8 as char).collect();
+    let text = |masked_tokens: &[u32]| masked_tokens.iter().filter(|w| **w < 256).map(|&w| w as u8 as char).collect();
     store.documents().map(text).collect()
 }
 
@@ -119,7 +119,8 @@ fn a_long_text_is_one_document_and_its_words_are_its_bytes() {
     let long = (0..90_000).map(|i| format!("{i} é\n")).collect::<String>();
     let path = folder.path().join("data/long.txt");
     fs::write(&path, &long).unwrap();
-    let bytes = |words: &[u32]| words.iter().filter(|&&w| w < 256).map(|&w| w as u8).collect::<Vec<_>>();
+    let bytes =
+        |masked_tokens: &[u32]| masked_tokens.iter().filter(|&&w| w < 256).map(|&w| w as u8).collect::<Vec<_>>();
     let sequential = read(&path, 0.05).unwrap();
     assert_eq!((sequential.train.len(), sequential.held_out.len()), (1, 1));
     let whole = [bytes(sequential.train.document(0)), bytes(sequential.held_out.document(0))];
@@ -251,9 +252,9 @@ fn every_form_in_every_packing_is_learned_as_it_is_meant() {
         fs::File::create(&path).unwrap().write_all(&bytes).unwrap();
         let encoder = Encoder::new(&tokenizer, Some(&template));
         let corpus = with_reader(&path, 0.0, encoder, |reader| reader.load_or_tokenize()).unwrap().0;
-        let learned = |words: &[u32]| {
-            let learned = words.iter().filter(|&&word| word & NOT_LEARNED == 0);
-            learned.map(|&word| if word == 256 { '$' } else { word as u8 as char }).collect::<String>()
+        let learned = |masked_tokens: &[u32]| {
+            let learned = masked_tokens.iter().filter(|&&token| token & NOT_LEARNED == 0);
+            learned.map(|&token| if token == 256 { '$' } else { token as u8 as char }).collect::<String>()
         };
         assert_eq!(corpus.train.documents().map(learned).collect::<Vec<_>>(), expected, "{name}");
         let SourceSummary { texts, completions, chats, .. } = corpus.summary;

@@ -31,7 +31,7 @@ proptest! {
                 prop_assert_eq!(&sequence.targets[at..at + segment - 1], &tokens[1..]);
                 prop_assert_eq!(sequence.targets[at + segment - 1], IGNORE);
                 let (document, offset) = (tokens[0] as usize / 1000, tokens[0] as usize % 1000);
-                // Once all documents are dealt, the rest of the sequence is of the next pass.
+                // Once all documents are placed, the rest of the sequence is of the next pass.
                 if seen != lengths {
                     prop_assert_eq!(seen[document], offset);
                     seen[document] += segment;

@@ -158,7 +158,7 @@ fn every_kind_of_records_in_a_folder_is_read_and_what_is_not_is_named() {
     assert_eq!(names, ["a.jsonl:1", "b.json:1", "b.json:2", "c.jsonl.gz:1", "d.json.zst:1"]);
     assert_eq!(
         texts.skipped.describe().unwrap(),
-        "not read: 4 beside the data set (LICENSE, README.md, dataset_infos.json and 1 more), 1 of JSON records in no known \
+        "not read: 4 next to the data set (LICENSE, README.md, dataset_infos.json and 1 more), 1 of JSON records in no known \
          form (other.json)"
     );
 }
@@ -183,7 +183,7 @@ fn a_json_file_is_data_where_it_is_alone_and_a_text_or_named_among_others() {
     assert_eq!(texts.documents[2].content, Content::Text("packed notes".into()));
     assert_eq!(
         texts.skipped.describe().unwrap(),
-        "not read: 1 damaged archives (broken.gz), 1 of JSON records beside other text (train.json)"
+        "not read: 1 damaged archives (broken.gz), 1 of JSON records next to other text (train.json)"
     );
     // A file that is named by itself is read as what it is, or refused.
     assert_eq!(read(&root.join("train.json"), &[]).unwrap().documents.len(), 1);

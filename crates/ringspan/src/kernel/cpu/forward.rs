@@ -127,5 +127,5 @@ pub(super) fn segment_rows(inputs: &Inputs, workers: usize) -> usize {
     (rows / KEY_BLOCK * KEY_BLOCK).max(LEAST_SEGMENT)
 }
 
-/// Number of rows in the smallest segment: reading and writing the outputs for each segment costs little beside so many keys.
+/// Number of rows in the smallest segment: with so many keys, reading and writing the outputs for each segment costs little.
 const LEAST_SEGMENT: usize = 2048;

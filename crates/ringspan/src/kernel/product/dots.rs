@@ -32,7 +32,7 @@ impl Dots<'_> {
     #[inline(always)]
     pub(in super::super) unsafe fn columns<S: Simd>(&self, simd: S, columns: Range<usize>, scratch: &mut [f32]) {
         let (a, depth) = (self.a, self.a.terms.div_ceil(S::PAIR));
-        let rows = &mut scratch[..a.places * depth.next_multiple_of(S::LANES)];
+        let rows = &mut scratch[..a.vectors * depth.next_multiple_of(S::LANES)];
         for (i, row) in rows.chunks_exact_mut(depth.next_multiple_of(S::LANES)).enumerate() {
             for (at, to) in row.chunks_exact_mut(S::LANES).enumerate() {
                 let x = load_along(simd, a.line(i, 0..a.terms), S::PAIR, at * S::LANES);
@@ -44,7 +44,7 @@ impl Dots<'_> {
             let few = first..columns.end.min(first + COLUMNS);
             // SAFETY: the contract of the caller.
             unsafe {
-                match a.places {
+                match a.vectors {
                     1 => self.few::<S, 1>(simd, few, rows),
                     2 => self.few::<S, 2>(simd, few, rows),
                     3 => self.few::<S, 3>(simd, few, rows),
@@ -94,7 +94,7 @@ impl Dots<'_> {
                 sums[j] = simd.sum(acc[j]);
             }
             // SAFETY: the contract of the caller.
-            unsafe { self.out.write(i * self.b.places + columns.start, &sums[..columns.len()]) };
+            unsafe { self.out.write(i * self.b.vectors + columns.start, &sums[..columns.len()]) };
         }
     }
 }

@@ -8,16 +8,16 @@ use super::matrix::{Element, Matrix};
 use super::panels::Panels;
 use std::ops::Range;
 
-/// A factor as lines of contiguous elements. Its *places* are the rows of a left factor, or the columns of a right factor;
+/// A factor as lines of contiguous elements. Its *vectors* are the rows of a left factor, or the columns of a right factor;
 /// each has a *term* for every product in a sum.
 #[derive(Clone, Copy)]
 pub(in super::super) struct Lines<'a> {
     data: Data<'a>,
     /// Elements from one line to the next.
     stride: usize,
-    /// Whether a line contains all terms of a place; otherwise it contains one term of all places.
+    /// Whether a line contains all terms of a vector; otherwise it contains one term of all vectors.
     along: bool,
-    pub(super) places: usize,
+    pub(super) vectors: usize,
     pub(super) terms: usize,
 }
 
@@ -28,10 +28,10 @@ impl<'a> Lines<'a> {
         let along = col_stride == 1;
         debug_assert!(along || row_stride == 1);
         let stride = if along { row_stride } else { col_stride };
-        Self { data: T::data(data), stride, along, places: rows, terms: cols }
+        Self { data: T::data(data), stride, along, vectors: rows, terms: cols }
     }
 
-    /// Whether a line contains all terms of a place.
+    /// Whether a line contains all terms of a vector.
     pub(super) fn along(&self) -> bool {
         self.along
     }

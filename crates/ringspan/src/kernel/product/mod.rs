@@ -36,9 +36,9 @@ use tile::ProductOutput;
 #[derive(Debug)]
 pub enum Output<'a> {
     /// Overwrites the output.
-    Fresh(&'a mut [f32]),
+    Overwrite(&'a mut [f32]),
     /// Adds the sums to the output.
-    Sum(&'a mut [f32]),
+    Add(&'a mut [f32]),
     /// Overwrites the output with the sums, each rounded once, to nearest and ties to even.
     Rounded(&'a mut [bf16]),
 }
@@ -46,7 +46,7 @@ pub enum Output<'a> {
 impl Output<'_> {
     fn len(&self) -> usize {
         match self {
-            Self::Fresh(out) | Self::Sum(out) => out.len(),
+            Self::Overwrite(out) | Self::Add(out) => out.len(),
             Self::Rounded(out) => out.len(),
         }
     }
@@ -54,16 +54,16 @@ impl Output<'_> {
     /// Handles a product without terms, whose sums are 0.
     fn take_nothing(&mut self) {
         match self {
-            Self::Fresh(out) => out.fill(0.0),
-            Self::Sum(_) => (),
+            Self::Overwrite(out) => out.fill(0.0),
+            Self::Add(_) => (),
             Self::Rounded(out) => out.fill(bf16::ZERO),
         }
     }
 
-    fn place(&mut self) -> ProductOutput {
+    fn target(&mut self) -> ProductOutput {
         match self {
-            Self::Fresh(out) => ProductOutput::Fresh(Target::new(out)),
-            Self::Sum(out) => ProductOutput::Sum(Target::new(out)),
+            Self::Overwrite(out) => ProductOutput::Overwrite(Target::new(out)),
+            Self::Add(out) => ProductOutput::Add(Target::new(out)),
             Self::Rounded(out) => ProductOutput::Rounded(Target::new(out)),
         }
     }
@@ -112,7 +112,7 @@ impl Arithmetic {
     /// # Panics
     /// Sizes that do not fit.
     pub fn product_new<A: Element, B: Element>(self, a: Matrix<A>, b: Matrix<B>) -> Vec<f32> {
-        self.new_matrix(a, b, ProductOutput::Fresh)
+        self.new_matrix(a, b, ProductOutput::Overwrite)
     }
 
     /// The same, each sum rounded once, to the nearest and to even.

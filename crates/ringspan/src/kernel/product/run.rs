@@ -36,26 +36,26 @@ pub(super) fn product(code: Code, a: Lines, b: Lines, mut out: Output) {
     if a.terms == 0 {
         return out.take_nothing();
     }
-    product_to(code, a, b, out.place());
+    product_to(code, a, b, out.target());
 }
 
 /// The same where there are terms to sum: all elements of an output that is not added to are written, and none is read.
-pub(super) fn product_to(code: Code, a: Lines, b: Lines, place: ProductOutput) {
-    let (m, n, k) = (a.places, b.places, a.terms);
+pub(super) fn product_to(code: Code, a: Lines, b: Lines, target: ProductOutput) {
+    let (m, n, k) = (a.vectors, b.vectors, a.terms);
     if m == 0 || n == 0 {
         return;
     }
     let threads = threads([m, n, k]);
     if m <= dots::ROWS && a.along() && b.along() {
-        return few_rows(code, threads, Dots { a, b, out: place });
+        return few_rows(code, threads, Dots { a, b, out: target });
     }
     let panels = Panels::new(code, n);
-    let most = if place.holds_sums() { k.min(TERMS) } else { k };
+    let most = if target.holds_sums() { k.min(TERMS) } else { k };
     let panel = code.lanes() * most.div_ceil(code.pair());
     let blocks = panels.count().div_ceil((COLUMNS / panel).max(LEAST_COLUMNS));
     for from in (0..k).step_by(most) {
         let terms = from..k.min(from + most);
-        let out = if from == 0 { place } else { place.more() };
+        let out = if from == 0 { target } else { target.more() };
         for block in 0..blocks {
             let block = part(&(0..panels.count()), block, blocks);
             let packed = pack(code, threads, b, &terms, (panels, &block));
@@ -66,11 +66,11 @@ pub(super) fn product_to(code: Code, a: Lines, b: Lines, place: ProductOutput) {
 
 /// Computes `a b`, where b is packed already.
 pub(super) fn product_packed(code: Code, a: Lines, panels: Panels, packed: &[f32], mut out: Output) {
-    if a.places == 0 || panels.count() == 0 || a.terms == 0 {
+    if a.vectors == 0 || panels.count() == 0 || a.terms == 0 {
         return out.take_nothing();
     }
-    let threads = threads([a.places, panels.width(&(0..panels.count())), a.terms]);
-    multiply(code, threads, a, &(0..a.terms), (panels, &(0..panels.count())), packed, out.place());
+    let threads = threads([a.vectors, panels.width(&(0..panels.count())), a.terms]);
+    multiply(code, threads, a, &(0..a.terms), (panels, &(0..panels.count())), packed, out.target());
 }
 
 /// Packs some terms of the columns of some panels as `[panel][terms / pair][width]`.
@@ -121,7 +121,7 @@ fn multiply(
     out: ProductOutput,
 ) {
     let (depth, pair, n) = (terms.len().div_ceil(code.pair()), code.pair(), panels.columns(panels.count() - 1).end);
-    let row_panels = a.places.div_ceil(code.rows());
+    let row_panels = a.vectors.div_ceil(code.rows());
     let most = (ROWS / (code.rows() * depth)).clamp(LEAST_ROWS, MOST_ROWS);
     let row_blocks = row_panels.div_ceil(most).next_multiple_of(threads).min(row_panels);
     let groups = if threads == 1 { 1 } else { (TASKS * threads).div_ceil(row_blocks).min(some.len()) };
@@ -131,7 +131,7 @@ fn multiply(
         let mut sums = Aligned::zeros(most_rows * code.lanes());
         for task in tasks {
             let row_panels = part(&(0..row_panels), task / groups, row_blocks);
-            let rows = row_panels.start * code.rows()..a.places.min(row_panels.end * code.rows());
+            let rows = row_panels.start * code.rows()..a.vectors.min(row_panels.end * code.rows());
             for from in (0..depth).step_by(STEP) {
                 let part = part_of(terms, from, pair);
                 let to = &mut rows_packed[from * row_panels.len() * code.rows()..];
@@ -158,7 +158,7 @@ fn multiply(
 fn few_rows(code: Code, threads: usize, dots: Dots) {
     /// Minimum number of columns in a task, to be worth preparing the rows.
     const LEAST: usize = 64;
-    let columns = dots.b.places;
+    let columns = dots.b.vectors;
     let tasks = if threads == 1 { 1 } else { (TASKS * threads).min(columns.div_ceil(LEAST)) };
     share(threads, tasks, |some| {
         let mut scratch = Aligned::zeros(dots::scratch(dots.a.terms.div_ceil(code.pair()), code.vector()));

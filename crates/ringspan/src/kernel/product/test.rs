@@ -38,13 +38,13 @@ fn rounded(values: &[f32]) -> Vec<bf16> {
 }
 
 /// A matrix in each layout: by rows or by columns, without and with gaps between them.
-struct Laid<T> {
+struct MatrixLayouts<T> {
     rows: usize,
     cols: usize,
     data: [Vec<T>; 4],
 }
 
-impl<T: Element + Default> Laid<T> {
+impl<T: Element + Default> MatrixLayouts<T> {
     fn new(values: &[T], rows: usize, cols: usize) -> Self {
         let lay = |(outer, inner): (usize, usize), stride: usize, at: &dyn Fn(usize, usize) -> usize| {
             let mut to = vec![T::default(); if outer * inner == 0 { 0 } else { (outer - 1) * stride + inner }];
@@ -118,8 +118,8 @@ fn check<A: Element, B: Element>(
     let before = values(wanted.len(), 7);
     let (mut wide, mut narrow) = (before.clone(), rounded(&before));
     match kind {
-        0 => compute(Output::Fresh(&mut wide)),
-        1 => compute(Output::Sum(&mut wide)),
+        0 => compute(Output::Overwrite(&mut wide)),
+        1 => compute(Output::Add(&mut wide)),
         _ => compute(Output::Rounded(&mut narrow)),
     }
     if packed.is_none() {
@@ -151,7 +151,7 @@ fn check_layouts<A: Element + Default + Into<f64>, B: Element + Default + Into<f
 ) {
     let (m, n, k) = sizes;
     let wanted = plain(a, b, sizes);
-    let (a, b) = (Laid::new(a, m, k), Laid::new(b, k, n));
+    let (a, b) = (MatrixLayouts::new(a, m, k), MatrixLayouts::new(b, k, n));
     for (threads, offset) in [(1, 0), (3, 1)] {
         on(threads, || {
             for (turn, by) in Arithmetic::available().into_iter().enumerate() {
@@ -198,10 +198,10 @@ fn results_depend_neither_on_threads_nor_on_packing() {
     for by in Arithmetic::available() {
         let mut outs = [(); 4].map(|()| vec![0.0; m * n]);
         let [alone, shared, packed, part] = &mut outs;
-        by.product(a, b, Output::Fresh(alone));
-        on(3, || by.product(a, b, Output::Fresh(shared)));
-        by.pack(b).product(a, Output::Fresh(packed));
-        by.product(a.rows(5..m), b, Output::Fresh(&mut part[5 * n..]));
+        by.product(a, b, Output::Overwrite(alone));
+        on(3, || by.product(a, b, Output::Overwrite(shared)));
+        by.pack(b).product(a, Output::Overwrite(packed));
+        by.product(a.rows(5..m), b, Output::Overwrite(&mut part[5 * n..]));
         assert!(alone == shared && alone == packed && alone[5 * n..] == part[5 * n..], "{by}");
     }
 }
@@ -221,19 +221,19 @@ fn infinities_and_nan_spread_as_in_plain_loops() {
         };
         let (wide_a, wide_b): (Vec<f32>, Vec<f32>) =
             (a.iter().map(|x| x.to_f32()).collect(), b.iter().map(|x| x.to_f32()).collect());
-        let columns = Laid::new(&b, k, n);
+        let columns = MatrixLayouts::new(&b, k, n);
         for by in Arithmetic::available() {
             let mut outs = vec![];
             for b in columns.all() {
                 outs.push(vec![0.0; m * n]);
-                by.product(Matrix::new(&a, m, k), b, Output::Fresh(outs.last_mut().expect("just pushed")));
+                by.product(Matrix::new(&a, m, k), b, Output::Overwrite(outs.last_mut().expect("just pushed")));
                 let mut narrow = vec![bf16::ZERO; m * n];
                 by.product(Matrix::new(&a, m, k), b, Output::Rounded(&mut narrow));
                 outs.push(narrow.iter().map(|x| x.to_f32()).collect());
             }
             outs.push(vec![0.0; m * n]);
             let out = outs.last_mut().expect("just pushed");
-            by.product(Matrix::new(&wide_a, m, k), Matrix::new(&wide_b, k, n), Output::Fresh(out));
+            by.product(Matrix::new(&wide_a, m, k), Matrix::new(&wide_b, k, n), Output::Overwrite(out));
             for (i, j) in (0..m).flat_map(|i| (0..n).map(move |j| (i, j))) {
                 let wanted = plain(i, j);
                 for out in &outs {
@@ -261,12 +261,12 @@ fn denormal_numbers_are_kept_but_by_products_of_bf16() {
             for by in Arithmetic::available() {
                 let mut out = vec![1.0; 10 * m];
                 for b in [Matrix::new(&b, 2, 10), Matrix::new(&b, 10, 2).t()] {
-                    by.product(Matrix::new(&a, m, 2), b, Output::Fresh(&mut out));
+                    by.product(Matrix::new(&a, m, 2), b, Output::Overwrite(&mut out));
                     let wanted = if by.bf16 { 0.0 } else { sum };
                     assert!(out.iter().all(|got| *got == wanted), "{by}: 2^{x} times 2^{y}: {out:?}");
                 }
                 let wide: Vec<f32> = b.iter().map(|x| x.to_f32()).collect();
-                by.product(Matrix::new(&a, m, 2), Matrix::new(&wide, 2, 10), Output::Fresh(&mut out));
+                by.product(Matrix::new(&a, m, 2), Matrix::new(&wide, 2, 10), Output::Overwrite(&mut out));
                 assert!(out.iter().all(|got| *got == sum), "{by}: 2^{x} times 2^{y} in f32: {out:?}");
             }
         }
@@ -303,5 +303,5 @@ fn instructions_that_a_machine_lacks_are_not_given() {
 #[should_panic(expected = "a product of 2 x 3 and 4 x 5 into 10")]
 fn factors_that_do_not_fit_are_refused() {
     let (a, b) = ([0.0f32; 6], [0.0f32; 20]);
-    Arithmetic::best().product(Matrix::new(&a, 2, 3), Matrix::new(&b, 4, 5), Output::Fresh(&mut [0.0; 10]));
+    Arithmetic::best().product(Matrix::new(&a, 2, 3), Matrix::new(&b, 4, 5), Output::Overwrite(&mut [0.0; 10]));
 }

@@ -12,8 +12,8 @@ pub(super) const STEP: usize = 256;
 /// The output of a product, shared by its workers: `[m, n]`, row after row.
 #[derive(Clone, Copy)]
 pub(super) enum ProductOutput {
-    Fresh(Target),
-    Sum(Target),
+    Overwrite(Target),
+    Add(Target),
     Rounded(Target<bf16>),
 }
 
@@ -26,8 +26,8 @@ impl ProductOutput {
     /// The output for further terms, which adds to it.
     pub(super) fn more(self) -> Self {
         match self {
-            Self::Fresh(out) => Self::Sum(out),
-            place => place,
+            Self::Overwrite(out) => Self::Add(out),
+            target => target,
         }
     }
 
@@ -40,8 +40,8 @@ impl ProductOutput {
         // SAFETY: the contract of the caller.
         unsafe {
             match self {
-                Self::Fresh(out) => out.pointer(at, sums.len()).copy_from_nonoverlapping(sums.as_ptr(), sums.len()),
-                Self::Sum(out) => out.row(at, sums.len()).iter_mut().zip(sums).for_each(|(out, sum)| *out += sum),
+                Self::Overwrite(out) => out.pointer(at, sums.len()).copy_from_nonoverlapping(sums.as_ptr(), sums.len()),
+                Self::Add(out) => out.row(at, sums.len()).iter_mut().zip(sums).for_each(|(out, sum)| *out += sum),
                 Self::Rounded(out) => {
                     let out = out.pointer(at, sums.len());
                     for (i, sum) in sums.iter().enumerate() {

@@ -163,14 +163,15 @@ impl Schedule {
                 self.steps(Pass::Forward, rank).iter().enumerate().filter_map(|(n, s)| Some((n, s.compute.as_ref()?)))
             {
                 for q in queries.runs(compute.queries) {
-                    let (frame_q, frame_k) = (queries.documents().get(q.document), keys.documents().get(q.document));
+                    let (q_document, k_document) =
+                        (queries.documents().get(q.document), keys.documents().get(q.document));
                     for strand in keys_of[compute.keys].get(&q.document).into_iter().flatten() {
-                        let frames = (frame_q.extent, frame_k.extent);
-                        self.mask().search_banded_tiles(q, strand.runs(), frames, |run, tile| {
+                        let extents = (q_document.extent, k_document.extent);
+                        self.mask().search_banded_tiles(q, strand.runs(), extents, |run, tile| {
                             let (q, k) = (q.part(&tile.q), strand.runs()[run].part(&tile.k));
                             let stride = if q.len == 1 { k.step } else { q.step };
                             count += if stride == 1 { 1 } else { tile.band.pairs(q.len, k.len) };
-                            let origin = (frame_k.offset + k.start, frame_q.offset + q.start);
+                            let origin = (k_document.offset + k.start, q_document.offset + q.start);
                             // Above the limit, cells are only counted.
                             if count <= MOST_CELLS {
                                 add_cells((rank, step), origin, (q.len, k.len), stride, tile.band, &mut cells);

@@ -1,4 +1,4 @@
-//! Times the parts of a step, each by itself on the shapes of one rank, and counts the operations of its products.
+//! Times the components of a step, each by itself on the shapes of one rank, and counts the operations of its products.
 //!
 //! Shape letters: T tokens of a rank, C hidden size, H query heads, G key-value heads, D head width, V vocabulary.
 
@@ -22,11 +22,11 @@ use std::sync::Arc;
 
 /// Least seconds of a measurement, large against the clock's resolution.
 const LEAST: f64 = 0.5;
-/// Rows and columns of the large products that parts are compared with.
+/// Rows and columns of the large products that components are compared with.
 const LARGE: usize = 2048;
 
-/// A part of a step, summed over all ranks.
-pub(crate) struct Part {
+/// A component of a step, summed over all ranks.
+pub(crate) struct Component {
     pub(crate) name: &'static str,
     /// Seconds of processor time.
     pub(crate) seconds: f64,
@@ -36,9 +36,9 @@ pub(crate) struct Part {
     pub(crate) peak_seconds: f64,
 }
 
-/// Times parts between large products.
+/// Times components between large products.
 struct Clock {
-    parts: Vec<Part>,
+    components: Vec<Component>,
     /// The square matrix of the large product.
     large: Tensor,
     ranks: f64,
@@ -65,24 +65,30 @@ impl Clock {
         Ok(seconds / (2.0 * (LARGE as f64).powi(3)))
     }
 
-    /// Times `times` calls of `work`, of `flops` operations each, and adds them to the part called `name`.
-    fn part(&mut self, name: &'static str, times: f64, flops: f64, work: impl FnMut() -> Result<()>) -> Result<()> {
+    /// Times `times` calls of `work`, of `flops` operations each, and adds them to the component called `name`.
+    fn component(
+        &mut self,
+        name: &'static str,
+        times: f64,
+        flops: f64,
+        work: impl FnMut() -> Result<()>,
+    ) -> Result<()> {
         let before = self.peak()?;
         let seconds = Self::seconds_of(work)?;
         let peak = (before + self.peak()?) / 2.0;
         let times = times * self.ranks;
         let flops = times * flops;
-        let part = match self.parts.iter_mut().find(|part| part.name == name) {
-            Some(part) => part,
+        let component = match self.components.iter_mut().find(|component| component.name == name) {
+            Some(component) => component,
             None => {
-                self.parts.push(Part { name, seconds: 0.0, flops: 0.0, peak_seconds: 0.0 });
-                let last = self.parts.len() - 1;
-                &mut self.parts[last]
+                self.components.push(Component { name, seconds: 0.0, flops: 0.0, peak_seconds: 0.0 });
+                let last = self.components.len() - 1;
+                &mut self.components[last]
             }
         };
-        part.seconds += times * seconds;
-        part.flops += flops;
-        part.peak_seconds += flops * peak;
+        component.seconds += times * seconds;
+        component.flops += flops;
+        component.peak_seconds += flops * peak;
         Ok(())
     }
 }
@@ -97,12 +103,12 @@ fn random(shape: &[usize]) -> Result<Var> {
     Ok(Var::from_tensor(&Tensor::from_vec(values, shape, &Device::Cpu)?)?)
 }
 
-/// Times all parts of a step.
-pub(crate) fn all(case: &Case, config: &Config) -> Result<Vec<Part>> {
+/// Times all components of a step.
+pub(crate) fn all(case: &Case, config: &Config) -> Result<Vec<Component>> {
     Ok(pool::run_with_isa(case.threads, case.isa, || of_rank(case, config).map_err(|error| error.to_string()))??)
 }
 
-fn of_rank(case: &Case, config: &Config) -> Result<Vec<Part>> {
+fn of_rank(case: &Case, config: &Config) -> Result<Vec<Component>> {
     let (tokens, hidden, wide) = (case.length.div_ceil(case.ranks), config.hidden_size, config.intermediate_size);
     let (heads, groups, dim) = (config.num_attention_heads, config.num_key_value_heads(), config.head_dim());
     let layers = config.num_hidden_layers as f64;
@@ -110,7 +116,7 @@ fn of_rank(case: &Case, config: &Config) -> Result<Vec<Part>> {
     let storage: Storage = case.activations.as_deref().map_or(Ok(Storage::default()), str::parse)?;
     let keeps_products = recompute == Recompute::Nothing;
     let large = random(&[LARGE, LARGE])?.as_tensor().detach();
-    let mut clock = Clock { parts: Vec::new(), large, ranks: case.ranks as f64 };
+    let mut clock = Clock { components: Vec::new(), large, ranks: case.ranks as f64 };
     let product = |outs: usize, ins: usize| 2.0 * (tokens * outs * ins) as f64;
     let ones_like = |tensor: &Tensor| Ok::<_, candle_core::Error>(tensor.ones_like()?.detach());
 
@@ -121,7 +127,7 @@ fn of_rank(case: &Case, config: &Config) -> Result<Vec<Part>> {
         let weight = random(&shape)?;
         let dy = ones_like(&linear(x, &weight, None)?)?;
         let products = if keeps_products { 3.0 } else { 4.0 };
-        clock.part("linear", layers * times, products * product(shape[0], shape[1]), || {
+        clock.component("linear", layers * times, products * product(shape[0], shape[1]), || {
             let first = linear(&x.detach(), &weight.detach(), None)?;
             let again = match keeps_products {
                 true => linear_recomputed(x, &weight, None, Some(StoredActivation::new(&first, storage)?))?,
@@ -135,7 +141,7 @@ fn of_rank(case: &Case, config: &Config) -> Result<Vec<Part>> {
     let (weights, act) = ([gate.as_tensor(), gate.as_tensor(), down.as_tensor()], Activation::Silu);
     let dy = ones_like(&x)?;
     let products = if keeps_products { 9.0 } else { 11.0 };
-    clock.part("mlp", layers, products * product(wide, hidden), || {
+    clock.component("mlp", layers, products * product(wide, hidden), || {
         let constant = weights.map(Tensor::detach);
         let (x_first, [g, u, d]) = (x.detach(), [&constant[0], &constant[1], &constant[2]]);
         let kept = match keeps_products {
@@ -161,7 +167,7 @@ fn of_rank(case: &Case, config: &Config) -> Result<Vec<Part>> {
                 || context.layer_attention(0, &AttentionInputs::new(&q, &k, &k), &Mask::causal(), &Score::new(0.125));
             let dy = ones_like(&attend()?)?;
             let mut clock = attention.lock().map_err(|error| error.to_string())?;
-            clock.part("attention", layers * case.ranks as f64, flops, || {
+            clock.component("attention", layers * case.ranks as f64, flops, || {
                 if recompute == Recompute::Full {
                     attend()?;
                 }
@@ -174,12 +180,12 @@ fn of_rank(case: &Case, config: &Config) -> Result<Vec<Part>> {
 
     let (vocabulary, head) = (config.vocab_size, random(&[config.vocab_size, hidden])?);
     let targets: Vec<u32> = (0..tokens).map(|token| (token % vocabulary) as u32).collect();
-    clock.part("loss", 1.0, 3.0 * product(vocabulary, hidden), || {
+    clock.component("loss", 1.0, 3.0 * product(vocabulary, hidden), || {
         Ok(loss::head_loss(&x, head.as_tensor(), &targets, 1.0, true, &NO_TENSOR_PARALLEL).map(drop)?)
     })?;
 
     let scale = random(&[hidden])?;
-    clock.part("norm", 2.0 * layers, 0.0, || {
+    clock.component("norm", 2.0 * layers, 0.0, || {
         rms_norm(&x.detach(), &scale, 1e-6)?;
         Ok(cotangent::backward(&rms_norm(&x, &scale, 1e-6)?, &dy).map(drop)?)
     })?;
@@ -187,7 +193,7 @@ fn of_rank(case: &Case, config: &Config) -> Result<Vec<Part>> {
     let rotation = RotaryTable::new(&positions, &vec![0.1; dim / 2], 1.0);
     for heads in [&q, &k] {
         let dy = ones_like(heads)?;
-        clock.part("rope", layers, 0.0, || {
+        clock.component("rope", layers, 0.0, || {
             rope(&heads.detach(), &rotation)?;
             Ok(cotangent::backward(&rope(heads, &rotation)?, &dy).map(drop)?)
         })?;
@@ -200,6 +206,6 @@ fn of_rank(case: &Case, config: &Config) -> Result<Vec<Part>> {
     let at = UpdateArguments { step: 0, lr: 1e-4, scale: 1.0, has_weight_decay: true };
     // Ranks share the parameters.
     let times = super::parameters(config)? as f64 / weights.len() as f64 / case.ranks as f64;
-    clock.part("optimiser", times, 0.0, || Ok(optimizer.update("w", at, &mut weights, &gradient)?))?;
-    Ok(clock.parts)
+    clock.component("optimiser", times, 0.0, || Ok(optimizer.update("w", at, &mut weights, &gradient)?))?;
+    Ok(clock.components)
 }

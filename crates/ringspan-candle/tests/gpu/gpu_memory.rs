@@ -20,13 +20,13 @@ fn every_rank_has_one_gpu_and_is_counted_there() {
     let open = |name| Devices::open(name, None).expect("GPUs that work");
     let all = open(DeviceName::Cuda(None));
     for size in [1, 2, 3, 8] {
-        let rooms = all.gpu_memory_use(&Ranks::threads(), size).expect("an answer");
-        assert_eq!(rooms.len(), all.count());
-        assert_eq!(rooms.iter().map(|room| room.ranks).sum::<usize>(), size);
-        assert!(rooms.iter().all(|room| room.ranks.abs_diff(size / rooms.len()) <= 1), "{rooms:?}");
-        assert!(rooms.iter().all(|room| 0 < room.free && room.free <= room.total), "{rooms:?}");
+        let gpus = all.gpu_memory_use(&Ranks::threads(), size).expect("an answer");
+        assert_eq!(gpus.len(), all.count());
+        assert_eq!(gpus.iter().map(|gpu| gpu.ranks).sum::<usize>(), size);
+        assert!(gpus.iter().all(|gpu| gpu.ranks.abs_diff(size / gpus.len()) <= 1), "{gpus:?}");
+        assert!(gpus.iter().all(|gpu| 0 < gpu.free && gpu.free <= gpu.total), "{gpus:?}");
     }
     let one = open(DeviceName::Cuda(Some(0))).gpu_memory_use(&Ranks::threads(), 5).expect("an answer");
-    assert_eq!(one.iter().map(|room| room.ranks).collect::<Vec<_>>(), [5]);
+    assert_eq!(one.iter().map(|gpu| gpu.ranks).collect::<Vec<_>>(), [5]);
     assert_eq!(Devices::CPU.gpu_memory_use(&Ranks::threads(), 5), Ok(Vec::new()));
 }

@@ -33,7 +33,7 @@ impl Gpu {
     ///
     /// # Errors
     /// Failures of the driver.
-    pub fn most_used(&self) -> Result<u64> {
+    pub fn peak_used(&self) -> Result<u64> {
         let failed = self.failed("ask for the memory in use");
         self.0.context.bind_to_thread().map_err(&failed)?;
         // SAFETY: the device is that of the context.

@@ -10,15 +10,15 @@ use ringspan::{Error, Layout, LayoutKind, Schedule, StrategyKind};
 use std::sync::Arc;
 
 /// The calls of a rank: returns its results, and the bytes it sent in each pass.
-pub type Call<'c> =
+pub type RankProgram<'c> =
     dyn Fn(&Group, &Schedule, &attention::Inputs, View) -> Result<(Forward, Gradients, [u64; 2]), Error> + Sync + 'c;
 
 /// Makes the communicator and the kernel of a rank, given its communicator of threads.
-pub type Means<'c> = dyn Fn(Arc<dyn Communicator>) -> Result<(Arc<dyn Communicator>, Kernel), Error> + Sync + 'c;
+pub type MakeRank<'c> = dyn Fn(Arc<dyn Communicator>) -> Result<(Arc<dyn Communicator>, Kernel), Error> + Sync + 'c;
 
-/// How a problem is computed.
+/// The mesh, layout, strategy and types with which a problem is computed.
 #[derive(Debug, Clone, Copy)]
-pub struct On {
+pub struct MeshSetup {
     pub kind: LayoutKind,
     pub strategy: StrategyKind,
     pub grid: Grid,
@@ -29,20 +29,20 @@ pub struct On {
     pub wire: Wire,
 }
 
-impl On {
+impl MeshSetup {
     pub fn new(kind: LayoutKind, strategy: StrategyKind, grid: impl Into<Grid>) -> Self {
         Self { kind, strategy, grid: grid.into(), head_chunks: 1, stored: Wire::F32, wire: Wire::F32 }
     }
 }
 
 /// Numbers in their storage type.
-enum Stored {
+enum StoredElements {
     F32(Vec<f32>),
     Bf16(Vec<half::bf16>),
     F16(Vec<half::f16>),
 }
 
-impl Stored {
+impl StoredElements {
     fn new(values: Vec<f32>, of: Wire) -> Self {
         match of {
             Wire::F32 => Self::F32(values),
@@ -62,12 +62,12 @@ impl Stored {
 
 impl Problem {
     /// Computes the answer on a mesh of ranks, each with one thread of the CPU.
-    pub fn on_mesh(&self, inputs: &Inputs, on: On) -> Result<Answer, Error> {
+    pub fn on_mesh(&self, inputs: &Inputs, on: MeshSetup) -> Result<Answer, Error> {
         self.on_mesh_by(inputs, on, &|| Ok(Kernel::new(1)), &both_passes)
     }
 
     /// Like [`on_mesh`](Self::on_mesh), with these kernels, which this machine has.
-    pub fn on_mesh_of(&self, kernels: &dyn Kernels, inputs: &Inputs, on: On) -> Result<Answer, Error> {
+    pub fn on_mesh_of(&self, kernels: &dyn Kernels, inputs: &Inputs, on: MeshSetup) -> Result<Answer, Error> {
         self.on_mesh_by(inputs, on, &|| Ok(kernels.one().expect("the device of a moment ago")), &both_passes)
     }
 
@@ -75,15 +75,21 @@ impl Problem {
     pub fn on_mesh_by(
         &self,
         inputs: &Inputs,
-        on: On,
+        on: MeshSetup,
         kernel: &(dyn Fn() -> Result<Kernel, Error> + Sync),
-        call: &Call<'_>,
+        call: &RankProgram<'_>,
     ) -> Result<Answer, Error> {
         self.on_mesh_with(inputs, on, &|comm| Ok((comm, kernel()?)), call)
     }
 
     /// Like [`on_mesh`](Self::on_mesh), with these communicators (which wrap those of threads), kernels and calls.
-    pub fn on_mesh_with(&self, inputs: &Inputs, on: On, means: &Means<'_>, call: &Call<'_>) -> Result<Answer, Error> {
+    pub fn on_mesh_with(
+        &self,
+        inputs: &Inputs,
+        on: MeshSetup,
+        make_rank: &MakeRank<'_>,
+        call: &RankProgram<'_>,
+    ) -> Result<Answer, Error> {
         let ranks = on.grid.size().expect("a small grid");
         let (query, key) = Layout::pair(on.kind, &self.q_documents, &self.k_documents, &self.mask, ranks)?;
         let schedule = Schedule::new(on.strategy, &query, &key, &self.mask, on.grid)?.with_head_chunks(on.head_chunks);
@@ -91,7 +97,7 @@ impl Problem {
         let bias_width = bias_heads * self.keys;
         let locals = threads::run(ranks, threads::Options::default(), |comm| {
             let rank = comm.rank();
-            let (comm, kernel) = means(comm)?;
+            let (comm, kernel) = make_rank(comm)?;
             let mut group = Group::new(comm, on.grid, kernel)?;
             if on.wire != on.stored {
                 group = group.with_wire(on.wire);
@@ -114,7 +120,7 @@ impl Problem {
                 };
                 if self.strided { data.chunks_exact(heads * dim).flat_map(token).collect() } else { data }
             };
-            let stored = |data, heads, dim| Stored::new(apart(data, heads, dim), on.stored);
+            let stored = |data, heads, dim| StoredElements::new(apart(data, heads, dim), on.stored);
             let (q, k) = (stored(q, heads, dim), stored(k, kv_heads, dim));
             let (v, d_out) = (stored(v, kv_heads, v_dim), stored(d_out, heads, v_dim));
             let (gap, end) = if self.strided { (3, 7) } else { (0, 0) };

@@ -1,19 +1,19 @@
-//! Threads that communicate as if they were processes.
+//! A communicator of threads that behaves like one of processes.
 
-use crate::hands_on;
+use crate::delegate_communicator;
 use ringspan::Error;
 use ringspan::comm::{Buffer, Communicator, Pending};
 use std::sync::Arc;
 
-/// A communicator that behaves as between processes: it refuses messages in device memory.
-pub fn apart(comm: Arc<dyn Communicator>) -> Arc<dyn Communicator> {
-    Arc::new(Apart(comm))
+/// Wraps a communicator of threads so that it behaves like one of processes: it refuses messages in device memory.
+pub fn as_processes(comm: Arc<dyn Communicator>) -> Arc<dyn Communicator> {
+    Arc::new(AsProcesses(comm))
 }
 
-struct Apart(Arc<dyn Communicator>);
+struct AsProcesses(Arc<dyn Communicator>);
 
-impl Communicator for Apart {
-    hands_on!(0);
+impl Communicator for AsProcesses {
+    delegate_communicator!(0);
     fn send(&self, to: usize, tag: u64, data: Arc<Buffer>) -> Result<Box<dyn Pending>, Error> {
         assert!(!matches!(*data, Buffer::Device(_)), "a message in the memory of a device");
         self.0.send(to, tag, data)
@@ -25,6 +25,6 @@ impl Communicator for Apart {
         self.0.progress();
     }
     fn split(&self, color: usize, key: usize) -> Result<Arc<dyn Communicator>, Error> {
-        Ok(apart(self.0.split(color, key)?))
+        Ok(as_processes(self.0.split(color, key)?))
     }
 }

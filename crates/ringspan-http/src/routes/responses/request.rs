@@ -1,4 +1,4 @@
-//! What a request for a response asks.
+//! The fields of a request for a response.
 
 use super::items;
 use crate::app::{App, Target};
@@ -9,7 +9,7 @@ use crate::sampling::{Sampling, response_format};
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
 
-pub(super) struct Asked {
+pub(super) struct ResponseRequest {
     pub(super) target: Target,
     pub(super) conversation: Conversation,
     pub(super) sampling: Sampling,
@@ -22,7 +22,7 @@ pub(super) struct Asked {
     pub(super) repeated: Map<String, Value>,
 }
 
-impl Asked {
+impl ResponseRequest {
     pub(super) fn read(app: &App, body: Map<String, Value>) -> Result<Self> {
         let mut repeated = repeated(&body);
         let mut fields = Fields::new(body);

@@ -1,4 +1,4 @@
-//! The position of a rank among the ranks that share a model.
+//! The model-parallel rank: the position of a rank among the ranks that share a model (pipeline, tensor and expert parallel).
 
 use ringspan_candle::ParallelRank;
 use ringspan_candle::tensor_parallel::part;
@@ -6,22 +6,22 @@ use std::ops::Range;
 
 /// Which part of a model a rank computes with: the layers of its pipeline stage, and its shard of each of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct ModelPlace {
+pub(crate) struct ModelParallelRank {
     /// The pipeline stage, and the number of stages.
     pub(crate) stage: (usize, usize),
     /// The position in each group that shares layers.
     pub(crate) shard: ParallelRank,
 }
 
-impl Default for ModelPlace {
-    /// The place of a rank that computes the whole model.
+impl Default for ModelParallelRank {
+    /// A rank that computes the whole model.
     fn default() -> Self {
         Self { stage: (0, 1), shard: ParallelRank::default() }
     }
 }
 
-impl ModelPlace {
-    /// Whether a rank here computes the whole model.
+impl ModelParallelRank {
+    /// Whether this rank computes the whole model.
     pub(crate) fn is_whole(&self) -> bool {
         *self == Self::default()
     }
@@ -41,8 +41,8 @@ impl ModelPlace {
         self.stage.0 + 1 == self.stage.1
     }
 
-    /// The rows of the output head, of `vocabulary` in all, that the ranks here hold: a share of those that tensor parallelism gives
-    /// them, since all stages compute logits.
+    /// The rows of the output head, of `vocabulary` in all, that this rank holds: a share of its tensor-parallel rows, since all
+    /// stages compute logits.
     pub(crate) fn vocabulary(&self, vocabulary: usize) -> Range<usize> {
         within(part(vocabulary, self.shard.tp.0, self.shard.tp.1), self.stage)
     }

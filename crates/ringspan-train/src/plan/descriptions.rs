@@ -20,7 +20,7 @@ pub(super) fn training(config: &TrainConfig, setup: &Setup) -> String {
         grouped(counted.map(|(_, shape)| shape.iter().product::<usize>() as u64).sum())
     };
     let all = count(false);
-    let of_folder = config.model.as_deref().filter(|path| adapter::is_here(path));
+    let of_folder = config.model.as_deref().filter(|path| adapter::is_adapter_folder(path));
     match (setup.decoder.lora(), of_folder) {
         (None, Some(_)) => format!("full fine-tuning of {all} parameters, with an adapter merged into them"),
         (None, None) if config.model.is_some() => format!("full fine-tuning of {all} parameters"),
@@ -42,17 +42,17 @@ pub(super) fn training(config: &TrainConfig, setup: &Setup) -> String {
     }
 }
 
-/// The formats in which frozen matrices are held beside adapters, in words; empty where all are f32.
+/// The formats in which the frozen matrices under adapters are held, in words; empty where all are f32.
 fn stored_formats(setup: &Setup) -> String {
-    let sharing = &setup.mesh.placement;
-    let mut formats: Vec<String> = sharing.stored().values().map(ToString::to_string).collect();
+    let placement = &setup.mesh.placement;
+    let mut formats: Vec<String> = placement.stored().values().map(ToString::to_string).collect();
     formats.sort();
     formats.dedup();
     let stored = match formats.is_empty() {
         true => String::new(),
         false => format!(", held as they are stored ({})", formats.join(", ")),
     };
-    match sharing.decoded() {
+    match placement.decoded() {
         0 => stored,
         count => format!("{stored}; {count} matrices are f32, since ranks share them at places inside their blocks"),
     }
@@ -97,7 +97,7 @@ pub(super) fn context_overflow(config: &TrainConfig, model: &Config) -> String {
     match &config.model_config {
         // A checkpoint belongs to its model's configuration, so no other one is proposed.
         _ if config.resume => without_remedy.to_string(),
-        // A new model has learned nothing that would have to be stretched.
+        // A new model has learned nothing that would have to be extended.
         Some(path) => format!(
             "{without_remedy}; a new model can be made for more: raise max_position_embeddings in {}",
             path.display()

@@ -1,9 +1,9 @@
-//! Methods that communicators of tests pass on to the one they wrap.
+//! A macro for communicators that wrap another one, and delegate most methods to it.
 
 /// Defines the methods that a wrapping communicator passes on unchanged to its field `$inner`: all except `send`, `receive`,
 /// `progress` and `split`. It needs `Arc`, `Buffer` and `Error` in scope.
 #[macro_export]
-macro_rules! hands_on {
+macro_rules! delegate_communicator {
     ($inner:tt) => {
         fn rank(&self) -> usize {
             self.$inner.rank()

@@ -1,0 +1,44 @@
+//! Tests of the scheduler with sliding-window layers, whose pages are few.
+
+use super::harness::{Harness, VOCABULARY, bounds};
+use super::request;
+
+/// A sequence holds the pages of its window, however long its text is; those behind it stay in the prefix cache as long as there is
+/// room, and a hit ends where they are.
+#[test]
+fn windows_hold_as_many_pages_behind_a_long_text_as_behind_a_short_one() {
+    for ranks in 1..5 {
+        let mut harness = Harness::with_window(ranks, 100, bounds(4), true, Some((19, 30)));
+        harness.submit(request(&[2; 90], 200), None, None);
+        let most = (20usize.div_ceil(4)).div_ceil(ranks) + 2;
+        while harness.step() {
+            let pages = harness.scheduler.cache().window().expect("windows").pages();
+            assert!((0..ranks).all(|rank| pages.used(rank) <= most), "{ranks} ranks");
+        }
+        let mut harness = harness.finish();
+        let text = [harness.clients[0].prompt.clone(), harness.clients[0].answer.clone()].concat();
+        harness.submit(request(&text, 1), None, None);
+        let passes = harness.scheduler.next();
+        let sequence = &passes[0].step.sequences[0];
+        assert_eq!(sequence.start, 289, "the end of the text is there");
+        assert_eq!(sequence.window.first, (289 - 19) / 4);
+    }
+}
+
+#[test]
+fn a_hit_ends_where_the_pages_of_its_window_are_gone() {
+    let mut harness = Harness::with_window(1, 200, bounds(4), true, Some((7, 5)));
+    let text: Vec<u32> = (0..40).map(|i| i * i % VOCABULARY).collect();
+    harness.submit(request(&text, 1), None, None);
+    let mut harness = harness.finish();
+    // The beginning has lost its window to what came behind it: nothing of it helps, except where the window begins the text.
+    harness.submit(request(&text[..21], 1), None, None);
+    let start = harness.scheduler.next()[0].step.sequences[0].start;
+    assert_eq!(start, 0);
+    harness.scheduler.fail_all("over");
+    let mut harness = Harness::with_window(1, 200, bounds(4), true, Some((7, 80)));
+    harness.submit(request(&text, 1), None, None);
+    let mut harness = harness.finish();
+    harness.submit(request(&text[..21], 1), None, None);
+    assert_eq!(harness.scheduler.next()[0].step.sequences[0].start, 20);
+}
