@@ -3,10 +3,12 @@
 mod answer;
 mod asked;
 mod items;
+mod references;
 
 use crate::app::App;
 use crate::body::Body;
 use crate::error::{ApiError, Result};
+use crate::routes::begin::begin;
 use crate::sse;
 use answer::Answer;
 use asked::Asked;
@@ -21,12 +23,7 @@ use std::sync::Arc;
 const MOST_ITEMS: usize = 100;
 
 pub(crate) async fn create(State(app): State<Arc<App>>, Body(body): Body) -> Result<Response> {
-    let begin = move |app: &Arc<App>| {
-        let asked = Asked::read(app, body)?;
-        let reply = asked.conversation.start(app, &asked.target, &asked.sampling)?;
-        Ok((asked, reply))
-    };
-    let (asked, reply) = app.work(begin).await?;
+    let (asked, reply): (Asked, _) = begin(&app, body).await?;
     let (stream, background) = (asked.stream, asked.background);
     let answer = Answer::new(app, asked);
     match (stream, background) {
