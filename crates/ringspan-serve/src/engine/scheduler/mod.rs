@@ -285,8 +285,12 @@ impl Scheduler {
         // While others run, a page of each rank is left to them, so that they do not have to be put back at once.
         let spare = usize::from(!self.running.is_empty());
         let next = |placed: &Placed| tokens.min(placed.computed.saturating_add(chunk));
-        if placed.copied_from.is_some() && !self.has_room(&placed, tokens, next(&placed), spare) {
-            // A page of which rows are copied is held beside the copy: perhaps it is that page which is missing.
+        let window_tokens = next(&placed);
+        if placed.copied_from.is_some()
+            && !self.has_room(&placed, tokens, window_tokens, spare)
+            && !self.take_copied_page(&mut placed, tokens, window_tokens, spare)
+        {
+            // Without the rows in that page, one page less is needed.
             let whole = placed.pages.len() * page;
             self.release_pages(&mut placed);
             placed = self.found(sequence.adapter, &known[..whole]);
@@ -299,6 +303,21 @@ impl Scheduler {
         }
         self.release_pages(&mut placed);
         None
+    }
+
+    /// Makes the cached page of which a sequence would copy rows its own, since there is no room for both, if nobody else needs it and
+    /// there is room then; returns whether it did. The prefix cache loses what is behind those rows.
+    fn take_copied_page(&mut self, placed: &mut Placed, tokens: usize, window_tokens: usize, spare: usize) -> bool {
+        let Some(copied) = placed.copied_from.take() else { return false };
+        placed.pages.push(copied.page);
+        placed.window.pages.extend(copied.window);
+        if self.has_room(placed, tokens, window_tokens, spare) && self.cache.give_away(copied.index, copied.page) {
+            return true;
+        }
+        placed.pages.truncate(copied.index);
+        placed.window.pages.truncate(copied.index - placed.window.first);
+        placed.copied_from = Some(copied);
+        false
     }
 
     /// Counts the tokens of a prompt that were found in the cache when it is first admitted.
