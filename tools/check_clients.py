@@ -1,5 +1,5 @@
-"""Checks a server with clients of others: the official `openai` client over every endpoint, streamed and not, with errors; and
-schemathesis over `/openapi.json`.
+"""Checks a server with clients of others: the official `openai` client over every endpoint, streamed and not, with errors;
+schemathesis over `/openapi.json`; and compatcanary, which judges how compatible a server is with OpenAI's interface.
 
     check_clients.py --scripted PROGRAM              the example `scripted_engine`, whose every answer is known
     check_clients.py --ringspan PROGRAM              `ringspan serve` with a tiny random model, whose answers are any
@@ -8,6 +8,7 @@ schemathesis over `/openapi.json`.
 import argparse
 import base64
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -196,12 +197,21 @@ def run_schemathesis(url):
     subprocess.run(command, check=True, timeout=300, cwd=tempfile.gettempdir())
 
 
+def run_compatcanary(program, url, model, key):
+    """Runs compatcanary's probes, all of which must pass, those that it does not require as well. A random model writes long texts, so
+    the time is generous."""
+    node = Path(sys.executable).with_name("node")
+    command = [node, program, "scan", "--base-url", url + "/v1", "--model", model, "--profile", "modern", "--timeout", "120"]
+    subprocess.run([*command, "--fail-on", "any"], check=True, timeout=300, env=os.environ | {"OPENAI_API_KEY": key})
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scripted", help="the program of the example scripted_engine")
     parser.add_argument("--ringspan", help="the program ringspan")
     parser.add_argument("--ring", default="2")
     parser.add_argument("--schemathesis", action="store_true", help="run schemathesis against --scripted as well")
+    parser.add_argument("--compatcanary", help="compatcanary's program, which is run against --ringspan as well")
     args = parser.parse_args()
     if args.scripted:
         with server([args.scripted]) as (url, _):
@@ -223,6 +233,8 @@ def main():
                 stranger = OpenAI(base_url=url + "/v1", api_key="wrong", max_retries=0)
                 expect(openai.AuthenticationError, 401, lambda: stranger.models.list(), code="invalid_api_key")
                 print("openai: ringspan serve answers as expected")
+                if args.compatcanary:
+                    run_compatcanary(args.compatcanary, url, "tiny", "secret")
 
 
 if __name__ == "__main__":

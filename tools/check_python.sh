@@ -15,14 +15,19 @@ ringspan=$target/debug/ringspan
 "$python" tools/bench_training.py --profile test --tiny --lengths 64 --threads 2 --ranks 2 --rounds 1
 # Clients have an environment of their own: their packages and those of the scripts above would constrain each other.
 clients=$target/python-clients
-if [ "$(cat "$clients/made-of" 2>/dev/null)" != "$(sha256sum <tools/requirements-serve.txt)" ]; then
+wanted=$(cat tools/check_python.sh tools/requirements-serve.txt | sha256sum)
+if [ "$(cat "$clients/made-of" 2>/dev/null)" != "$wanted" ]; then
   rm -rf "$clients"
   python3 -m venv "$clients"
   "$python" -m uv pip install --quiet --python "$clients/bin/python" -r tools/requirements-serve.txt
-  sha256sum <tools/requirements-serve.txt >"$clients/made-of"
+  PATH=$(realpath "$clients/bin"):$PATH npm install --silent --no-audit --no-fund --prefix "$clients" compatcanary@0.2.2
+  echo "$wanted" >"$clients/made-of"
 fi
 python3 tools/bench_serving.py "$ringspan" --tiny --depths 0,64 --tokens 4 --streams 3 --rounds 1 --ours "two ranks=--ring 2 --threads 1"
 python3 tools/check_load.py "$ringspan" --seconds 20 --longest-prompt 1000
 python3 tools/check_load.py "$ringspan" --seconds 20 --longest-prompt 1000 -- --ring 2 --num-speculative-tokens 4
-"$clients/bin/python" tools/check_clients.py --scripted "$target/debug/examples/scripted_engine" --schemathesis --ringspan "$ringspan"
+python3 tools/check_long_prompt.py "$ringspan" --tokens 3000 --ranks 1,3
+"$clients/bin/python" tools/check_clients.py --scripted "$target/debug/examples/scripted_engine" --schemathesis \
+  --ringspan "$ringspan" --compatcanary "$clients/node_modules/compatcanary/src/cli.js"
 "$clients/bin/python" tools/check_page.py "$ringspan"
+"$python" tools/check_lm_eval.py "$ringspan" --documents 4

@@ -3,8 +3,9 @@
     pip install -r tools/requirements.txt && python tools/make_chat_fixture.py
 
 Writes below crates/ringspan-train/tests/fixtures/chat: conversations.json, and for each of four templates a folder with
-tokenizer.json, tokenizer_config.json, chat_template.jinja and expected.json (the text, the token ids, and which of them
-the assistant said). The mask is that of apply_chat_template(return_assistant_tokens_mask=True) where the template has
+tokenizer.json, tokenizer_config.json, chat_template.jinja and expected.json (the text, the token ids, which of them
+the assistant said, and for each message the text that an answer continues with continue_final_message, or null where
+transformers refuses). The mask is that of apply_chat_template(return_assistant_tokens_mask=True) where the template has
 generation blocks, and for `thinking`, which writes early answers differently when others follow, that of the same
 template with blocks put in. Where there are none, it is what each answer adds to the prompt before it.
 """
@@ -263,6 +264,19 @@ def prefix_mask(fast: PreTrainedTokenizerFast, conversation: dict, text: str) ->
     return [int(any(start < b and a < end for start, end in spans)) for a, b in offsets]
 
 
+def continued(fast: PreTrainedTokenizerFast, conversation: dict) -> list[str | None]:
+    def upto(index: int) -> str | None:
+        messages = conversation["messages"][: index + 1]
+        try:
+            return fast.apply_chat_template(
+                messages, tools=conversation.get("tools"), tokenize=False, continue_final_message=True
+            )
+        except ValueError:
+            return None
+
+    return [upto(index) for index in range(len(conversation["messages"]))]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("crates/ringspan-train/tests/fixtures/chat"))
@@ -296,7 +310,7 @@ def main() -> None:
             else:
                 mask = prefix_mask(fast, conversation, text)
             assert 0 < sum(mask) < len(mask), (name, text)
-            expected.append({"text": text, "tokens": ids, "learned": mask})
+            expected.append({"text": text, "tokens": ids, "learned": mask, "continued": continued(fast, conversation)})
         (folder / "expected.json").write_text(json.dumps(expected, ensure_ascii=False) + "\n")
     (out / "conversations.json").write_text(json.dumps(CONVERSATIONS, ensure_ascii=False, indent=1) + "\n")
 

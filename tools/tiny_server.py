@@ -14,12 +14,12 @@ TEMPLATE = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% endif %}"""
 
 
-def write_model(folder, positions=4096):
-    """Writes a tiny Llama with random weights for sequences of up to `positions` tokens, a tokenizer whose tokens are bytes,
-    and a chat template."""
+def write_model(folder, positions=4096, window=None):
+    """Writes a tiny Llama, or, with a `window` of tokens, a Mistral with random weights for sequences of up to `positions` tokens, a
+    tokenizer whose tokens are bytes, and a chat template."""
     hidden, width, heads, groups, head, layers, vocabulary = 32, 48, 4, 2, 8, 2, 259
     config = {
-        "model_type": "llama", "vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": width,
+        "model_type": "mistral" if window else "llama", "sliding_window": window, "vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": width,
         "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": head,
         "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": positions, "tie_word_embeddings": True,
         "hidden_act": "silu", "eos_token_id": 256,

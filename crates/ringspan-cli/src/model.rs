@@ -6,7 +6,7 @@ use anyhow::{Context, Result, anyhow};
 use ringspan::comm::ranks::Ranks;
 use ringspan_candle::{DeviceName, Devices, Precision};
 use ringspan_models::{
-    Decoder, ModelSource, RopeScaling,
+    Config, Decoder, ModelSource, RopeScaling,
     special_tokens::{GENERATION_CONFIG, SpecialTokens, without_tokenizer},
 };
 use ringspan_serve::engine::fingerprint as fingerprint_of;
@@ -75,18 +75,30 @@ impl ModelArgs {
     pub(crate) fn load(&self, mesh: &Mesh) -> Result<Model> {
         let source = ModelSource::at(&self.path).context("--model")?;
         let json = source.config_json()?;
-        let (mut config, lora, weights) = source.load_stored()?;
+        let model = match source {
+            ModelSource::Model(base) => {
+                let stored = base.open()?;
+                Model::read(self.decoder(&json, stored.config().clone(), mesh)?, &stored, mesh)
+            }
+            source @ ModelSource::Adapter(..) => {
+                let (config, lora, weights) = source.load_stored()?;
+                let decoder = self.decoder(&json, config, mesh)?;
+                let decoder = if let Some(lora) = lora { decoder.with_lora(lora)? } else { decoder };
+                Model::new(decoder, weights)
+            }
+        };
+        let model = model.with_context(|| format!("the model in {}", self.path.display()))?;
+        Ok(model.on(&mesh.devices)?)
+    }
+
+    /// The decoder of a configuration, which was read from `json`, with the flags that change it.
+    fn decoder(&self, json: &Value, mut config: Config, mesh: &Mesh) -> Result<Decoder> {
         if let Some(scaling) = &self.rope_scaling {
-            config = serde_json::from_value(scaling.apply(&json, None)?)?;
+            config = serde_json::from_value(scaling.apply(json, None)?)?;
         }
         let heads = config.num_attention_heads;
         ringspan::schedule::HeadShare::all(heads, config.num_key_value_heads(), (mesh.ring, mesh.ulysses).into())?;
-        let mut decoder = Decoder::new(config)?;
-        if let Some(lora) = lora {
-            decoder = decoder.with_lora(lora)?;
-        }
-        let model = Model::new(decoder, weights).with_context(|| format!("the model in {}", self.path.display()))?;
-        Ok(model.on(&mesh.devices)?)
+        Ok(Decoder::new(config)?)
     }
 
     /// A fingerprint of the model and of how it computes keys and values, where sequences may have `max_model_len` tokens.

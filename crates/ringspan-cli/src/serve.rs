@@ -8,7 +8,7 @@ use anyhow::{Context, Result, anyhow, ensure};
 use ringspan::comm::ranks::Ranks;
 use ringspan_http::{ServedModel, Server, Settings};
 use ringspan_models::{ModelSource, chat_template::ChatTemplate};
-use ringspan_serve::engine::request::EngineClient;
+use ringspan_serve::engine::request::{EngineClient, Limits};
 use ringspan_serve::engine::{Engine, EngineOptions, KvCache};
 use ringspan_serve::paged::KvDtype;
 use std::path::{Path, PathBuf};
@@ -133,26 +133,7 @@ pub(crate) fn run(args: &ServeArgs, ranks: &Ranks) -> Result<()> {
     }
     let client = Arc::new(engine.client());
     let limits = client.limits();
-    let windows = match limits.window_lookback {
-        None => String::new(),
-        Some(lookback) => format!(
-            ", and {} for layers that see a window of {} tokens",
-            limits.window_pages_per_rank,
-            lookback.saturating_add(1)
-        ),
-    };
-    output::note(format!(
-        "mesh {axes} = {} with {} pages of {} tokens each{windows} ({:.1} MB of keys and values a rank), which hold {} tokens; \
-         sequences of up to {} tokens, {} at a time; {} requests may wait",
-        if limits.ranks == 1 { "1 rank".to_owned() } else { format!("{} ranks", limits.ranks) },
-        limits.pages_per_rank,
-        limits.page,
-        limits.cache_bytes as f64 / 1e6,
-        limits.cache_tokens(),
-        limits.max_model_len,
-        limits.max_running,
-        limits.max_waiting
-    ));
+    output::note(format!("mesh {axes} = {}", summary(&limits)));
     let name = args.model_name.clone().unwrap_or_else(|| name_of(path));
     for (adapter, folder) in &args.lora {
         ensure!(*adapter != name, "--lora {adapter}: the model itself has this name");
@@ -192,6 +173,34 @@ impl ServeArgs {
             ..EngineOptions::default()
         }
     }
+}
+
+/// What the engine has room for, in words. Where all layers see a window, the pages that only say which tokens are cached take no
+/// memory, and are not counted.
+fn summary(limits: &Limits) -> String {
+    let Limits { ranks, page, pages_per_rank, window_pages_per_rank, .. } = limits;
+    let ranks = if *ranks == 1 { "1 rank".to_owned() } else { format!("{ranks} ranks") };
+    let window = limits.window_lookback.map_or(0, |lookback| lookback.saturating_add(1));
+    let pages = match (limits.has_full_layers, window) {
+        (true, 0) => format!("{pages_per_rank} pages of {page} tokens each"),
+        (true, _) => format!(
+            "{pages_per_rank} pages of {page} tokens each, and {window_pages_per_rank} for layers that see a window of {window} \
+             tokens"
+        ),
+        (false, _) => format!(
+            "{window_pages_per_rank} pages of {page} tokens each, all for layers that see a window of {window} tokens"
+        ),
+    };
+    let holds =
+        if limits.has_full_layers { format!(", which hold {} tokens", limits.cache_tokens()) } else { String::new() };
+    format!(
+        "{ranks} with {pages} ({:.1} MB of keys and values a rank){holds}; sequences of up to {} tokens, {} at a time; {} requests \
+         may wait",
+        limits.cache_bytes as f64 / 1e6,
+        limits.max_model_len,
+        limits.max_running,
+        limits.max_waiting
+    )
 }
 
 /// Reads API keys, one a line; empty lines and lines that begin with # are none.
@@ -258,6 +267,7 @@ fn bytes(text: &str) -> Result<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ringspan_serve::engine::{EngineSizes, WindowSizes};
 
     #[test]
     fn memory_is_bytes_with_a_unit_or_a_share() {
@@ -274,6 +284,39 @@ mod tests {
         for wrong in ["0%", "101%", "%", "nan%"] {
             assert!(kv_cache(wrong).is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn pages_without_memory_are_not_counted() {
+        let limits = |full: u64, window: u64| {
+            let window = (window > 0).then_some(WindowSizes { lookback: 511, page_bytes: window * 1000 });
+            let (page_bytes, trained_length) = (full * 1000, Some(8192));
+            let sizes = EngineSizes {
+                vocabulary: 10,
+                hidden_size: 4,
+                ranks: 1,
+                cp: 1,
+                pp: 1,
+                local_ranks: 1,
+                page_bytes,
+                window,
+                trained_length,
+            };
+            let options = EngineOptions { kv_cache: KvCache::Bytes(1_000_000), ..EngineOptions::default() };
+            summary(&options.limits(&sizes).expect("room"))
+        };
+        assert!(limits(1, 0).starts_with("1 rank with 1000 pages of 64 tokens each (1.0 MB"), "{}", limits(1, 0));
+        let both = limits(1, 1);
+        assert!(
+            both.contains(", and ") && both.contains(" for layers that see a window of 512 tokens (1.0 MB"),
+            "{both}"
+        );
+        let windows = limits(0, 1);
+        assert!(
+            windows.starts_with("1 rank with 1000 pages of 64 tokens each, all for layers that see a window"),
+            "{windows}"
+        );
+        assert!(!windows.contains("which hold") && windows.contains("sequences of up to 8192 tokens"), "{windows}");
     }
 
     #[test]

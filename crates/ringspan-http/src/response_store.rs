@@ -172,6 +172,14 @@ impl ResponseStore {
         self.lock().by_id.get(id).map(|entry| entry.stored.clone())
     }
 
+    /// All responses: those in the background, and then those that have ended, the newest first.
+    pub(crate) fn newest_first(&self) -> Vec<StoredResponse> {
+        let entries = self.lock();
+        let running = entries.by_id.values().filter(|entry| matches!(entry.phase, Phase::Running(_)));
+        let ended = entries.ended.values().rev().filter_map(|id| entries.by_id.get(id));
+        running.chain(ended).map(|entry| entry.stored.clone()).collect()
+    }
+
     /// Deletes a response, and ends its computation; returns whether there was one.
     pub(crate) fn delete(&self, id: &str) -> bool {
         // The memory is freed after the lock.

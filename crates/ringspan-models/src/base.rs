@@ -2,6 +2,7 @@
 
 use crate::config::Config;
 use crate::error::Result;
+use crate::stored_model::StoredModel;
 use crate::{folder, gguf};
 use ringspan_candle::{StoredWeights, Weights};
 use serde_json::Value;
@@ -47,15 +48,24 @@ impl Base {
         }
     }
 
+    /// Opens the model, so that its parameters can be read one by one.
+    ///
+    /// # Errors
+    /// Files that are missing or corrupt, and parameters that are missing, unknown or of another shape or type.
+    pub fn open(&self) -> Result<StoredModel> {
+        match self {
+            Self::Folder(path) => folder::open(path).map(StoredModel::Folder),
+            Self::Gguf(path) => gguf::GgufModel::open(path).map(StoredModel::Gguf),
+        }
+    }
+
     /// The configuration, and the weights, with matrices as the files store them.
     ///
     /// # Errors
     /// Files that are missing or corrupt.
     pub fn load_stored(&self) -> Result<(Config, StoredWeights)> {
-        match self {
-            Self::Folder(path) => folder::load_stored(path),
-            Self::Gguf(path) => gguf::load_stored(path),
-        }
+        let model = self.open()?;
+        Ok((model.config().clone(), model.read_all()?))
     }
 }
 

@@ -5,7 +5,6 @@ mod names;
 mod read;
 mod write;
 
-pub(crate) use read::check_shapes;
 pub use read::{Folder, open};
 pub(crate) use write::replace;
 pub use write::{SavedType, Writer, save};

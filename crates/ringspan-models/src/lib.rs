@@ -39,6 +39,7 @@ mod rope;
 mod rope_parameters;
 mod smollm3;
 pub mod special_tokens;
+mod stored_model;
 mod tensor_file;
 pub mod tokenizer_config;
 
@@ -52,4 +53,5 @@ pub use lora::names::{AdaptedLayers, LayerNames, Pattern};
 pub use lora::{Lora, ROUTER, TARGETS};
 pub use model_source::ModelSource;
 pub use parameters::Parameters;
+pub use stored_model::StoredModel;
 pub use tensor_file::TensorFile;

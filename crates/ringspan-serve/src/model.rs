@@ -1,10 +1,11 @@
 //! A model in memory.
 
 use crate::error::{Error, Result};
+use crate::mesh::Mesh;
 use crate::model_parallel_rank::ModelParallelRank;
 use candle_core::{DType, Tensor};
 use ringspan_candle::{Attend, Devices, StoredWeights, Unit, Weight, model::on_device};
-use ringspan_models::Decoder;
+use ringspan_models::{Decoder, StoredModel};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -33,12 +34,7 @@ impl Model {
     pub fn new<W: Into<Weight>>(decoder: Decoder, weights: BTreeMap<String, W>) -> Result<Self> {
         let weights: StoredWeights = weights.into_iter().map(|(name, weight)| (name, weight.into())).collect();
         let vocabulary = decoder.parameter(&weights, decoder.head_name())?.dims().first().copied().unwrap_or(0);
-        let mut stored: BTreeMap<String, usize> = BTreeMap::new();
-        for weight in weights.values() {
-            let dense = || weight.computed_in().as_str().to_uppercase();
-            let format = weight.format().map_or_else(dense, |format| format.to_string());
-            *stored.entry(format).or_default() += weight.bytes();
-        }
+        let stored = bytes_by_format(weights.values());
         let (model_rank, key_value_heads) = (ModelParallelRank::default(), decoder.head_counts().key_values);
         Ok(Self { decoder, weights: vec![weights], stored, vocabulary, model_rank, key_value_heads, head: None })
     }
@@ -54,22 +50,50 @@ impl Model {
         Ok(Self { weights, ..self })
     }
 
-    /// The part of the model with which a model-parallel rank computes. Rows of matrices share their memory with those of the
-    /// whole model, unless `copy` asks for memory of their own, so that the rest can be freed.
+    /// Reads a model with which the ranks of this process compute. Where ranks are processes, each reads the parameters of its layers
+    /// and experts one after another, and keeps its shard of each; ranks that are threads together hold the whole model.
+    ///
+    /// # Errors
+    /// Sizes that the ranks cannot share, and files that cannot be read.
+    pub fn read(decoder: Decoder, stored: &StoredModel, mesh: &Mesh) -> Result<Self> {
+        let model_rank = mesh.ranks.comm().map_or_else(ModelParallelRank::default, |comm| mesh.model_rank(comm.rank()));
+        if model_rank.is_whole() {
+            return Self::new(decoder, stored.read_all()?);
+        }
+        mesh.check(&decoder)?;
+        Self::read_at(decoder, &|name| Ok(stored.read(name)?), model_rank)
+    }
+
+    /// The shard of a model-parallel rank, of a model whose parameters `read` reads.
+    fn read_at(decoder: Decoder, read: &dyn Fn(&str) -> Result<Weight>, model_rank: ModelParallelRank) -> Result<Self> {
+        let head_shape = decoder.shapes().remove(decoder.head_name()).unwrap_or_default();
+        let vocabulary = head_shape.first().copied().unwrap_or(0);
+        let weights = portions(&decoder, &|name| read(name).map(Some), model_rank, true)?;
+        let head = match model_rank.stage.1 {
+            1 => None,
+            _ => Some(rows(&read(decoder.head_name())?, model_rank.vocabulary(vocabulary), true)?),
+        };
+        let stored = bytes_by_format(weights.values().chain(&head));
+        let key_value_heads = key_value_heads(&decoder, model_rank)?;
+        Ok(Self { decoder, weights: vec![weights], stored, vocabulary, model_rank, key_value_heads, head })
+    }
+
+    /// The part of the model with which a model-parallel rank computes. Rows of matrices share their memory with those of
+    /// the whole model, unless `copy` asks for memory of their own, so that the rest can be freed.
     ///
     /// # Errors
     /// Sizes that the ranks cannot share, and quantized matrices that would be cut inside a block.
     pub(crate) fn shard(&self, model_rank: ModelParallelRank, copy: bool) -> Result<Self> {
-        let own = |weights| portions(&self.decoder, weights, model_rank, copy);
+        let own =
+            |weights: &StoredWeights| portions(&self.decoder, &|name| Ok(weights.get(name).cloned()), model_rank, copy);
         let weights = self.weights.iter().map(own).collect::<Result<_>>()?;
         let whole_head = || self.decoder.parameter(self.weights(0), self.decoder.head_name());
         let head = match model_rank.stage.1 {
             1 => None,
             _ => Some(rows(whole_head()?, model_rank.vocabulary(self.vocabulary), copy)?),
         };
-        let heads =
-            self.decoder.head_counts().of_rank(model_rank.shard.tp).map_err(|error| Error::Mesh(error.to_string()))?;
-        let (decoder, stored, key_value_heads) = (self.decoder.clone(), self.stored.clone(), heads.key_values.len());
+        let key_value_heads = key_value_heads(&self.decoder, model_rank)?;
+        let (decoder, stored) = (self.decoder.clone(), self.stored.clone());
         Ok(Self { decoder, weights, stored, vocabulary: self.vocabulary, model_rank, key_value_heads, head })
     }
 
@@ -78,7 +102,7 @@ impl Model {
     /// # Errors
     /// Matrices that the ranks cannot share.
     pub(crate) fn adapted(&self, decoder: Decoder, matrices: StoredWeights, devices: &Devices) -> Result<Self> {
-        let matrices = portions(&decoder, &matrices, self.model_rank, true)?;
+        let matrices = portions(&decoder, &|name| Ok(matrices.get(name).cloned()), self.model_rank, true)?;
         let with_base = |(device, base): (_, &StoredWeights)| {
             let mut weights = base.clone();
             weights.extend(on_device(&matrices, device)?);
@@ -117,17 +141,18 @@ impl Model {
         self.key_value_heads
     }
 
-    /// Describes in which formats, and in how many bytes, the weights are stored and held on the devices; `None` if files store
-    /// f32 alone.
+    /// Describes in which formats, and in how many bytes, the weights are stored and held on the devices, or the shard of a process of
+    /// them; `None` if files store f32 alone.
     pub fn weight_formats(&self, devices: &Devices) -> Option<String> {
         if self.stored.keys().all(|format| format == "F32") {
             return None;
         }
         let each = self.stored.iter().map(|(format, bytes)| format!("{:.1} MB in {format}", *bytes as f64 / 1e6));
         let each = each.collect::<Vec<_>>().join(", ");
+        let what = if self.model_rank.is_whole() { "weights" } else { "weights of rank 0" };
         Some(match devices.are_gpus() {
-            true => format!("weights: {each} in the file; expanded to {} on the GPU", devices.of(0).precision()),
-            false => format!("weights: {each}, held as they are stored"),
+            true => format!("{what}: {each} in the file; expanded to {} on the GPU", devices.of(0).precision()),
+            false => format!("{what}: {each}, held as they are stored"),
         })
     }
 
@@ -187,10 +212,11 @@ impl Model {
     }
 }
 
-/// The portions of parameters that a model-parallel rank computes with; parameters that `weights` lacks are left out.
+/// The portions that a model-parallel rank computes with, of whole parameters that `whole` returns; those for which it
+/// returns `None` are left out.
 fn portions(
     decoder: &Decoder,
-    weights: &StoredWeights,
+    whole: &dyn Fn(&str) -> Result<Option<Weight>>,
     model_rank: ModelParallelRank,
     copy: bool,
 ) -> Result<StoredWeights> {
@@ -205,10 +231,17 @@ fn portions(
             .all_parameters()
             .portions(unit, model_rank.shard)
             .map_err(|error| Error::Mesh(error.to_string()))?;
+        // Portions of one parameter follow each other: it is read once.
+        let mut last: Option<(String, Option<Weight>)> = None;
         for portion in portions {
             // Stages hold rows of the head apart, since all of them compute logits.
-            let is_head = unit == Unit::Head && portion.name == decoder.head_name() && model_rank.stage.1 > 1;
-            let Some(whole) = weights.get(&portion.name).filter(|_| !is_head) else { continue };
+            if unit == Unit::Head && portion.name == decoder.head_name() && model_rank.stage.1 > 1 {
+                continue;
+            }
+            if last.as_ref().is_none_or(|(name, _)| *name != portion.name) {
+                last = Some((portion.name.clone(), whole(&portion.name)?));
+            }
+            let Some((_, Some(whole))) = &last else { continue };
             let part = whole.portion(&portion, copy)?;
             let part = match own.remove(&portion.name) {
                 Some(above) => above.above(&part)?,
@@ -218,6 +251,23 @@ fn portions(
         }
     }
     Ok(own)
+}
+
+/// Bytes of weights by the format in which files store them.
+fn bytes_by_format<'a>(weights: impl Iterator<Item = &'a Weight>) -> BTreeMap<String, usize> {
+    let mut stored: BTreeMap<String, usize> = BTreeMap::new();
+    for weight in weights {
+        let dense = || weight.computed_in().as_str().to_uppercase();
+        let format = weight.format().map_or_else(dense, |format| format.to_string());
+        *stored.entry(format).or_default() += weight.bytes();
+    }
+    stored
+}
+
+/// Number of key-value heads of the ranks at a model_rank.
+fn key_value_heads(decoder: &Decoder, model_rank: ModelParallelRank) -> Result<usize> {
+    let heads = decoder.head_counts().of_rank(model_rank.shard.tp).map_err(|error| Error::Mesh(error.to_string()))?;
+    Ok(heads.key_values.len())
 }
 
 /// Some rows of a matrix, which share its memory unless `copy` asks for memory of their own.
@@ -238,7 +288,13 @@ fn rows(matrix: &Weight, range: Range<usize>, copy: bool) -> Result<Weight> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mesh::Mesh;
+    use std::cell::RefCell;
+
+    /// The bytes of each weight of a part, the rows of the head last.
+    fn bytes_of(part: &Model) -> Vec<(Option<&String>, usize)> {
+        let weights = part.weights(0).iter().map(|(name, weight)| (Some(name), weight.bytes()));
+        weights.chain(part.head.iter().map(|rows| (None, rows.bytes()))).collect()
+    }
 
     /// Ranks hold each matrix once, in parts; only norms and routers are on all ranks of a stage.
     #[test]
@@ -257,6 +313,20 @@ mod tests {
         let mut held: BTreeMap<String, usize> = BTreeMap::new();
         for rank in 0..mesh.size() {
             let part = model.shard(mesh.model_rank(rank), rank % 2 == 0).expect("a part");
+            let asked = RefCell::new(BTreeMap::new());
+            let read = |name: &str| {
+                let whole = model.weights(0)[name].clone();
+                asked.borrow_mut().insert(name.to_owned(), whole.bytes());
+                Ok(whole)
+            };
+            let own = Model::read_at(model.decoder().clone(), &read, mesh.model_rank(rank)).expect("a part");
+            assert_eq!(bytes_of(&own), bytes_of(&part), "what is read is what is cut");
+            // A process reads whole matrices, but none of other stages' layers, or of other ranks' experts.
+            let read: usize = asked.borrow().values().sum();
+            assert!(
+                3 * read < 2 * model.weights(0).values().map(Weight::bytes).sum::<usize>(),
+                "rank {rank}: {read} bytes"
+            );
             let own = part.weights(0).iter();
             for (name, weight) in own.chain(part.head.iter().map(|rows| (&head, rows))) {
                 *held.entry(name.clone()).or_default() += weight.bytes();

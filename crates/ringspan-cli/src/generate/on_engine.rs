@@ -4,7 +4,6 @@ use super::{EndReason, Generated, Printer};
 use anyhow::{Result, anyhow, ensure};
 use ringspan_serve::engine::request::{EngineClient, Event, FinishReason, Limits, Request, SamplingParams};
 use ringspan_serve::engine::{Engine, EngineOptions, KvCache};
-use ringspan_serve::paged::PagedCache;
 use ringspan_serve::{Mesh, Model, Options, Sampling};
 use std::time::{Duration, Instant};
 
@@ -23,47 +22,38 @@ pub(super) fn generate(
     num_speculative_tokens: usize,
     printer: &mut Printer,
 ) -> Result<Option<Generated>> {
-    let leads = mesh.ranks.lead();
-    let engine_options =
-        EngineOptions { num_speculative_tokens, ..engine_options(&model, &mesh, prompt.len(), options)? };
-    let engine = Engine::start(model, mesh, &engine_options)?;
+    let (leads, axes) = (mesh.ranks.lead(), mesh.to_string());
+    let asked = prompt.len().saturating_add(options.max_tokens);
+    let engine = Engine::start(model, mesh, &engine_options(asked, num_speculative_tokens))?;
     if !leads {
         engine.wait()?;
         return Ok(None);
     }
+    let holds = engine.client().limits().max_model_len;
+    ensure!(
+        holds > prompt.len(),
+        "the prompt has {} tokens, but {:.0}% of the free memory hold keys and values of {holds} tokens (mesh {axes})",
+        prompt.len(),
+        MEMORY * 100.0
+    );
     let generated = follow(&engine, prompt, options, printer);
     // The failure of a rank says more than what the request heard of it.
     engine.shutdown(false)?;
     generated.map(Some)
 }
 
-/// A cache that holds the longest possible text, or as much of it as there is memory for.
-fn engine_options(model: &Model, mesh: &Mesh, prompt: usize, options: &Options) -> Result<EngineOptions> {
-    let longest = prompt.saturating_add(options.max_tokens);
-    let ranks = mesh.ring.saturating_mul(mesh.ulysses).max(1);
-    let mut pages = longest.div_ceil(PAGE).div_ceil(ranks).min(u32::MAX as usize / PAGE);
-    if let Some(free) = ringspan::memory::available() {
-        let local = mesh.ranks.local().unwrap_or(ranks).max(1);
-        let page_bytes = PagedCache::bytes_per_page(model, PAGE, None)?.max(1);
-        pages = pages.min((free as f64 * MEMORY / local as f64) as usize / page_bytes);
-    }
-    // Each process may see another amount of free memory.
-    pages = usize::try_from(mesh.ranks.smallest(pages as u64)?).unwrap_or(usize::MAX);
-    let holds = pages.saturating_mul(ranks).saturating_mul(PAGE);
-    ensure!(
-        holds > prompt,
-        "the prompt has {prompt} tokens, but {:.0}% of the free memory hold keys and values of {holds} tokens on {ranks} ranks",
-        MEMORY * 100.0
-    );
-    Ok(EngineOptions {
+/// A cache that holds a text of `longest` tokens, or as much of it as there is memory for.
+fn engine_options(longest: usize, num_speculative_tokens: usize) -> EngineOptions {
+    EngineOptions {
         page: PAGE,
-        kv_cache: KvCache::Pages(pages),
-        max_model_len: Some(longest.min(holds)),
+        kv_cache: KvCache::OneSequence(MEMORY),
+        max_model_len: Some(longest),
         max_running: 1,
         max_waiting: 1,
         prefix_cache: false,
+        num_speculative_tokens,
         ..EngineOptions::default()
-    })
+    }
 }
 
 /// Submits the request, and prints its tokens.

@@ -121,6 +121,39 @@ fn a_server_on_processes_answers_as_on_one_and_a_signal_ends_all() {
     }
 }
 
+/// What processes have cached is saved at the signal, and found again by other numbers of processes, which share it in other ways.
+#[test]
+fn a_session_of_processes_is_restored_on_other_meshes() {
+    let bench = bench(&json!({}));
+    let sessions = tempfile::tempdir().expect("a folder");
+    let folder = sessions.path().to_str().expect("text");
+    let prompt = "line 3 of 4\nline 77 of 8\n".repeat(8);
+    let asked = json!({"prompt": prompt, "max_tokens": 24, "temperature": 0});
+    let mut expected: Option<(Value, u64)> = None;
+    for (ranks, flags) in
+        [(2, &["--ring", "2"][..]), (3, &["--ring", "3"]), (2, &["--tp", "2"]), (2, &["--pp", "2"]), (1, &[])]
+    {
+        let served = Served::start(&bench, ranks, &[flags, &["--session-dir", folder]].concat());
+        let (status, body) = request(&served.address, "POST", "/v1/completions", &asked).expect("an answer");
+        assert_eq!(status, 200, "{body}");
+        let tokens = |name: &str| body["usage"].pointer(name).and_then(Value::as_u64).expect("a number");
+        let (prompt, cached) = (tokens("/prompt_tokens"), tokens("/prompt_tokens_details/cached_tokens"));
+        match &expected {
+            None => {
+                assert_eq!(cached, 0, "nothing is there at first");
+                expected = Some((body["choices"][0]["text"].clone(), prompt));
+            }
+            Some((text, length)) => {
+                assert_eq!((&body["choices"][0]["text"], prompt), (text, *length), "{flags:?}");
+                assert_eq!(cached, prompt - 1, "{flags:?}: all but the last token was cached");
+            }
+        }
+        signal("-TERM", &served.mpirun.id().to_string());
+        let run = served.finish();
+        assert!(!run.stderr.iter().any(|said| said.contains("error")), "{flags:?}: {:#?}", run.stderr);
+    }
+}
+
 /// A signal to rank 0 alone lets it finish what runs, and ends the others.
 #[test]
 fn rank_0_drains_and_all_end_well() {

@@ -6,6 +6,7 @@ use crate::conversation::{self, Conversation, PromptEnd, Reply, ReplyPart};
 use crate::error::{ApiError, Result};
 use crate::fields::Fields;
 use crate::generation::End;
+use crate::routes::begin::{ConversationRequest, begin};
 use crate::sampling::{MOST_LOGPROBS, Sampling};
 use crate::tools::Parsed;
 use crate::{logprobs, sse};
@@ -25,7 +26,7 @@ struct ChatRequest {
     include_usage: bool,
 }
 
-impl ChatRequest {
+impl ConversationRequest for ChatRequest {
     fn read(app: &App, body: Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(body);
         let target = app.target(&mut fields)?;
@@ -59,6 +60,10 @@ impl ChatRequest {
         fields.finish()?;
         Ok(Self { target, conversation, sampling, stream, include_usage })
     }
+
+    fn prompt(&self) -> (&Target, &Conversation, &Sampling) {
+        (&self.target, &self.conversation, &self.sampling)
+    }
 }
 
 /// Takes `stream` and `stream_options`; returns whether to stream, and whether the stream ends with the usage.
@@ -76,12 +81,7 @@ pub(crate) fn streaming(fields: &mut Fields) -> Result<(bool, bool)> {
 }
 
 pub(crate) async fn create(State(app): State<Arc<App>>, Body(body): Body) -> Result<Response> {
-    let begin = move |app: &Arc<App>| {
-        let request = ChatRequest::read(app, body)?;
-        let reply = request.conversation.start(app, &request.target, &request.sampling)?;
-        Ok((request, reply))
-    };
-    let (request, reply) = app.work(begin).await?;
+    let (request, reply): (ChatRequest, _) = begin(&app, body).await?;
     let answer = Answer { id: app.id("chatcmpl-"), created: now(), app, request };
     match answer.request.stream {
         true => Ok(sse::stream(sse::openai_failure, |writer| answer.stream(reply, writer))),

@@ -6,6 +6,7 @@ use crate::conversation::{Conversation, Reply, ReplyPart, ToolChoice, Usage, tex
 use crate::error::{ApiError, Result};
 use crate::fields::Fields;
 use crate::generation::End;
+use crate::routes::begin::{ConversationRequest, begin};
 use crate::sampling::{Sampling, stop_strings};
 use crate::sse;
 use crate::tools::Parsed;
@@ -133,7 +134,7 @@ fn tool_choice(choice: Option<Fields>) -> Result<(ToolChoice, bool)> {
     Ok((choice, parallel))
 }
 
-impl MessagesRequest {
+impl ConversationRequest for MessagesRequest {
     fn read(app: &App, body: Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(body);
         let target = app.target(&mut fields)?;
@@ -151,15 +152,14 @@ impl MessagesRequest {
         sampling.stop.extend(stop);
         Ok(Self { target, conversation, sampling, stream })
     }
+
+    fn prompt(&self) -> (&Target, &Conversation, &Sampling) {
+        (&self.target, &self.conversation, &self.sampling)
+    }
 }
 
 pub(crate) async fn create(State(app): State<Arc<App>>, Body(body): Body) -> Result<Response> {
-    let begin = move |app: &Arc<App>| {
-        let request = MessagesRequest::read(app, body)?;
-        let reply = request.conversation.start(app, &request.target, &request.sampling)?;
-        Ok((request, reply))
-    };
-    let (request, reply) = app.work(begin).await?;
+    let (request, reply): (MessagesRequest, _) = begin(&app, body).await?;
     let stream = request.stream;
     let answer = Answer { id: app.id("msg_"), app, request };
     match stream {

@@ -1,6 +1,7 @@
 //! The routes, one file for each interface.
 
 pub(crate) mod adapters;
+mod begin;
 pub(crate) mod chat;
 pub(crate) mod completions;
 pub(crate) mod embeddings;

@@ -189,6 +189,7 @@ impl EngineClient for TestEngine {
             pages_per_rank: 100,
             window_pages_per_rank: 0,
             window_lookback: None,
+            has_full_layers: true,
             cache_bytes: 0,
         }
     }

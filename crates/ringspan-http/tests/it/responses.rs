@@ -100,6 +100,41 @@ fn a_response_is_continued_by_its_id() {
 }
 
 #[test]
+fn items_of_stored_responses_are_referred_to_by_their_ids() {
+    let server = start();
+    let tools = json!([{"type": "function", "name": "f", "parameters": {"type": "object"}}]);
+    let call = "say:Hm<tool_call>{\"name\": \"f\", \"arguments\": {}}</tool_call>";
+    let asked = json!({"id": "mine \\\"1\\", "role": "user", "content": call});
+    let first = server.post("/v1/responses", json!({"input": [asked], "tools": tools})).json();
+    let (said, called) = (&first["output"][0], &first["output"][1]);
+    let output = json!({"type": "function_call_output", "call_id": called["call_id"], "output": "say:done"});
+    let whole = json!({"input": [asked, said, called, output], "tools": tools, "store": false});
+    let whole = server.post("/v1/responses", whole).json();
+    let reference = |item: &Value| json!({"type": "item_reference", "id": item["id"]});
+    let input = json!([reference(&asked), {"id": said["id"]}, reference(called), output]);
+    let referring = server.post("/v1/responses", json!({"input": input, "tools": tools})).json();
+    assert_eq!(referring["output"][0]["content"][0]["text"], "done");
+    assert_eq!(referring["usage"]["input_tokens"], whole["usage"]["input_tokens"]);
+    let path = format!("/v1/responses/{}", referring["id"].as_str().unwrap());
+    let list = server.get(&format!("{path}/input_items?order=asc")).json();
+    assert_eq!((&list["data"][1], &list["data"][2]), (said, called), "what is referred to is stored as it was");
+
+    let twice = json!({"input": [reference(called), reference(called)], "tools": tools});
+    assert_eq!(server.post("/v1/responses", twice).error(400)["param"], "input[1].id");
+    let nothing = json!({"input": [asked, {"type": "item_reference"}]});
+    assert_eq!(server.post("/v1/responses", nothing).error(400)["param"], "input[1].id");
+    // An item stays as long as a response has it.
+    for id in [&first["id"], &referring["id"]] {
+        let again = json!({"input": [reference(said), {"role": "user", "content": "say:more"}], "store": false});
+        assert_eq!(server.post("/v1/responses", again).json()["output"][0]["content"][0]["text"], "more");
+        assert_eq!(server.request("DELETE", &format!("/v1/responses/{}", id.as_str().unwrap()), "", b"").status, 200);
+    }
+    let gone = server.post("/v1/responses", json!({"input": [reference(said)]})).error(404);
+    assert_eq!(gone["param"], "input[0].id");
+    assert!(gone["message"].as_str().unwrap().contains(said["id"].as_str().unwrap()), "{gone}");
+}
+
+#[test]
 fn a_stored_response_is_read_listed_and_deleted() {
     let server = start();
     let first = server.post("/v1/responses", json!({"input": "say:one"})).json();

@@ -72,7 +72,7 @@ pub fn open(folder: &Path) -> Result<Folder> {
 ///
 /// # Errors
 /// A tensor that is missing, of another shape, or unknown.
-pub(crate) fn check_shapes<'a>(
+fn check_shapes<'a>(
     shapes: &BTreeMap<String, Vec<usize>>,
     found: impl Iterator<Item = (&'a String, &'a [usize])>,
 ) -> Result<()> {

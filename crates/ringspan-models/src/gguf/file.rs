@@ -13,6 +13,7 @@ use ringspan_candle::quantized::{Format, QuantizedMatrix};
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::io::{BufReader, Read, Seek, SeekFrom};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 /// An open GGUF file with its parsed header.
@@ -96,14 +97,20 @@ impl GgufFile {
     /// Reads a tensor as rows of its last dimension, `[product of the other dimensions, last]`: as it is stored if matrix
     /// products can compute with its type, else in f32.
     pub(super) fn matrix(&self, name: &str) -> Result<Weight> {
+        let shape = self.info(name)?.shape;
+        self.rows(name, 0..shape[..shape.len().saturating_sub(1)].iter().product())
+    }
+
+    /// Reads some of these rows, which must be there; nothing else is read.
+    pub(super) fn rows(&self, name: &str, rows: Range<usize>) -> Result<Weight> {
         let TensorInfo { shape, kind, offset } = self.info(name)?;
         let columns = shape.last().copied().unwrap_or(1);
-        let rows: usize = shape[..shape.len().saturating_sub(1)].iter().product();
         let refused = |error: candle_core::Error| broken(&self.path, &format!("tensor {name}: {error}"));
         if let Some(format) = Format::from_ggml(kind) {
-            let bytes = format.bytes(rows, columns).map_err(refused)?;
-            let bytes = self.bytes(name, offset, bytes)?;
-            return QuantizedMatrix::new(format, rows, columns, bytes)
+            let before = format.bytes(rows.start, columns).map_err(refused)?;
+            let bytes = format.bytes(rows.len(), columns).map_err(refused)?;
+            let bytes = self.bytes(name, offset + before as u64, bytes)?;
+            return QuantizedMatrix::new(format, rows.len(), columns, bytes)
                 .map(Weight::Quantized)
                 .map_err(|error| self.broken(&format!("tensor {name}: {error}")));
         }
@@ -117,8 +124,9 @@ impl GgufFile {
             let problem = format!("tensor {name}: rows of {columns} are not whole blocks of {}", known.block_size());
             return Err(self.broken(&problem));
         }
-        let bytes = self.bytes(name, offset, rows * columns / known.block_size() * known.type_size())?;
-        qtensor_from_ggml(known, &bytes, vec![rows, columns], &Device::Cpu)
+        let of_rows = |rows: usize| rows * columns / known.block_size() * known.type_size();
+        let bytes = self.bytes(name, offset + of_rows(rows.start) as u64, of_rows(rows.len()))?;
+        qtensor_from_ggml(known, &bytes, vec![rows.len(), columns], &Device::Cpu)
             .and_then(|tensor| tensor.dequantize(&Device::Cpu))
             .map(Weight::Dense)
             .map_err(|error| self.broken(&format!("tensor {name}: {error}")))

@@ -186,6 +186,7 @@ mod tests {
             pages_per_rank: 2,
             window_pages_per_rank: 0,
             window_lookback: None,
+            has_full_layers: true,
             cache_bytes: 0,
         }
     }

@@ -205,10 +205,10 @@ fn page_bytes(model: &Model, mesh: &Mesh, options: &EngineOptions) -> Result<Per
         most = most.max(own.key_values.len());
     }
     let of_layer = PagedCache::bytes_per_page_and_layer(model, options.page, options.kv_dtype)?;
-    let of_layer = (of_layer / heads.key_values * most) as u64;
+    let of_layer = (of_layer / model.key_value_heads() * most) as u64;
     let (mut full, mut window) = (0, 0);
     for stage in 0..mesh.pp {
-        let layers = part(model.layers(), stage, mesh.pp);
+        let layers = part(model.decoder().config().num_hidden_layers, stage, mesh.pp);
         let sees_window = |layer: &usize| model.decoder().mask(*layer).lookback().is_some();
         let of_stage = layers.clone().filter(sees_window).count();
         (full, window) = (full.max(layers.len() - of_stage), window.max(of_stage));

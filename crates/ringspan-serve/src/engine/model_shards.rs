@@ -16,9 +16,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub(super) struct ModelShards(BTreeMap<ModelParallelRank, Arc<Model>>);
 
 impl ModelShards {
-    /// The shards for the ranks of this process.
+    /// The shards for the ranks of this process, of the whole model, or of the shard that this process has read.
     pub(super) fn new(model: Arc<Model>, mesh: &Mesh) -> Result<Self> {
-        // Threads together hold all shards, so they may share the rows of the whole model; a process frees what it does not hold.
+        // Threads together hold all shards, so they may share the rows of the whole model; a process frees what it does not hold,
+        // unless it has read no more.
         let (ranks, copy) = match mesh.ranks.comm() {
             None => (0..mesh.size(), false),
             Some(comm) => (comm.rank()..comm.rank() + 1, true),
@@ -27,7 +28,7 @@ impl ModelShards {
         for rank in ranks {
             let model_rank = mesh.model_rank(rank);
             if let Entry::Vacant(missing) = shards.entry(model_rank) {
-                missing.insert(if model_rank.is_whole() {
+                missing.insert(if model_rank == model.model_rank() {
                     model.clone()
                 } else {
                     Arc::new(model.shard(model_rank, copy)?)

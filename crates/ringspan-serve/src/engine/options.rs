@@ -47,6 +47,9 @@ pub enum KvCache {
     Share(f64),
     /// Pages on each rank, of layers that see everything, and as many of layers that see a window.
     Pages(usize),
+    /// What one sequence of `max_model_len` tokens needs, and at most this share of the machine's free memory, for all ranks of this
+    /// machine together: where that is less, the sequence may have fewer tokens.
+    OneSequence(f64),
 }
 
 impl Default for EngineOptions {
@@ -135,17 +138,19 @@ impl EngineOptions {
                 "at most prefill-chunk: no step has more tokens of prompts",
             );
         }
-        if let KvCache::Share(share) = self.kv_cache
+        if let KvCache::Share(share) | KvCache::OneSequence(share) = self.kv_cache
             && !(share > 0.0 && share <= 1.0)
         {
             return wrong("kv-cache", share.to_string(), "a share of the free memory above 0 and up to 1");
         }
         let pages = PagePlan::new(self, sizes);
         let room = agree(self.room(sizes)?)?;
-        let longest = pages.longest(self.kv_cache, room, self.max_model_len.is_none());
+        let is_alone = matches!(self.kv_cache, KvCache::OneSequence(_));
+        let longest = pages.longest(self.kv_cache, room, self.max_model_len.is_none() && !is_alone);
         let holds = longest.saturating_mul(sizes.cp as u64).saturating_mul(page as u64);
         let holds = usize::try_from(holds).unwrap_or(usize::MAX);
         let asked = self.max_model_len.unwrap_or(holds.min(sizes.trained_length.unwrap_or(usize::MAX))).max(1);
+        let asked = if is_alone && holds > 0 { asked.min(holds) } else { asked };
         let needed = asked.div_ceil(page).div_ceil(sizes.cp);
         if holds < asked {
             let EngineSizes { ranks, page_bytes, .. } = *sizes;
@@ -161,6 +166,7 @@ impl EngineOptions {
                 holds,
             });
         }
+        let room = if is_alone { pages.sequence_bytes(needed as u64) } else { room };
         let pages = pages.divide(self.kv_cache, room, needed as u64, max_running as u64);
         let window_page_bytes = sizes.window.map_or(0, |window| window.page_bytes);
         Ok(Limits {
@@ -176,6 +182,7 @@ impl EngineOptions {
             pages_per_rank: pages.full as usize,
             window_pages_per_rank: pages.window as usize,
             window_lookback: sizes.window.map(|window| window.lookback),
+            has_full_layers: sizes.page_bytes > 0,
             cache_bytes: sizes.page_bytes * pages.full + window_page_bytes * pages.window,
         })
     }
@@ -188,6 +195,11 @@ impl EngineOptions {
             KvCache::Share(share) => {
                 let free = ringspan::memory::available().ok_or(Error::UnknownMemory)?;
                 Ok((free as f64 * share / sizes.local_ranks.max(1) as f64) as u64)
+            }
+            // Where the free memory is unknown, the sequence is as long as was asked.
+            KvCache::OneSequence(share) => {
+                let of_rank = |free: u64| (free as f64 * share / sizes.local_ranks.max(1) as f64) as u64;
+                Ok(ringspan::memory::available().map_or(u64::MAX, of_rank))
             }
         }
     }
@@ -247,6 +259,21 @@ mod tests {
         assert!(refused(|options| options.mixed_chunk = Some(513)).contains("at most prefill-chunk"));
     }
 
+    #[test]
+    fn one_sequence_is_as_long_as_memory_allows() {
+        let kv_cache = KvCache::OneSequence(1e-5);
+        let options = EngineOptions { page: 8, kv_cache, max_model_len: Some(1 << 40), ..EngineOptions::default() };
+        // A small part of some gigabytes: pages of 1000 bytes on each of three ranks.
+        let limits = options.limits(&sizes()).expect("a shorter sequence");
+        assert_eq!(limits.max_model_len, limits.pages_per_rank * 3 * 8);
+        let free = ringspan::memory::available().expect("known here") as f64;
+        let expected = free * 1e-5 / 3.0;
+        assert!((limits.cache_bytes as f64 - expected).abs() < 1000.0 + expected / 2.0, "{limits:?}, {expected} bytes");
+        let none = EngineSizes { page_bytes: 1 << 40, ..sizes() };
+        let refused = options.limits(&none).expect_err("no page").to_string();
+        assert!(refused.contains("0 tokens"), "{refused}");
+    }
+
     /// Gemma 3 270M in f32: 18 layers of one head of 256, of which 15 see a window of 512 tokens.
     #[test]
     fn a_long_text_of_a_model_with_windows_takes_a_fifth_of_the_memory() {
@@ -272,6 +299,18 @@ mod tests {
             }
             enough
         };
+        let kv_cache = KvCache::OneSequence(0.9);
+        for (full, window) in [(18, 0), (3, 15), (0, 18)] {
+            let sizes = sizes(full, window);
+            let options =
+                EngineOptions { kv_cache, max_model_len: Some(2048), max_running: 1, ..EngineOptions::default() };
+            let limits = options.limits(&sizes).expect("less than the free memory");
+            assert_eq!(
+                (limits.cache_bytes, limits.max_model_len),
+                (least(sizes, 2048), 2048),
+                "{full} and {window} layers"
+            );
+        }
         for (tokens, whole, windows) in [(32_768, 1_207_959_552, 234_749_952), (131_072, 4_831_838_208, 838_729_728)] {
             assert_eq!(least(sizes(18, 0), tokens), whole, "{tokens} tokens");
             assert_eq!(least(sizes(3, 15), tokens), windows, "{tokens} tokens");

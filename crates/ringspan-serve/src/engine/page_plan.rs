@@ -64,6 +64,11 @@ impl PagePlan {
         self.reading.min(longest) * self.page_bytes.window
     }
 
+    /// Bytes that a sequence of `longest` pages needs.
+    pub(super) fn sequence_bytes(&self, longest: u64) -> u64 {
+        longest.saturating_mul(self.page_bytes.full).saturating_add(self.window_bytes(longest))
+    }
+
     /// The numbers of pages, if the longest sequence has `longest` of them, which must fit.
     ///
     /// There are windows for as many sequences as fit with their longest texts, and at least a [quarter](Self::windows) of the memory is

@@ -88,6 +88,13 @@ impl Pages {
         rank.free.push(page);
     }
 
+    /// The prefix cache leaves a page to the sequences that hold it.
+    pub(super) fn give_away(&mut self, rank: usize, page: u32) {
+        let rank = &mut self.ranks[rank];
+        debug_assert!(rank.holders[page as usize] > 0 && rank.kept[page as usize], "page {page} is not kept and held");
+        rank.kept[page as usize] = false;
+    }
+
     /// Whether sequences hold a page.
     pub(super) fn is_held(&self, rank: usize, page: u32) -> bool {
         self.ranks[rank].holders[page as usize] > 0
@@ -124,8 +131,7 @@ impl Pages {
         }
     }
 
-    /// Number of holders of a page.
-    #[cfg(test)]
+    /// Number of sequences that hold a page.
     pub(super) fn holders(&self, rank: usize, page: u32) -> u32 {
         self.ranks[rank].holders[page as usize]
     }

@@ -297,19 +297,41 @@ impl PrefixCache {
 
     /// Removes a node without children whose pages no sequence holds.
     fn remove(&mut self, node: NodeId) {
-        let Node { parent, rank, page, window, .. } = self.nodes[node];
+        let Node { rank, page, window, .. } = self.nodes[node];
         if let (Some(pages), Some(page)) = (&mut self.window, window) {
             pages.forget(rank, page);
         }
+        self.pages.forget(rank, page);
+        self.detach(node);
+    }
+
+    /// Takes a node without children, whose pages it has lost, out of the tree.
+    fn detach(&mut self, node: NodeId) {
+        let Node { parent, rank, page, .. } = self.nodes[node];
         self.nodes[node].window = None;
         let tokens = std::mem::take(&mut self.nodes[node].tokens);
         self.node_of.remove(&(rank, page));
-        self.pages.forget(rank, page);
         if let Some(parent) = parent {
             self.nodes[parent].children.remove(&tokens);
             self.note_evictable(parent);
         }
         self.unused.push(node);
+    }
+
+    /// Leaves page `index` of a text to the only sequence that holds it, which may then overwrite its rows; returns whether that is
+    /// possible: the page must be the last of every text that has it.
+    pub(super) fn give_away(&mut self, index: usize, page: u32) -> bool {
+        let rank = self.rank_of(index);
+        let Some(&node) = self.node_of.get(&(rank, page)) else { return false };
+        if !self.nodes[node].children.is_empty() || self.pages.holders(rank, page) > 1 {
+            return false;
+        }
+        if let (Some(pages), Some(page)) = (&mut self.window, self.nodes[node].window) {
+            pages.give_away(rank, page);
+        }
+        self.pages.give_away(rank, page);
+        self.detach(node);
+        true
     }
 
     /// Adds a page that a sequence holds behind `parent` (`None` at the beginning of a text). `tokens` are those whose rows are

@@ -249,6 +249,8 @@ pub struct Limits {
     pub window_pages_per_rank: usize,
     /// The largest number of tokens before its own that a token sees in layers that see a window; `None` if there are none.
     pub window_lookback: Option<usize>,
+    /// Whether there are layers that see the whole sequence.
+    pub has_full_layers: bool,
     /// Bytes of the keys and values in the pages of a rank.
     pub cache_bytes: u64,
 }

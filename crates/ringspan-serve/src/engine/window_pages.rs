@@ -73,6 +73,12 @@ impl WindowPages {
         self.node_of.remove(&(rank, page))
     }
 
+    /// Makes the prefix cache leave a page to the sequence that holds it.
+    pub(super) fn give_away(&mut self, rank: usize, page: u32) {
+        self.pages.give_away(rank, page);
+        self.node_of.remove(&(rank, page));
+    }
+
     fn unlist(&mut self, rank: usize, page: u32) {
         if let Some(at) = self.released.remove(&(rank, page)) {
             self.evictable[rank].remove(&(at, page));

@@ -1,10 +1,12 @@
 //! Conversations become the text, the tokens and the loss mask that transformers makes of them.
 
+use ringspan_models::chat_template::{self, ChatTemplate};
 use ringspan_train::{
     Tokenizer,
     data::{Content, Encoder, NOT_LEARNED, Template},
 };
 use serde::Deserialize;
+use serde_json::Map;
 use std::path::{Path, PathBuf};
 
 #[derive(Deserialize)]
@@ -19,6 +21,8 @@ struct Expected {
     text: String,
     tokens: Vec<u32>,
     learned: Vec<u32>,
+    /// For each message, the text that an answer continues; `None` where transformers refuses.
+    continued: Vec<Option<String>>,
 }
 
 fn fixtures() -> PathBuf {
@@ -51,6 +55,31 @@ fn text_tokens_and_learned_words_are_those_of_transformers() {
             assert_eq!(learned, expected.learned, "{name}, conversation {index}: {:?}", rendered.learned);
         }
     }
+}
+
+#[test]
+fn an_unfinished_message_ends_as_that_of_transformers() {
+    let conversations: Vec<Conversation> = read(&fixtures().join("conversations.json"));
+    let mut refused = 0;
+    for name in ["turns", "headers", "brackets", "thinking"] {
+        let folder = fixtures().join(name);
+        let template = ChatTemplate::from_model_folder(&folder).unwrap().unwrap();
+        let expected: Vec<Expected> = read(&folder.join("expected.json"));
+        for (index, (Conversation { messages, tools }, expected)) in conversations.iter().zip(&expected).enumerate() {
+            for (last, expected) in expected.continued.iter().enumerate() {
+                let unfinished = template.render_unfinished(&chat_template::Conversation {
+                    messages: &messages[..=last],
+                    tools,
+                    add_generation_prompt: false,
+                    variables: &Map::new(),
+                });
+                let text = unfinished.as_ref().ok();
+                assert_eq!(text, expected.as_ref(), "{name}, conversation {index}, message {last}: {unfinished:?}");
+                refused += usize::from(text.is_none());
+            }
+        }
+    }
+    assert!(refused > 0, "there is a message that cannot be continued");
 }
 
 #[test]

@@ -48,6 +48,32 @@ proptest! {
     }
 }
 
+/// The engine keeps as many keys behind a sequence as its layers' masks look back.
+#[test]
+fn a_mask_looks_back_as_far_as_it_sees() {
+    let chunked = |mask: Mask, size| mask.chunked(size).expect("a size");
+    for (mask, lookback) in [
+        (Mask::causal(), None),
+        (Mask::full(), None),
+        (Mask::causal().window(Some(5), None), Some(5)),
+        (Mask::causal().window(Some(0), None), Some(0)),
+        (Mask::full().window(Some(3), Some(4)), Some(3)),
+        (Mask::full().window(None, Some(4)), None),
+        (chunked(Mask::causal(), 7), Some(6)),
+        (chunked(Mask::causal(), 1), Some(0)),
+        (chunked(Mask::causal().window(Some(3), None), 7), Some(3)),
+        (chunked(Mask::causal().window(Some(9), None), 7), Some(6)),
+        (Mask::causal().prefix_lm([4]), None),
+        (Mask::causal().window(Some(5), None).prefix_lm([30]), Some(5)),
+        (chunked(Mask::causal(), 7).prefix_lm([30]), Some(6)),
+    ] {
+        assert_eq!(mask.lookback(), lookback, "{mask}");
+        let pairs = (0..40_usize).flat_map(|i| (0..=i).map(move |j| (i, j)));
+        let farthest = pairs.filter(|(i, j)| mask.sees(0, *i, *j, 40, 40)).map(|(i, j)| i - j).max();
+        assert_eq!(farthest, Some(lookback.unwrap_or(39)), "{mask}");
+    }
+}
+
 #[test]
 fn another_document_is_never_seen() {
     let q = Run { document: 0, start: 0, len: 4, step: 1 };

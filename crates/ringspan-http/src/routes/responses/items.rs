@@ -1,5 +1,6 @@
 //! The items of responses: what the model reads and writes in OpenAI's newer interface.
 
+use super::references;
 use crate::app::App;
 use crate::conversation::{Conversation, text_content};
 use crate::error::{ApiError, Result};
@@ -12,18 +13,21 @@ const STATUSES: [&str; 3] = ["in_progress", "completed", "incomplete"];
 /// Most bytes of an item's id, as for OpenAI: ids cost no token of the prompt, but memory of the store.
 const LONGEST_ID: usize = 64;
 
-/// The items of `input`, which is a text or a list; each has an id. They keep the fields that are read, and no thoughts: what
+/// The items of `input`, which is a text or a list, with those that it refers to; each has an id. They keep the fields that are read, and no thoughts: what
 /// costs no token of the prompt would fill the store for nothing.
 ///
 /// # Errors
-/// Input of another kind, items of a kind that the model cannot read, ids that are too long.
+/// Input of another kind, items of a kind that the model cannot read, ids that are too long, references to nothing.
 pub(super) fn list(app: &App, input: Value) -> Result<Vec<Value>> {
     let items = match input {
         Value::String(text) => {
             let content = json!([{"type": "input_text", "text": text}]);
             vec![json!({"type": "message", "role": "user", "content": content})]
         }
-        Value::Array(items) => items,
+        Value::Array(mut items) => {
+            references::resolve(app, &mut items)?;
+            items
+        }
         _ => return Err(ApiError::field("input", "must be a string or a list of items")),
     };
     let mut read = Vec::with_capacity(items.len());

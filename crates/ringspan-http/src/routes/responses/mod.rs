@@ -2,11 +2,13 @@
 
 mod answer;
 mod items;
+mod references;
 mod request;
 
 use crate::app::App;
 use crate::body::Body;
 use crate::error::{ApiError, Result};
+use crate::routes::begin::begin;
 use crate::sse;
 use answer::Answer;
 use axum::Json;
@@ -21,12 +23,7 @@ use std::sync::Arc;
 const MOST_ITEMS: usize = 100;
 
 pub(crate) async fn create(State(app): State<Arc<App>>, Body(body): Body) -> Result<Response> {
-    let begin = move |app: &Arc<App>| {
-        let request = ResponseRequest::read(app, body)?;
-        let reply = request.conversation.start(app, &request.target, &request.sampling)?;
-        Ok((request, reply))
-    };
-    let (request, reply) = app.work(begin).await?;
+    let (request, reply): (ResponseRequest, _) = begin(&app, body).await?;
     let (stream, background) = (request.stream, request.background);
     let answer = Answer::new(app, request);
     match (stream, background) {

@@ -5,6 +5,7 @@ use crate::app::{App, Target};
 use crate::conversation::{self, Conversation};
 use crate::error::{ApiError, Result};
 use crate::fields::Fields;
+use crate::routes::begin::ConversationRequest;
 use crate::sampling::{Sampling, response_format};
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
@@ -22,8 +23,8 @@ pub(super) struct ResponseRequest {
     pub(super) repeated: Map<String, Value>,
 }
 
-impl ResponseRequest {
-    pub(super) fn read(app: &App, body: Map<String, Value>) -> Result<Self> {
+impl ConversationRequest for ResponseRequest {
+    fn read(app: &App, body: Map<String, Value>) -> Result<Self> {
         let mut repeated = repeated(&body);
         let mut fields = Fields::new(body);
         let target = app.target(&mut fields)?;
@@ -99,6 +100,10 @@ impl ResponseRequest {
         let conversation =
             Conversation { messages, tools, choice, parallel_calls, variables, ..Conversation::default() };
         Ok(Self { target, conversation, sampling, stream, background, stored_input, repeated })
+    }
+
+    fn prompt(&self) -> (&Target, &Conversation, &Sampling) {
+        (&self.target, &self.conversation, &self.sampling)
     }
 }
 

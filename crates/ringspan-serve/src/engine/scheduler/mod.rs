@@ -285,8 +285,12 @@ impl Scheduler {
         // While others run, a page of each rank is left to them, so that they do not have to be put back at once.
         let spare = usize::from(!self.running.is_empty());
         let next = |page_table: &PageTable| tokens.min(page_table.computed.saturating_add(chunk));
-        if page_table.copied_from.is_some() && !self.has_room(&page_table, tokens, next(&page_table), spare) {
-            // While its rows are copied, a page is held in addition to the copy; perhaps that one page is missing.
+        let window_tokens = next(&page_table);
+        if page_table.copied_from.is_some()
+            && !self.has_room(&page_table, tokens, window_tokens, spare)
+            && !self.take_copied_page(&mut page_table, tokens, window_tokens, spare)
+        {
+            // Without the rows in that page, one page less is needed.
             let whole = page_table.pages.len() * page;
             self.release_pages(&mut page_table);
             page_table = self.prefix_pages(sequence.adapter, &known[..whole]);
@@ -299,6 +303,27 @@ impl Scheduler {
         }
         self.release_pages(&mut page_table);
         None
+    }
+
+    /// Makes the cached page of which a sequence would copy rows its own, since there is no room for both, if nobody else needs it and
+    /// there is room then; returns whether it did. The prefix cache loses what is behind those rows.
+    fn take_copied_page(
+        &mut self,
+        page_table: &mut PageTable,
+        tokens: usize,
+        window_tokens: usize,
+        spare: usize,
+    ) -> bool {
+        let Some(copied) = page_table.copied_from.take() else { return false };
+        page_table.pages.push(copied.page);
+        page_table.window.pages.extend(copied.window);
+        if self.has_room(page_table, tokens, window_tokens, spare) && self.cache.give_away(copied.index, copied.page) {
+            return true;
+        }
+        page_table.pages.truncate(copied.index);
+        page_table.window.pages.truncate(copied.index - page_table.window.first);
+        page_table.copied_from = Some(copied);
+        false
     }
 
     /// Counts the tokens of a prompt that were found in the cache when it is first admitted.

@@ -1,5 +1,6 @@
 //! Tests of the scheduler with sliding-window layers, whose pages are few.
 
+use super::super::scheduler::Bounds;
 use super::harness::{Harness, VOCABULARY, bounds};
 use super::request;
 
@@ -41,4 +42,24 @@ fn a_hit_ends_where_the_pages_of_its_window_are_gone() {
     let mut harness = harness.finish();
     harness.submit(request(&text[..21], 1), None, None);
     assert_eq!(harness.scheduler.next()[0].step.sequences[0].start, 20);
+}
+
+/// A hit in the middle of a page needs that page and a copy. Where there is no room for both, the page itself is continued: without its
+/// rows, the window before them would begin in a page that is gone, and nothing of the text would be a hit.
+#[test]
+fn a_hit_takes_its_last_page_where_there_is_no_room_for_a_copy() {
+    let bounds = Bounds { prefill_chunk: 2, mixed_chunk: Some(2), ..bounds(4) };
+    let text: Vec<u32> = (0..22).map(|i| i * i % VOCABULARY).collect();
+    for window in [None, Some((5, 3))] {
+        let mut harness = Harness::with_window(1, 7, bounds, true, window);
+        harness.submit(request(&text, 1), None, None);
+        let mut harness = harness.finish();
+        // Another request holds the only page that is free, and that of the window before the last two pages.
+        harness.submit(request(&[1, 1], 2), None, None);
+        assert!(harness.step());
+        harness.submit(request(&[text.as_slice(), &[3]].concat(), 1), None, None);
+        assert!(harness.step());
+        assert_eq!(harness.scheduler.counts().prefix_hits, 22, "{window:?}");
+        harness.finish();
+    }
 }
