@@ -1,7 +1,7 @@
 //! Ranks whose tensors are sent by NCCL, as between processes. Threads stand for the processes, with a communicator that
 //! takes no tensors on GPUs. The results have the same bits as on ranks that hand their tensors over.
 
-use crate::ranks::{MESHES, Means, Mesh, collectives, collectives_of, on_ranks, sums_in_order};
+use crate::ranks::{MESHES, MakeComm, Mesh, collectives, collectives_of, on_ranks, sums_in_order};
 use crate::{gpu, numbers, random, rounding};
 use candle_core::{DType, Result, Tensor};
 use ringspan::Error;
@@ -51,9 +51,9 @@ fn collectives_have_the_bits_of_ranks_that_hand_over_and_no_tensor_crosses() {
             let wanted = collectives(&gpu, width, &Ok);
             let (before, bytes) = (shared.copied(), Mutex::new(vec![0; 3]));
             let got = on_ranks(3, |comm| {
-                let (rank, means) = (comm.rank(), connected(comm.clone(), &shared)?);
+                let (rank, nccl_comm) = (comm.rank(), connected(comm.clone(), &shared)?);
                 let connected = comm.bytes_sent();
-                let results = collectives_of(&gpu, width, &means)?;
+                let results = collectives_of(&gpu, width, &nccl_comm)?;
                 bytes.lock().expect("no panic under it")[rank] = comm.bytes_sent() - connected;
                 Ok(results)
             });
@@ -71,18 +71,18 @@ fn collectives_have_the_bits_of_ranks_that_hand_over_and_no_tensor_crosses() {
 fn attention_has_the_bits_of_ranks_that_hand_over_and_no_tensor_crosses() {
     let Some(gpu) = shared() else { return };
     let shared = kernel_gpu(&gpu);
-    let means: Means = &|comm| connected(comm, &shared);
+    let make_comm: MakeComm = &|comm| connected(comm, &shared);
     // The meshes cover blocks around a ring, queries sent forth and back, and heads exchanged in addition to a ring.
     let meshes = MESHES.into_iter().filter(|(.., grid)| [(3, 1), (2, 1), (2, 2)].contains(grid));
     for (kind, strategy, grid) in meshes {
         let mesh = Mesh::new(kind, strategy, grid);
         let wanted = mesh.run(&gpu);
-        assert_eq!(mesh.run_by(&gpu, means), wanted, "{mesh:?}: results, and bytes copied");
+        assert_eq!(mesh.run_by(&gpu, make_comm), wanted, "{mesh:?}: results, and bytes copied");
         if grid == (2, 2) {
             let again = Mesh { again: Some(Storage::F32), ..mesh };
-            assert_eq!(again.run_by(&gpu, means), wanted, "{mesh:?}, again");
+            assert_eq!(again.run_by(&gpu, make_comm), wanted, "{mesh:?}, again");
             let gpu = rounding(&gpu);
-            assert_eq!(mesh.run_by(&gpu, means), mesh.run(&gpu), "{mesh:?} in bf16");
+            assert_eq!(mesh.run_by(&gpu, make_comm), mesh.run(&gpu), "{mesh:?} in bf16");
         }
     }
 }
@@ -93,9 +93,9 @@ fn attention_has_the_bits_of_ranks_that_hand_over_and_no_tensor_crosses() {
 fn collectives_stand_between_what_candle_does_before_and_afterwards() {
     let Some(gpu) = shared() else { return };
     let shared = kernel_gpu(&gpu);
-    let run = |means: Means, writes: bool| {
+    let run = |make_comm: MakeComm, writes: bool| {
         on_ranks(3, |comm| {
-            let (own, comm) = (comm.rank(), means(comm)?);
+            let (own, comm) = (comm.rank(), make_comm(comm)?);
             let mut x = random(&[6, 5], 5 + own as u64).to_device(gpu.tensors())?;
             for _ in 0..3 {
                 let (a, b) = ((&x * 1.5)?, x.sqr()?.affine(0.5, 0.1)?);

@@ -15,7 +15,7 @@ mod ranks;
 mod residual_norm;
 mod stacked;
 
-use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_core::{DType, Result, Tensor, Var};
 use ringspan_candle::activation::Activation;
 use ringspan_candle::cast::cast;
 use ringspan_candle::experts::{Local, SavedExperts, with_router_gradient};

@@ -21,7 +21,7 @@ pub(crate) type OfRanks = Vec<Vec<Vec<f32>>>;
 pub(crate) type Copied = (u64, u64);
 
 /// Wraps the communicator of a rank into the one that it uses.
-pub(crate) type Means<'a> = &'a (dyn Fn(Arc<dyn Communicator>) -> Result<Arc<dyn Communicator>> + Sync);
+pub(crate) type MakeComm<'a> = &'a (dyn Fn(Arc<dyn Communicator>) -> Result<Arc<dyn Communicator>> + Sync);
 
 /// Runs `rank` on each of several ranks, and returns their results.
 pub(crate) fn on_ranks<T: Send>(ranks: usize, rank: impl Fn(Arc<dyn Communicator>) -> Result<T> + Sync) -> Vec<T> {
@@ -98,10 +98,10 @@ impl Mesh {
     }
 
     /// Like [`run`](Self::run), with communicators that `means` wraps.
-    pub(crate) fn run_by(&self, device: &RankDevice, means: Means) -> (OfRanks, Copied) {
+    pub(crate) fn run_by(&self, device: &RankDevice, make_comm: MakeComm) -> (OfRanks, Copied) {
         let documents = Documents::packed(&[31, 19, 40]);
         let rank = |comm: Arc<dyn Communicator>| {
-            let (own, comm) = (comm.rank(), means(comm)?);
+            let (own, comm) = (comm.rank(), make_comm(comm)?);
             let layout = Layout::new(self.kind, &documents, comm.size()).map_err(candle_core::Error::wrap)?;
             let rows = layout.tokens(own);
             let kernel = device.kernel(1).map_err(candle_core::Error::wrap)?;
@@ -294,8 +294,8 @@ fn a_new_token_meets_a_cache_on_the_gpu_and_no_tensor_crosses() -> Result<()> {
 }
 
 /// Values and gradients of all collectives, for rows of this width, on ranks with and without rows.
-pub(crate) fn collectives(device: &RankDevice, width: usize, means: Means) -> OfRanks {
-    on_ranks(3, |comm| collectives_of(device, width, &means(comm)?))
+pub(crate) fn collectives(device: &RankDevice, width: usize, make_comm: MakeComm) -> OfRanks {
+    on_ranks(3, |comm| collectives_of(device, width, &make_comm(comm)?))
 }
 
 /// Like [`collectives`], on one of three ranks.
@@ -317,10 +317,10 @@ pub(crate) fn collectives_of(device: &RankDevice, width: usize, comm: &Arc<dyn C
 }
 
 /// Sums of numbers whose result depends on the order of addition, on each of three ranks; and the sums in rank order.
-pub(crate) fn sums_in_order(device: &RankDevice, means: Means) -> [Vec<Vec<f32>>; 2] {
+pub(crate) fn sums_in_order(device: &RankDevice, make_comm: MakeComm) -> [Vec<Vec<f32>>; 2] {
     let all = [[1e8, -1e8, 1.0], [1.0, 1e8, -1e8], [3e7, 1.0, 1.0]];
     let sums = on_ranks(3, |comm| {
-        let (own, comm) = (comm.rank(), means(comm)?);
+        let (own, comm) = (comm.rank(), make_comm(comm)?);
         let rows: Vec<f32> = all.iter().map(|of_ranks| of_ranks[own]).collect();
         let x = device.parameter(&Tensor::new(rows, &Device::Cpu)?.unsqueeze(1)?)?;
         let sum = collective::all_reduce(&comm, &x)?;

@@ -4,6 +4,7 @@
 mod support;
 
 mod bf16;
+mod bf16_ranks;
 mod collectives;
 mod feed_forward;
 mod fused_layers;
