@@ -193,7 +193,8 @@ fn a_cache_in_bf16_gives_what_its_model_gives_up_to_rounding() {
 #[test]
 fn outputs_do_not_depend_on_batch_mates() {
     for (name, model) in [("gemma3", gemma3()), ("qwen3_moe", qwen3_moe())] {
-        for (ranks, bound) in [(1, 1e-6), (3, 1e-5)] {
+        // Products of few rows and of many add the same terms in different orders.
+        for (ranks, bound) in [(1, 3e-6), (3, 1e-5)] {
             let mut pages = Pages::new(ranks, 200, 4, &mut Random(3));
             let steps = |mates: bool, pages: &mut Pages| -> Vec<Step> {
                 let mut random = Random(8);

@@ -204,8 +204,9 @@ fn over_a_link_messages_arrive_after_their_bytes_and_the_latency() {
     let link = Some(Link { bandwidth: 1e6, latency: ms(20) });
     run(2, Options { link, ..Options::default() }, |comm| {
         let peer = 1 - comm.rank();
-        comm.barrier()?;
+        // Neither rank sends before both have read the time.
         let start = Instant::now();
+        comm.barrier()?;
         for _ in 0..2 {
             comm.send(peer, 0, Arc::new(Buffer::U8(vec![0; 30_000])))?.wait()?;
         }
@@ -213,7 +214,6 @@ fn over_a_link_messages_arrive_after_their_bytes_and_the_latency() {
         while !first.test()? {
             std::thread::yield_now();
         }
-        // The other rank may have started up to a latency earlier, because it left the barrier first.
         assert!(start.elapsed() >= ms(30), "30 kB in {:?}", start.elapsed());
         second.wait()?;
         assert!(start.elapsed() >= ms(60), "60 kB in {:?}", start.elapsed());
