@@ -1,2 +1,9 @@
 #![doc = include_str!("../README.md")]
 #![deny(missing_docs)]
+
+pub mod error;
+pub mod scheduler;
+pub mod tensor_folder;
+pub mod transformer;
+
+pub use error::{Error, Result};
