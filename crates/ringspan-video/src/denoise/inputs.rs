@@ -66,7 +66,7 @@ impl DenoiseInputs {
             let wanted = [batch, channels, frames, height, width];
             match given.dims() == wanted {
                 true => Ok(()),
-                false => refuse(format!("`{name}` is {:?}, expected {wanted:?}", given.shape())),
+                false => Err(Error::Input(format!("`{name}` is {:?}, expected {wanted:?}", given.shape()))),
             }
         };
         match (&self.control, config.vace_in_channels) {
