@@ -22,6 +22,8 @@ pub struct DenoisePlan {
     of_ranks: Vec<usize>,
     /// Heads of each Ulysses rank.
     heads: Vec<usize>,
+    /// What other ring and Ulysses sizes would cost, if heads are shared unequally.
+    otherwise: Option<String>,
     /// Bytes that the busiest rank sends in a step.
     bytes: u64,
     /// Bytes of each transformer's weights in memory.
@@ -104,6 +106,11 @@ impl DenoisePlan {
         }
         let blocks = config.num_layers + config.vace_layers.as_ref().map_or(0, Vec::len);
         let branches = if settings.is_guided(0) && !mesh.cfg_parallel { 2 } else { 1 };
+        let is_uneven = shares.iter().any(|share| share.query.len() != shares[0].query.len());
+        let otherwise = match is_uneven {
+            true => Some(cheapest_grid(config, batch, grid.tokens(), mesh.branch_size())?.1),
+            false => None,
+        };
         let of_block = cost(config, batch, grid.tokens(), of_mesh)?.bytes;
         Ok(Self {
             mesh: mesh.to_string(),
@@ -113,6 +120,7 @@ impl DenoisePlan {
             tokens: grid.tokens(),
             of_ranks: (0..layout.ranks()).map(|rank| layout.tokens(rank)).collect(),
             heads: shares.iter().map(|share| share.query.len()).collect(),
+            otherwise,
             bytes: of_block * (blocks * branches) as u64,
             weights: (0..folder.stages()).map(|stage| folder.bytes(stage)).collect(),
         })
@@ -136,6 +144,9 @@ impl fmt::Display for DenoisePlan {
         writeln!(f, "mesh      {}", self.mesh)?;
         writeln!(f, "latents   {:?}: {} tokens a video, {} a rank", self.latents, self.tokens, list(&self.of_ranks))?;
         writeln!(f, "heads     {} a Ulysses rank", list(&self.heads))?;
+        if let Some(otherwise) = &self.otherwise {
+            writeln!(f, "          the least work and bytes have {otherwise}")?;
+        }
         writeln!(f, "schedule  {} steps of {}, shift {}", self.settings.steps, scheduler.kind, scheduler.shift)?;
         for (stage, (steps, bytes)) in self.steps.iter().zip(&self.weights).enumerate() {
             let guidance = self.settings.guidance[stage];
