@@ -1,6 +1,6 @@
 """Makes all fixtures again, in a temporary folder, and compares them with those in the tree.
 
-    pip install -r tools/requirements.txt
+    pip install -r tools/requirements-video.txt
     pip install --no-deps --target experts -r tools/requirements-experts.txt
     python tools/check_fixtures.py --experts experts
 
@@ -26,6 +26,7 @@ TOOLS = pathlib.Path(__file__).resolve().parent
 ROOT = TOOLS.parent
 MODELS = ROOT / "crates/ringspan-models/tests/fixtures"
 TRAIN = ROOT / "crates/ringspan-train/tests/fixtures"
+VIDEO = ROOT / "crates/ringspan-video/tests/fixtures"
 CANDLE = ROOT / "crates/ringspan-candle/tests/fixtures"
 # For each script: its folder for `--out`, and the folders that it writes there.
 SCRIPTS = {
@@ -36,6 +37,7 @@ SCRIPTS = {
     "make_gguf_family_fixtures.py": (MODELS / "gguf_families", ["."]),
     "make_training_fixture.py": (TRAIN / "ten_steps", ["."]),
     "make_chat_fixture.py": (TRAIN / "chat", ["."]),
+    "make_video_fixture.py": (VIDEO / "transformer", ["."]),
     "make_quantized_fixture.py": (CANDLE / "quantized", ["."]),
 }
 # This script needs older packages than the others.

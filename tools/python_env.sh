@@ -15,7 +15,7 @@ if [ "$(cat "$environment/made-of" 2>/dev/null)" != "$wanted" ]; then
   # PyTorch asks for a compiler of GPU kernels, 1 GB, that nothing here uses.
   echo 'triton; python_version < "3"' >"$environment/without"
   "$python" -m uv pip install --quiet --python "$python" --override "$environment/without" \
-    -r tools/requirements-bench.txt -r tools/requirements-lm-eval.txt
+    -r tools/requirements-bench.txt -r tools/requirements-lm-eval.txt -r tools/requirements-video.txt
   "$python" -m uv pip install --quiet --python "$python" --no-deps --target "$experts" -r tools/requirements-experts.txt
   echo "$wanted" >"$environment/made-of"
 fi

@@ -1,9 +1,9 @@
-//! The activations of gated feed-forward layers, element by element, with their derivatives.
+//! The activations of feed-forward layers, element by element, with their derivatives.
 
 use crate::number::Number;
 use crate::pool::vectorized;
 
-/// The activation function that is applied to the gate.
+/// The activation function of a feed-forward layer; of a gated one, that of the gate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Activation {
     /// `x / (1 + e^-x)`: Llama, Qwen, Mistral (Elfwing et al., 2017).
@@ -64,6 +64,22 @@ impl Activation {
         }
     }
 
+    /// `x = act(x)`, element by element.
+    pub(crate) fn apply_in_place<T: Number>(self, x: &mut [T]) {
+        match self {
+            Self::Silu => vectorized(|| applied(Self::Silu, x)),
+            Self::GeluTanh => vectorized(|| applied(Self::GeluTanh, x)),
+        }
+    }
+
+    /// Turns the gradient `d` of `act(x)` in place into that of x.
+    pub(crate) fn slopes_in_place<T: Number>(self, x: &[T], d: &mut [T]) {
+        match self {
+            Self::Silu => vectorized(|| sloped(Self::Silu, x, d)),
+            Self::GeluTanh => vectorized(|| sloped(Self::GeluTanh, x, d)),
+        }
+    }
+
     /// Turns `gate`, `up` and the gradient `d` of `act(gate) * up` in place into the gradient of gate, the gradient of up and
     /// `act(gate) * up`.
     pub(crate) fn gate_backward_in_place<T: Number>(self, gate: &mut [T], up: &mut [T], d: &mut [T]) {
@@ -79,6 +95,20 @@ impl Activation {
             Self::Silu => vectorized(|| gated_gradients(Self::Silu, gate, up, d)),
             Self::GeluTanh => vectorized(|| gated_gradients(Self::GeluTanh, gate, up, d)),
         }
+    }
+}
+
+#[inline(always)]
+fn applied<T: Number>(act: Activation, x: &mut [T]) {
+    for x in x {
+        *x = T::round_from(act.value_and_slope(x.upcast()).0);
+    }
+}
+
+#[inline(always)]
+fn sloped<T: Number>(act: Activation, x: &[T], d: &mut [T]) {
+    for (x, d) in x.iter().zip(d) {
+        *d = T::round_from(d.upcast() * act.value_and_slope(x.upcast()).1);
     }
 }
 

@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 #![deny(missing_docs)]
 
+pub mod activate;
 pub mod activation;
 mod activation_storage;
 pub mod activation_store;
@@ -28,6 +29,7 @@ pub mod lora;
 pub mod loss;
 mod matmul;
 pub mod model;
+pub mod modulation;
 pub mod norm;
 mod number;
 #[cfg_attr(not(feature = "cuda"), path = "without_nvidia.rs")]

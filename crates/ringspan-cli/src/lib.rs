@@ -4,6 +4,7 @@
 mod allocator;
 pub mod attend;
 mod bench;
+mod denoise;
 mod device;
 mod draw;
 mod export;
@@ -47,6 +48,7 @@ enum Command {
     Generate(generate::GenerateArgs),
     Serve(Box<serve::ServeArgs>),
     Score(score::ScoreArgs),
+    Denoise(denoise::DenoiseArgs),
     Attend(attend::AttendArgs),
     Draw(draw::DrawArgs),
     Mesh(topology::TopologyArgs),
@@ -86,6 +88,7 @@ fn run(command: Command, ranks: &Ranks) -> anyhow::Result<ExitCode> {
         Command::Generate(args) => generate::run(&args, ranks),
         Command::Serve(args) => serve::run(&args, ranks),
         Command::Score(args) => score::run(&args, ranks),
+        Command::Denoise(args) => denoise::run(&args, ranks),
         Command::Attend(args) => attend::run(&args, ranks),
         Command::Draw(args) => draw::run(&args, ranks),
         Command::Mesh(args) => topology::run(&args, ranks),

@@ -45,23 +45,42 @@ impl Context {
         self.unshard_by(&self.key_layout, x)
     }
 
+    /// Like [`unshard`](Self::unshard), for this rank's tokens one row after the other, `[T, ..]`, as layers have them; the
+    /// result is `[B * S, ..]`.
+    ///
+    /// # Errors
+    /// As for [`unshard`](Self::unshard).
+    pub fn unshard_rows(&self, x: &Tensor) -> Result<Tensor> {
+        let (rank, tokens) = (self.group.rank(), self.layout.tokens(self.group.rank()));
+        if x.dims().first() != Some(&tokens) {
+            bail!("unshard_rows expects [{tokens}, ..] on rank {rank}, given {:?}", x.dims());
+        }
+        self.gathered_rows(&self.layout, x)
+    }
+
     fn unshard_by(&self, layout: &Layout, x: &Tensor) -> Result<Tensor> {
-        let (rank, ranks) = (self.group.rank(), layout.ranks());
+        let rank = self.group.rank();
         let (rows, tokens) = local_batch(layout, rank);
         let dims = x.dims();
         if dims.len() < 2 || dims[..2] != [rows, tokens] {
             bail!("unshard expects [{rows}, {tokens}, ..] on rank {rank}, given {dims:?}");
         }
+        let whole = self.gathered_rows(layout, &x.flatten(0, 1)?)?;
+        let row_len = layout.documents().row_len();
+        whole.reshape([&[layout.documents().size() / row_len.max(1), row_len], &dims[2..]].concat())
+    }
+
+    /// The rows `[B * S, ..]` of all ranks' tokens `[T, ..]`; padding is zeros.
+    fn gathered_rows(&self, layout: &Layout, x: &Tensor) -> Result<Tensor> {
+        let ranks = layout.ranks();
         let counts: Vec<usize> = (0..ranks).map(|rank| layout.tokens(rank)).collect();
-        let all = all_gather_of(self.group.cp(), &x.flatten(0, 1)?.contiguous()?, counts.clone())?;
+        let all = all_gather_of(self.group.cp(), &x.contiguous()?, counts.clone())?;
         // One row of zeros behind the tokens stands for padding.
-        let zeros = Tensor::zeros([&[1], &dims[2..]].concat(), x.dtype(), x.device())?;
+        let zeros = Tensor::zeros([&[1], &x.dims()[1..]].concat(), x.dtype(), x.device())?;
         let mut source = vec![counts.iter().sum::<usize>() as u32; layout.documents().size()];
         let gathered = (0..ranks).flat_map(|rank| layout.rows(rank));
         gathered.zip(0..).for_each(|(row, index)| source[row] = index);
-        let whole = Tensor::cat(&[&all, &zeros], 0)?.index_select(&index(source, x.device())?, 0)?;
-        let row_len = layout.documents().row_len();
-        whole.reshape([&[layout.documents().size() / row_len.max(1), row_len], &dims[2..]].concat())
+        Tensor::cat(&[&all, &zeros], 0)?.index_select(&index(source, x.device())?, 0)
     }
 
     /// The position of each of this rank's tokens in its document, `[B, T]` as U32: the `position_ids` of rotary and

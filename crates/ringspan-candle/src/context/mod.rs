@@ -85,6 +85,17 @@ impl Context {
         })
     }
 
+    /// Like [`new`](Self::new), for cross attention: the queries' layout and the keys'.
+    ///
+    /// # Errors
+    /// As for [`new`](Self::new).
+    pub fn between(group: Arc<Group>, (queries, keys): (Layout, Layout), strategy: StrategyKind) -> Result<Self> {
+        if keys.ranks() != group.size() {
+            candle_core::bail!("the layout distributes keys to {} ranks, the group has {}", keys.ranks(), group.size());
+        }
+        Ok(Self { key_layout: Arc::new(keys), ..Self::new(group, Arc::new(queries), strategy)? })
+    }
+
     /// Sets the implementation of the experts of sparse layers; by default this rank computes all of them.
     pub fn with_experts(self, experts: Arc<dyn Experts + Send + Sync>) -> Self {
         Self { experts, ..self }

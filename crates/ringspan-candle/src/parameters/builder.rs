@@ -44,7 +44,12 @@ impl Scope<'_> {
     /// The scope `name` within this one.
     #[must_use]
     pub fn at(&self, name: impl Display) -> Self {
-        Self { prefix: format!("{}.{name}", self.prefix), ..self.clone() }
+        Self { prefix: self.name_of(name), ..self.clone() }
+    }
+
+    /// The whole name of `name` in this scope; a scope without a prefix is that of a whole checkpoint.
+    fn name_of(&self, name: impl Display) -> String {
+        if self.prefix.is_empty() { name.to_string() } else { format!("{}.{name}", self.prefix) }
     }
 
     /// The prefix of names in this scope.
@@ -55,7 +60,7 @@ impl Scope<'_> {
 
     /// Adds a parameter `name` in this scope, and returns its whole name.
     pub fn parameter(&self, name: &str, shape: &[usize], shard: ShardSpec, init: Init) -> String {
-        let name = format!("{}.{name}", self.prefix);
+        let name = self.name_of(name);
         let parameter = Parameter { name: name.clone(), shape: shape.to_vec(), shard, init, is_buffer: false };
         self.with_unit(|unit| unit.parameters.push(parameter));
         name
@@ -63,7 +68,7 @@ impl Scope<'_> {
 
     /// Adds a parameter that is not trained by gradients and that each rank holds whole; returns its whole name.
     pub fn buffer(&self, name: &str, shape: &[usize], init: Init) -> String {
-        let name = format!("{}.{name}", self.prefix);
+        let name = self.name_of(name);
         let (name_of, shape, shard) = (name.clone(), shape.to_vec(), ShardSpec::Replicated);
         let buffer = Parameter { name: name_of, shape, shard, init, is_buffer: true };
         self.with_unit(|unit| unit.parameters.push(buffer));

@@ -1,0 +1,112 @@
+//! `ringspan denoise`: from noise to the latents of a video.
+
+mod input;
+mod progress;
+
+use crate::files::{self, OutputTensor};
+use crate::mesh::{DEADLINE, MeshArgs};
+use crate::output;
+use anyhow::{Context, Result, ensure};
+use input::Input;
+use progress::Progress;
+use ringspan::comm::ranks::Ranks;
+use ringspan_video::denoise::{DenoiseFolder, DenoisePlan, DenoiseSettings, VideoMesh, denoise};
+use ringspan_video::scheduler::{SchedulerConfig, SchedulerKind};
+use ringspan_video::transformer::WeightType;
+use safetensors::Dtype;
+use std::path::PathBuf;
+
+/// Denoise the latents of a video with a WAN transformer, over a mesh of ranks.
+///
+/// IN has prompt_embeds [B,N,text_dim], for guidance negative_prompt_embeds, and optionally latents [B,C,F,H,W]; for models
+/// that take them image_embeds [B,N,image_dim], condition [B,in-out,F,H,W] or, for a first frame, [B,C,1,H,W], control
+/// [B,vace_in_channels,F,H,W] and control_scale [layers]. OUT receives latents f32 [B,C,F,H,W]. The same seed gives the same noise
+/// on every mesh.
+#[derive(Debug, clap::Args)]
+pub(crate) struct DenoiseArgs {
+    /// A transformer's folder as diffusers saves it, or a pipeline's, with one transformer or two
+    #[arg(long, value_name = "DIR")]
+    model: PathBuf,
+    /// A safetensors file with the embeddings of prompts
+    #[arg(long, value_name = "IN")]
+    embeds: PathBuf,
+    /// The safetensors file for the latents
+    #[arg(long, value_name = "OUT")]
+    out: PathBuf,
+    /// Number of steps
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    steps: u32,
+    /// Scheduler: unipc, euler [default: the pipeline's]
+    #[arg(long, value_name = "NAME")]
+    scheduler: Option<SchedulerKind>,
+    /// Shift of noise levels [default: the pipeline's if it has that scheduler, else 3]
+    #[arg(long, value_name = "S")]
+    shift: Option<f64>,
+    /// Factor of the difference that the prompt makes; 1 is without guidance
+    #[arg(long, default_value_t = 5.0, value_name = "G")]
+    guidance: f64,
+    /// The same for a pipeline's second transformer [default: that of the first]
+    #[arg(long, value_name = "G")]
+    guidance_2: Option<f64>,
+    /// Frames of the video, if IN has no latents
+    #[arg(long, value_name = "F", requires_all = ["height", "width"])]
+    frames: Option<usize>,
+    /// Height of the video in pixels
+    #[arg(long, value_name = "H", requires = "frames")]
+    height: Option<usize>,
+    /// Width of the video in pixels
+    #[arg(long, value_name = "W", requires = "frames")]
+    width: Option<usize>,
+    /// Seed of the noise [default: 0]
+    #[arg(long, value_name = "N", requires = "frames")]
+    seed: Option<u64>,
+    /// Compute the two branches of guidance on ranks of their own, twice as many
+    #[arg(long)]
+    cfg_parallel: bool,
+    /// Type of weights in memory: f32; bf16, in which the model then computes; as-stored, in which matrices stay in their file's type
+    #[arg(long, default_value_t = WeightType::F32, value_name = "TYPE")]
+    dtype: WeightType,
+    #[command(flatten)]
+    mesh: MeshArgs,
+}
+
+pub(crate) fn run(args: &DenoiseArgs, ranks: &Ranks) -> Result<()> {
+    // Each branch of guidance is one more replica of the mesh.
+    let branches = if args.cfg_parallel { 2 } else { 1 };
+    let (_, threads) = args.mesh.start_sharing_model(ranks, (1, branches))?;
+    files::check_output("--out", &args.out)?;
+    let folder = DenoiseFolder::open(&args.model, args.dtype).context("--model")?;
+    let settings = args.settings(&folder)?;
+    let video = args.frames.zip(args.height.zip(args.width)).map(|(frames, (height, width))| [frames, height, width]);
+    let inputs = Input::read(&args.embeds)?.with_noise(&folder, video, args.seed.unwrap_or(0))?;
+    let (ring, ulysses, cfg_parallel) = (args.mesh.ring, args.mesh.ulysses, args.cfg_parallel);
+    let mesh = VideoMesh { ring, ulysses, cfg_parallel, threads, deadline: DEADLINE, ranks: ranks.clone() };
+    output::note(DenoisePlan::new(&folder, &mesh, &inputs, &settings)?);
+    let progress = Progress::new(settings.steps);
+    let Some(latents) = denoise(&folder, &mesh, &inputs, &settings, |step| progress.stepped(step))? else {
+        return Ok(());
+    };
+    let values = latents.flatten_all()?.to_vec1::<f32>()?;
+    ensure!(values.iter().all(|x| x.is_finite()), "the latents are not finite: {} is not written", args.out.display());
+    files::write_tensors(&args.out, &[OutputTensor::new("latents", Dtype::F32, latents.dims().to_vec(), values)])?;
+    output::line(format_args!("wrote latents {:?} to {}", latents.dims(), args.out.display()))?;
+    Ok(())
+}
+
+impl DenoiseArgs {
+    fn settings(&self, folder: &DenoiseFolder) -> Result<DenoiseSettings> {
+        ensure!(
+            self.guidance_2.is_none() || folder.stages() > 1,
+            "--guidance-2 has no effect: {} has one transformer",
+            self.model.display()
+        );
+        let of_pipeline = folder.scheduler();
+        let kind = self.scheduler.or(of_pipeline.map(|scheduler| scheduler.kind));
+        let kind = kind.context("--scheduler is needed: the folder has no scheduler/scheduler_config.json")?;
+        let mut scheduler =
+            of_pipeline.filter(|scheduler| scheduler.kind == kind).unwrap_or_else(|| SchedulerConfig::new(kind));
+        scheduler.shift = self.shift.unwrap_or(scheduler.shift);
+        let guidance = [self.guidance, self.guidance_2.unwrap_or(self.guidance)];
+        Ok(DenoiseSettings { steps: self.steps as usize, scheduler, guidance })
+    }
+}

@@ -1,0 +1,130 @@
+//! Denoising: from noise, step by step, to the latents of a video, with classifier-free guidance (Ho and Salimans, 2022,
+//! arXiv:2207.12598).
+
+mod guided;
+mod inputs;
+mod mesh;
+mod pipeline;
+mod plan;
+
+pub use inputs::DenoiseInputs;
+pub use mesh::{RankGroups, VideoMesh};
+pub use pipeline::DenoiseFolder;
+pub use plan::{DenoisePlan, cheapest_grid};
+
+use crate::error::{Error, Result};
+use crate::scheduler::{Scheduler, SchedulerConfig};
+use candle_core::Tensor;
+use guided::GuidedModel;
+use inputs::Conditioning;
+
+/// How a video is denoised.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct DenoiseSettings {
+    /// Number of steps.
+    pub steps: usize,
+    /// The scheduler.
+    pub scheduler: SchedulerConfig,
+    /// The factor G of the difference between the velocities with the prompt and with the negative prompt; 1 computes the first
+    /// alone. The second transformer of a pipeline has its own.
+    pub guidance: [f64; 2],
+}
+
+/// Denoises latents on every rank of a mesh. `stepped` is called after each step with the number of steps taken, in the process of
+/// rank 0. Returns the latents `[B, C, F, H, W]`, or `None` in a process without rank 0.
+///
+/// # Errors
+/// Inputs and settings that do not fit the model, with the numbers; failures of any rank.
+pub fn denoise(
+    folder: &DenoiseFolder,
+    mesh: &VideoMesh,
+    inputs: &DenoiseInputs,
+    settings: &DenoiseSettings,
+    stepped: impl Fn(usize) + Sync,
+) -> Result<Option<Tensor>> {
+    let conditioning = inputs.check(folder)?;
+    settings.check(folder, mesh, inputs)?;
+    let mut all = mesh.run(|groups| on_rank(folder, groups, inputs, conditioning, settings, &stepped))?;
+    Ok(if mesh.ranks.lead() && !all.is_empty() { Some(all.swap_remove(0)) } else { None })
+}
+
+impl DenoiseSettings {
+    /// Whether the negative prompt is computed in a stage.
+    fn is_guided(&self, stage: usize) -> bool {
+        self.guidance[stage] != 1.0
+    }
+
+    fn check(&self, folder: &DenoiseFolder, mesh: &VideoMesh, inputs: &DenoiseInputs) -> Result<()> {
+        let refuse = |problem: String| Err(Error::Input(problem));
+        let guidance = &self.guidance[..folder.stages()];
+        if let Some(given) = guidance.iter().find(|guidance| !(guidance.is_finite() && **guidance >= 1.0)) {
+            return refuse(format!("guidance {given}: it must be at least 1, which is without guidance"));
+        }
+        let guided = (0..folder.stages()).any(|stage| self.is_guided(stage));
+        if guided && inputs.negative_prompt_embeds.is_none() {
+            return refuse(format!(
+                "guidance {} needs `negative_prompt_embeds`, which are missing; guidance 1 does without",
+                guidance[0]
+            ));
+        }
+        if mesh.cfg_parallel && !(0..folder.stages()).all(|stage| self.is_guided(stage)) {
+            return refuse(format!(
+                "the two branches of guidance cannot be computed in parallel: with guidance {guidance:?}, there is one"
+            ));
+        }
+        Ok(())
+    }
+}
+
+fn on_rank(
+    folder: &DenoiseFolder,
+    groups: &RankGroups,
+    inputs: &DenoiseInputs,
+    conditioning: Conditioning,
+    settings: &DenoiseSettings,
+    stepped: &(impl Fn(usize) + Sync),
+) -> Result<Tensor> {
+    let mut model = GuidedModel::new(folder, groups, inputs, settings.guidance)?;
+    let mut scheduler = Scheduler::new(&settings.scheduler, settings.steps)?;
+    let mut latents = inputs.latents.clone();
+    for (step, time) in scheduler.timesteps().to_vec().into_iter().enumerate() {
+        let (input, times) = conditioned(&latents, inputs, conditioning, time, model.frame_tokens())?;
+        let velocity = model.velocity(folder.stage_of(time), &input, &times)?;
+        latents = scheduler.step(&latents, &velocity)?;
+        if groups.rank() == 0 {
+            stepped(step + 1);
+        }
+    }
+    match (conditioning, &inputs.condition) {
+        (Conditioning::FirstFrame, Some(first)) => with_first_frame(&latents, first),
+        _ => Ok(latents),
+    }
+}
+
+/// The model's input and time steps: one for all tokens, or for a given first frame one for each token. `frame` is the number of
+/// tokens of a frame, and that of frames.
+fn conditioned(
+    latents: &Tensor,
+    inputs: &DenoiseInputs,
+    conditioning: Conditioning,
+    time: f32,
+    [frame, frames]: [usize; 2],
+) -> Result<(Tensor, Vec<f32>)> {
+    match (conditioning, &inputs.condition) {
+        (Conditioning::Appended, Some(condition)) => Ok((Tensor::cat(&[latents, condition], 1)?, vec![time])),
+        (Conditioning::FirstFrame, Some(first)) => {
+            let of_video = (0..frame * frames).map(|token| if token < frame { 0.0 } else { time });
+            let times = of_video.collect::<Vec<_>>().repeat(inputs.batch());
+            Ok((with_first_frame(latents, first)?, times))
+        }
+        _ => Ok((latents.clone(), vec![time])),
+    }
+}
+
+/// Latents `[B, C, F, H, W]` with another first frame `[B, C, 1, H, W]`.
+fn with_first_frame(latents: &Tensor, first: &Tensor) -> Result<Tensor> {
+    match latents.dim(2)? {
+        0 | 1 => Ok(first.clone()),
+        frames => Ok(Tensor::cat(&[first, &latents.narrow(2, 1, frames - 1)?], 2)?),
+    }
+}

@@ -1,0 +1,157 @@
+//! What a run will do, computed from shapes alone: tokens of each rank, heads, bytes sent, memory of weights.
+
+use super::{DenoiseFolder, DenoiseInputs, DenoiseSettings, VideoMesh};
+use crate::error::Result;
+use crate::scheduler::Scheduler;
+use crate::transformer::WanConfig;
+use ringspan::mesh::Grid;
+use ringspan::schedule::{HeadShare, Pass, Sizes};
+use ringspan::{Documents, Layout, LayoutKind, Mask, Schedule, StrategyKind};
+use std::fmt;
+
+/// The plan of a run.
+#[derive(Debug, Clone)]
+pub struct DenoisePlan {
+    mesh: String,
+    settings: DenoiseSettings,
+    /// Steps that each transformer computes.
+    steps: Vec<usize>,
+    latents: Vec<usize>,
+    tokens: usize,
+    /// Tokens of each rank of a branch.
+    of_ranks: Vec<usize>,
+    /// Heads of each Ulysses rank.
+    heads: Vec<usize>,
+    /// What other ring and Ulysses sizes would cost, if heads are shared unequally.
+    otherwise: Option<String>,
+    /// Bytes that the busiest rank sends in a step.
+    bytes: u64,
+    /// Bytes of each transformer's weights in memory.
+    weights: Vec<u64>,
+}
+
+/// Bytes that the busiest rank of a grid sends in attention of one block to the tokens of all ranks, and the most heads of one.
+struct GridCost {
+    bytes: u64,
+    heads: usize,
+}
+
+fn cost(config: &WanConfig, batch: usize, tokens: usize, grid: Grid) -> Result<GridCost> {
+    let heads = config.num_attention_heads;
+    let shares = HeadShare::all(heads, heads, grid)?;
+    let documents = Documents::batch(batch, tokens);
+    let ranks = grid.size().unwrap_or(usize::MAX);
+    let layout = Layout::new(LayoutKind::Contiguous, &documents, ranks)?;
+    let schedule = Schedule::new(StrategyKind::Ring, &layout, &layout, &Mask::full(), grid)?;
+    let dim = config.attention_head_dim;
+    let sizes = Sizes { heads, kv_heads: heads, dim, v_dim: dim, wire: 4, bias_heads: 0 };
+    let mut bytes = 0;
+    for rank in 0..ranks {
+        bytes = bytes.max(schedule.bytes_sent(Pass::Forward, rank, &sizes)?);
+    }
+    Ok(GridCost { bytes, heads: shares.iter().map(|share| share.query.len()).max().unwrap_or(0) })
+}
+
+/// The ring and Ulysses sizes for so many ranks: those among which no rank has more than its share of the work, and of these the one
+/// whose busiest rank sends least. Returns them with a sentence that says why.
+///
+/// # Errors
+/// No rank.
+pub fn cheapest_grid(config: &WanConfig, batch: usize, tokens: usize, ranks: usize) -> Result<(Grid, String)> {
+    let mut all = Vec::new();
+    for ulysses in (1..=ranks.min(config.num_attention_heads)).filter(|ulysses| ranks.is_multiple_of(*ulysses)) {
+        let grid = Grid::new(ranks / ulysses, ulysses);
+        let cost = cost(config, batch, tokens, grid)?;
+        // The work of the busiest rank: the queries of its ring rank, times its heads.
+        let work = tokens.div_ceil(grid.ring) * cost.heads;
+        all.push((work, cost.bytes, grid, cost.heads));
+    }
+    all.sort_by_key(|(work, bytes, ..)| (*work, *bytes));
+    let Some((_, bytes, grid, heads)) = all.first().copied() else {
+        return Err(crate::Error::Mesh(format!("{ranks} ranks: there must be at least 1")));
+    };
+    let text = |bytes: u64, grid: Grid, heads: usize| {
+        format!(
+            "ring {} x ulysses {} ({heads} heads on the busiest rank, {bytes} bytes a block)",
+            grid.ring, grid.ulysses
+        )
+    };
+    let others = all[1..].iter().map(|(_, bytes, grid, heads)| text(*bytes, *grid, *heads)).collect::<Vec<_>>();
+    let others = if others.is_empty() { String::new() } else { format!("; not {}", others.join(", ")) };
+    Ok((grid, format!("{ranks} ranks as {}{others}", text(bytes, grid, heads))))
+}
+
+impl DenoisePlan {
+    /// The plan of a run. Nothing is computed and no weight is read.
+    ///
+    /// # Errors
+    /// As for [`denoise`](super::denoise), before it begins.
+    pub fn new(
+        folder: &DenoiseFolder,
+        mesh: &VideoMesh,
+        inputs: &DenoiseInputs,
+        settings: &DenoiseSettings,
+    ) -> Result<Self> {
+        inputs.check(folder)?;
+        settings.check(folder, mesh, inputs)?;
+        let (config, grid, batch) = (folder.transformer(0).config(), inputs.grid(folder)?, inputs.batch());
+        let of_mesh = Grid::new(mesh.ring, mesh.ulysses);
+        let heads = config.num_attention_heads;
+        let shares = HeadShare::all(heads, heads, of_mesh)?;
+        let documents = Documents::batch(batch, grid.tokens());
+        let layout = Layout::new(LayoutKind::Contiguous, &documents, mesh.branch_size())?;
+        let mut steps = vec![0; folder.stages()];
+        for time in Scheduler::new(&settings.scheduler, settings.steps)?.timesteps() {
+            steps[folder.stage_of(*time)] += 1;
+        }
+        let blocks = config.num_layers + config.vace_layers.as_ref().map_or(0, Vec::len);
+        let branches = if settings.is_guided(0) && !mesh.cfg_parallel { 2 } else { 1 };
+        let is_uneven = shares.iter().any(|share| share.query.len() != shares[0].query.len());
+        let otherwise = match is_uneven {
+            true => Some(cheapest_grid(config, batch, grid.tokens(), mesh.branch_size())?.1),
+            false => None,
+        };
+        let of_block = cost(config, batch, grid.tokens(), of_mesh)?.bytes;
+        Ok(Self {
+            mesh: mesh.to_string(),
+            settings: *settings,
+            steps,
+            latents: inputs.latents.dims().to_vec(),
+            tokens: grid.tokens(),
+            of_ranks: (0..layout.ranks()).map(|rank| layout.tokens(rank)).collect(),
+            heads: shares.iter().map(|share| share.query.len()).collect(),
+            otherwise,
+            bytes: of_block * (blocks * branches) as u64,
+            weights: (0..folder.stages()).map(|stage| folder.bytes(stage)).collect(),
+        })
+    }
+
+    /// Bytes that attention of the busiest rank sends in a step.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+}
+
+impl fmt::Display for DenoisePlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let list = |numbers: &[usize]| {
+            let (least, most) =
+                (numbers.iter().min().copied().unwrap_or(0), numbers.iter().max().copied().unwrap_or(0));
+            if least == most { most.to_string() } else { format!("{least} to {most}") }
+        };
+        let scheduler = self.settings.scheduler;
+        writeln!(f, "mesh      {}", self.mesh)?;
+        writeln!(f, "latents   {:?}: {} tokens a video, {} a rank", self.latents, self.tokens, list(&self.of_ranks))?;
+        writeln!(f, "heads     {} a Ulysses rank", list(&self.heads))?;
+        if let Some(otherwise) = &self.otherwise {
+            writeln!(f, "          the least work and bytes have {otherwise}")?;
+        }
+        writeln!(f, "schedule  {} steps of {}, shift {}", self.settings.steps, scheduler.kind, scheduler.shift)?;
+        for (stage, (steps, bytes)) in self.steps.iter().zip(&self.weights).enumerate() {
+            let guidance = self.settings.guidance[stage];
+            writeln!(f, "weights   {bytes} bytes, {steps} steps with guidance {guidance}")?;
+        }
+        write!(f, "sent      up to {} bytes a rank and step in attention", self.bytes)
+    }
+}

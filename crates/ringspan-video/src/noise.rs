@@ -1,0 +1,40 @@
+//! The noise from which a video begins: a function of the seed and the shape alone, so that every rank and every mesh has the same.
+
+use crate::error::Result;
+use candle_core::{Device, Tensor};
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{RngCore, SeedableRng};
+
+/// Standard normal numbers of this shape, in f32.
+///
+/// # Errors
+/// A shape that does not fit in memory.
+pub fn noise(seed: u64, shape: &[usize]) -> Result<Tensor> {
+    let mut random = ChaCha8Rng::seed_from_u64(seed);
+    let count = shape.iter().product();
+    let values: Vec<f32> = (0..count).map(|_| normal(&mut random) as f32).collect();
+    Ok(Tensor::from_vec(values, shape, &Device::Cpu)?)
+}
+
+/// A normal number by Box and Muller, 1958; the second number of the pair is not used.
+fn normal(random: &mut ChaCha8Rng) -> f64 {
+    // 53 bits, in (0, 1]: 0 is left out, so the logarithm stays finite.
+    let mut uniform = || ((random.next_u64() >> 11) as f64 + 1.0) / (1u64 << 53) as f64;
+    (-2.0 * uniform().ln()).sqrt() * (2.0 * std::f64::consts::PI * uniform()).cos()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn noise_is_normal_and_follows_from_its_seed() -> Result<()> {
+        let values = |seed| noise(seed, &[2, 10_000]).and_then(|noise| Ok(noise.flatten_all()?.to_vec1::<f32>()?));
+        let found = values(7)?;
+        let mean = |f: &dyn Fn(f64) -> f64| found.iter().map(|x| f(f64::from(*x))).sum::<f64>() / found.len() as f64;
+        assert!(mean(&|x| x).abs() < 0.03 && (mean(&|x| x * x) - 1.0).abs() < 0.05 && mean(&|x| x.powi(3)).abs() < 0.1);
+        assert_eq!(found, values(7)?);
+        assert_ne!(found, values(8)?);
+        Ok(())
+    }
+}

@@ -1,0 +1,252 @@
+//! WAN's video transformer (Wan Team, 2025, arXiv:2503.20314): it predicts the velocity of noisy latents under a prompt.
+//!
+//! Each rank holds some tokens of the video, and all weights. Only attention of the video to itself needs the tokens of other
+//! ranks; everything else is computed for each token by itself, also attention to the prompt, which every rank holds whole.
+//!
+//! Shape letters: B videos, S tokens of a video, T tokens of all videos on this rank, C width, H heads, D head width, N embeddings
+//! of a prompt.
+
+mod attention;
+mod block;
+mod conditioning;
+mod config;
+mod grid;
+mod head;
+mod patch_embedding;
+mod vace;
+mod video_context;
+mod weights;
+
+pub use attention::BlockPrompt;
+pub use config::WanConfig;
+pub use grid::TokenGrid;
+pub use video_context::{Timesteps, VideoContext};
+pub use weights::{WanFolder, WeightType};
+
+use crate::error::{Error, Result};
+use block::{ConditionedBlock, WanBlock};
+use candle_core::Tensor;
+use conditioning::ConditionEmbedder;
+use head::OutputHead;
+use patch_embedding::PatchEmbedding;
+use ringspan_candle::cast::cast;
+use ringspan_candle::layers::ForwardPass;
+use ringspan_candle::model::{Layer, ModelBuilder, ModelParameters, Unit};
+use ringspan_candle::residual::residual;
+use ringspan_candle::{Adapters, StoredWeights};
+use std::collections::BTreeMap;
+use vace::ControlBlock;
+
+/// The transformer's structure, without its weights: a stack of units, of which the first embeds patches and conditions.
+#[derive(Debug)]
+pub struct WanTransformer {
+    config: WanConfig,
+    patch_embedding: PatchEmbedding,
+    condition_embedder: ConditionEmbedder,
+    blocks: Vec<WanBlock>,
+    /// VACE's patch embedding of the control.
+    control_embedding: Option<PatchEmbedding>,
+    /// VACE's control blocks by the block to which they add.
+    control_blocks: BTreeMap<usize, ControlBlock>,
+    head: OutputHead,
+    parameters: ModelParameters,
+    adapters: Adapters,
+}
+
+/// A prompt as the blocks take it: the keys and values of text, and of images where the model takes them, of every block. They are
+/// the same for all steps of a run.
+#[derive(Debug, Clone)]
+pub struct Prompt {
+    blocks: Vec<BlockPrompt>,
+    control_blocks: Vec<BlockPrompt>,
+}
+
+/// VACE's control of a video.
+#[derive(Debug, Clone, Copy)]
+pub struct Control<'a> {
+    /// `[B, vace_in_channels, F, H, W]`.
+    pub control: &'a Tensor,
+    /// For each control block the factor of what it adds.
+    pub scale: &'a [f32],
+}
+
+impl WanTransformer {
+    /// The transformer of a configuration.
+    #[must_use]
+    pub fn new(config: WanConfig) -> Self {
+        let builder = ModelBuilder::new();
+        let embedding = |name: &str| builder.unit(Unit::Embedding, name);
+        let block =
+            |(index, name): (usize, String)| WanBlock::new(&builder.unit(Unit::Layer(index), name), &config, index);
+        let control_layers = config.vace_layers.clone().unwrap_or_default();
+        let control_block = |(number, layer): (usize, &usize)| {
+            let index = config.num_layers + number;
+            let scope = builder.unit(Unit::Layer(index), format!("vace_blocks.{number}"));
+            (*layer, ControlBlock::new(&scope, &config, index, number))
+        };
+        Self {
+            patch_embedding: PatchEmbedding::new(&embedding("patch_embedding"), &config, config.in_channels),
+            condition_embedder: ConditionEmbedder::new(&embedding("condition_embedder"), &config),
+            blocks: (0..config.num_layers).map(|index| (index, format!("blocks.{index}"))).map(block).collect(),
+            control_embedding: config
+                .vace_in_channels
+                .map(|channels| PatchEmbedding::new(&embedding("vace_patch_embedding"), &config, channels)),
+            control_blocks: control_layers.iter().enumerate().map(control_block).collect(),
+            head: OutputHead::new(&builder.unit(Unit::Head, ""), &config),
+            parameters: builder.finish(),
+            adapters: Adapters::none(),
+            config,
+        }
+    }
+
+    /// The transformer's sizes.
+    pub fn config(&self) -> &WanConfig {
+        &self.config
+    }
+
+    /// The parameters of all units.
+    pub fn parameters(&self) -> &ModelParameters {
+        &self.parameters
+    }
+
+    /// All parameters with their shapes, by their names in checkpoints.
+    #[must_use]
+    pub fn shapes(&self) -> BTreeMap<String, Vec<usize>> {
+        self.parameters.iter().map(|parameter| (parameter.name.clone(), parameter.shape.clone())).collect()
+    }
+
+    /// A prompt from the outputs of a text encoder, `[B, N, text_dim]`, and in models that take images of an image encoder,
+    /// `[B, N, image_dim]`.
+    ///
+    /// # Errors
+    /// Missing weights, other shapes, images where the model takes none, and none where it takes some.
+    pub fn prompt(
+        &self,
+        weights: &StoredWeights,
+        text: &Tensor,
+        image: Option<&Tensor>,
+        video: &VideoContext,
+    ) -> Result<Prompt> {
+        self.check_prompt(text, image, video)?;
+        let pass = self.pass(weights, video);
+        let dtype = self.patch_embedding.dtype(&pass)?;
+        let text = cast(&self.condition_embedder.text(text, &pass)?, dtype)?;
+        let image = image.map(|image| self.condition_embedder.image(image, &pass)).transpose()?;
+        let image = image.map(|image| cast(&image, dtype)).transpose()?;
+        let of = |block: &WanBlock| Ok(block.prompt(&text, image.as_ref(), &pass)?);
+        Ok(Prompt {
+            blocks: self.blocks.iter().map(of).collect::<Result<_>>()?,
+            control_blocks: self.control_blocks.values().map(|control| of(control.block())).collect::<Result<_>>()?,
+        })
+    }
+
+    fn check_prompt(&self, text: &Tensor, image: Option<&Tensor>, video: &VideoContext) -> Result<()> {
+        let (batch, WanConfig { text_dim, image_dim, pos_embed_seq_len, .. }) = (video.batch(), &self.config);
+        let refuse = |problem: String| Err(Error::Input(problem));
+        match text.dims() {
+            [b, n, dim] if (*b, dim) == (batch, text_dim) && *n > 0 => {}
+            dims => return refuse(format!("the prompt's embeddings are {dims:?}, expected [{batch}, N, {text_dim}]")),
+        }
+        match (image.map(Tensor::dims), image_dim) {
+            (None, None) => Ok(()),
+            (Some(_), None) => refuse("image_embeds have no effect: config.json has no image_dim".into()),
+            (None, Some(dim)) => refuse(format!("this model needs image_embeds [{batch}, N, {dim}]")),
+            // The embeddings of the first and of the last image may be rows of their own.
+            (Some([b, n, of_image]), Some(dim))
+                if of_image == dim
+                    && b * n > 0
+                    && pos_embed_seq_len.map_or(*b == batch, |both| b * n == batch * both) =>
+            {
+                Ok(())
+            }
+            (Some(dims), Some(dim)) => {
+                let n = pos_embed_seq_len.map_or("N".into(), |both| both.to_string());
+                refuse(format!("image_embeds are {dims:?}, expected [{batch}, {n}, {dim}]"))
+            }
+        }
+    }
+
+    /// The velocity `[B, out_channels, F, H, W]` of latents `[B, in_channels, F, H, W]`, both f32, with whatever is appended to
+    /// their channels. All ranks must call this with the same latents, and all get the velocity.
+    ///
+    /// # Errors
+    /// Missing weights, other shapes, a control where the model takes none, and none where it takes one; failures of other ranks.
+    pub fn velocity(
+        &self,
+        weights: &StoredWeights,
+        latents: &Tensor,
+        times: &Timesteps,
+        prompt: &Prompt,
+        control: Option<Control>,
+        video: &VideoContext,
+    ) -> Result<Tensor> {
+        let patches = self.forward(weights, latents, times, prompt, control, video)?;
+        video.grid().unpatched(&video.gathered(&patches)?)
+    }
+
+    /// Like [`velocity`](Self::velocity), for this rank's tokens alone: their patches `[T, patch * out_channels]` in f32, by frame,
+    /// row, column and channel.
+    ///
+    /// # Errors
+    /// As for [`velocity`](Self::velocity).
+    pub fn forward(
+        &self,
+        weights: &StoredWeights,
+        latents: &Tensor,
+        times: &Timesteps,
+        prompt: &Prompt,
+        control: Option<Control>,
+        video: &VideoContext,
+    ) -> Result<Tensor> {
+        let pass = self.pass(weights, video);
+        let times = self.condition_embedder.times(times, &pass)?;
+        let mut x = self.patch_embedding.forward(latents, video, &pass)?;
+        let mut controlled = self.control(control, &x, video, &pass)?;
+        for (index, block) in self.blocks.iter().enumerate() {
+            // The control is that of the input, so it is computed before the block changes x; only one is in memory at a time.
+            let added = match (self.control_blocks.get(&index), &mut controlled) {
+                (Some(control), Some(stream)) => {
+                    let prompt = &prompt.control_blocks[control.number()];
+                    let conditioned = ConditionedBlock { block: control.block(), times: &times, prompt, video };
+                    Some(control.forward(stream, &conditioned, &pass)?)
+                }
+                _ => None,
+            };
+            x = ConditionedBlock { block, times: &times, prompt: &prompt.blocks[index], video }.forward(&x, &pass)?;
+            if let Some(added) = added {
+                x = residual(&x, &added)?;
+            }
+        }
+        self.head.forward(&x, &times, &pass)
+    }
+
+    /// The stream of the control blocks, if the model has some.
+    fn control<'a>(
+        &self,
+        control: Option<Control<'a>>,
+        x: &Tensor,
+        video: &VideoContext,
+        pass: &ForwardPass,
+    ) -> Result<Option<vace::ControlStream<'a>>> {
+        match (control, &self.control_embedding) {
+            (None, None) => Ok(None),
+            (Some(_), None) => Err(Error::Input("a control has no effect: config.json has no vace_layers".into())),
+            (None, Some(_)) => Err(Error::Input(format!(
+                "this model needs a control [B, {}, F, H, W]",
+                self.config.vace_in_channels.unwrap_or_default()
+            ))),
+            (Some(Control { scale, .. }), Some(_)) if scale.len() != self.control_blocks.len() => {
+                let (given, blocks) = (scale.len(), self.control_blocks.len());
+                Err(Error::Input(format!("control_scale has {given} factors, and the model {blocks} control blocks")))
+            }
+            (Some(Control { control, scale }), Some(embedding)) => {
+                let embedded = embedding.forward(control, video, pass)?;
+                Ok(Some(vace::ControlStream::new(embedded, x.clone(), scale)))
+            }
+        }
+    }
+
+    fn pass<'a>(&'a self, weights: &'a StoredWeights, video: &'a VideoContext) -> ForwardPass<'a> {
+        ForwardPass::new(weights, video.attention(), &self.adapters)
+    }
+}

@@ -1,0 +1,111 @@
+//! The folder of a transformer, and its weights in memory.
+
+use super::WanTransformer;
+use super::config::WanConfig;
+use crate::error::{Error, Result};
+use crate::tensor_folder::TensorFolder;
+use candle_core::DType;
+use ringspan_candle::cast::cast;
+use ringspan_candle::{StoredWeights, Weight};
+use std::fmt;
+use std::path::Path;
+use std::str::FromStr;
+
+/// The type of weights in memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum WeightType {
+    /// f32, in which the model computes.
+    F32,
+    /// bf16, in which the model computes, except norms, modulation and embeddings of conditions.
+    Bf16,
+    /// Matrices in the type of their file, bf16 and f16 too; the model computes in f32.
+    #[default]
+    AsStored,
+}
+
+impl FromStr for WeightType {
+    type Err = Error;
+
+    fn from_str(given: &str) -> Result<Self> {
+        match given {
+            "f32" => Ok(Self::F32),
+            "bf16" => Ok(Self::Bf16),
+            "as-stored" => Ok(Self::AsStored),
+            _ => Err(Error::Input(format!("type '{given}' of weights: possible are f32, bf16, as-stored"))),
+        }
+    }
+}
+
+impl fmt::Display for WeightType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::F32 => "f32",
+            Self::Bf16 => "bf16",
+            Self::AsStored => "as-stored",
+        })
+    }
+}
+
+/// A transformer's folder, as diffusers saves it; its tensors are on disk.
+#[derive(Debug)]
+pub struct WanFolder {
+    transformer: WanTransformer,
+    tensors: TensorFolder,
+}
+
+/// The stem of the names of diffusers' weight files.
+const WEIGHTS: &str = "diffusion_pytorch_model";
+
+impl WanFolder {
+    /// Opens a folder: reads its configuration and the headers of its files.
+    ///
+    /// # Errors
+    /// Another model's folder, files that are missing or corrupt, tensors that are missing, unknown or of another shape.
+    pub fn open(path: &Path) -> Result<Self> {
+        let transformer = WanTransformer::new(WanConfig::read(path)?);
+        let tensors = TensorFolder::open(path, WEIGHTS)?;
+        // Some checkpoints have a norm of queries to images, which no version of the model computes.
+        tensors.check(&transformer.shapes(), |name| name.ends_with(".norm_added_q.weight"))?;
+        Ok(Self { transformer, tensors })
+    }
+
+    /// The transformer.
+    pub fn transformer(&self) -> &WanTransformer {
+        &self.transformer
+    }
+
+    /// Bytes that the weights take in memory.
+    #[must_use]
+    pub fn bytes(&self, of: WeightType) -> u64 {
+        let elements = |shape: &Vec<usize>| shape.iter().product::<usize>() as u64;
+        let shapes = self.transformer.shapes();
+        match of {
+            WeightType::AsStored => self.tensors.bytes(),
+            WeightType::F32 => shapes.values().map(|shape| 4 * elements(shape)).sum(),
+            WeightType::Bf16 => {
+                shapes.iter().map(|(name, shape)| if stays_f32(name) { 4 } else { 2 } * elements(shape)).sum()
+            }
+        }
+    }
+
+    /// Reads all weights.
+    ///
+    /// # Errors
+    /// Failures of the file system.
+    pub fn load(&self, of: WeightType) -> Result<StoredWeights> {
+        let read = |name: String| {
+            let weight: Weight = match of {
+                WeightType::AsStored => self.tensors.read_stored(&name)?,
+                WeightType::Bf16 if !stays_f32(&name) => cast(&self.tensors.read(&name)?, DType::BF16)?.into(),
+                WeightType::Bf16 | WeightType::F32 => self.tensors.read(&name)?.into(),
+            };
+            Ok((name, weight))
+        };
+        self.transformer.shapes().into_keys().map(read).collect()
+    }
+}
+
+/// Whether a parameter acts on few rows or on sums, so that it stays f32 where the model computes in bf16.
+fn stays_f32(name: &str) -> bool {
+    name.starts_with("condition_embedder.") || name.ends_with("scale_shift_table") || name.contains("norm")
+}

@@ -1,0 +1,136 @@
+//! Runs of four steps against diffusers, and runs on meshes against one rank.
+
+use crate::support::{distance, fixture, message, reference};
+use candle_core::Tensor;
+use ringspan_video::Result;
+use ringspan_video::denoise::{
+    DenoiseFolder, DenoiseInputs, DenoisePlan, DenoiseSettings, VideoMesh, cheapest_grid, denoise,
+};
+use ringspan_video::scheduler::SchedulerConfig;
+use ringspan_video::transformer::{WanConfig, WeightType};
+use serde_json::json;
+use std::collections::HashMap;
+use std::path::Path;
+
+/// A pipeline's folder of two transformers, from the fixtures' files.
+fn pipeline() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().expect("a folder");
+    let copy = |from: &Path, to: &str| {
+        let to = folder.path().join(to);
+        std::fs::create_dir_all(&to).expect("a folder");
+        for file in std::fs::read_dir(from).expect("a fixture") {
+            let file = file.expect("a file");
+            std::fs::copy(file.path(), to.join(file.file_name())).expect("copied");
+        }
+    };
+    copy(&fixture("t2v"), "transformer");
+    copy(&fixture("loops/transformer_2"), "transformer_2");
+    copy(&fixture("loops/unipc"), "scheduler");
+    let index = json!({ "_class_name": "WanPipeline", "boundary_ratio": 0.875 });
+    std::fs::write(folder.path().join("model_index.json"), index.to_string()).expect("written");
+    folder
+}
+
+fn inputs(tensors: &HashMap<String, Tensor>, with_frame: bool) -> DenoiseInputs {
+    DenoiseInputs {
+        prompt_embeds: tensors["prompt_embeds"].clone(),
+        negative_prompt_embeds: Some(tensors["negative_prompt_embeds"].clone()),
+        latents: tensors["latents"].clone(),
+        image_embeds: None,
+        condition: with_frame.then(|| tensors["condition"].clone()),
+        control: None,
+        control_scale: None,
+    }
+}
+
+fn settings(scheduler: &str, guidance: [f64; 2]) -> Result<DenoiseSettings> {
+    let scheduler = SchedulerConfig::read(&fixture("loops").join(scheduler))?;
+    Ok(DenoiseSettings { steps: 4, scheduler, guidance })
+}
+
+fn run(folder: &DenoiseFolder, mesh: &VideoMesh, inputs: &DenoiseInputs, settings: &DenoiseSettings) -> Result<Tensor> {
+    Ok(denoise(folder, mesh, inputs, settings, |_| ())?.expect("this process has rank 0"))
+}
+
+#[test]
+fn four_steps_with_guidance_are_those_of_diffusers() -> Result<()> {
+    let tensors = reference("loops");
+    let pipeline = pipeline();
+    let one = DenoiseFolder::open(&fixture("t2v"), WeightType::F32)?;
+    let two = DenoiseFolder::open(pipeline.path(), WeightType::F32)?;
+    assert_eq!(two.scheduler(), Some(SchedulerConfig::read(&fixture("loops/unipc"))?));
+    for scheduler in ["euler", "unipc"] {
+        for (kind, folder, guidance) in
+            [("one", &one, [5.0, 5.0]), ("two", &two, [4.0, 3.0]), ("frame", &one, [5.0; 2])]
+        {
+            let inputs = inputs(&tensors, kind == "frame");
+            let steps = &tensors[&format!("{scheduler}.{kind}.steps")];
+            let wanted = match kind {
+                "frame" => tensors[&format!("{scheduler}.frame.out")].clone(),
+                _ => steps.get(3)?,
+            };
+            let got = run(folder, &VideoMesh::single(), &inputs, &settings(scheduler, guidance)?)?;
+            let far = distance(&got, &wanted);
+            assert!(far < 1e-4, "{scheduler}, {kind}: {far:e}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn every_mesh_makes_the_latents_of_one_rank() -> Result<()> {
+    let (tensors, pipeline) = (reference("loops"), pipeline());
+    let folder = DenoiseFolder::open(pipeline.path(), WeightType::F32)?;
+    let (inputs, settings) = (inputs(&tensors, false), settings("unipc", [4.0, 3.0])?);
+    let one = run(&folder, &VideoMesh::single(), &inputs, &settings)?;
+    for (ring, ulysses, cfg_parallel) in [(3, 1, false), (2, 2, false), (1, 2, true), (2, 1, true), (5, 1, false)] {
+        let mesh = VideoMesh { ring, ulysses, cfg_parallel, ..VideoMesh::single() };
+        let far = distance(&run(&folder, &mesh, &inputs, &settings)?, &one);
+        assert!(far < 2e-5, "{mesh}: {far:e}");
+    }
+    Ok(())
+}
+
+#[test]
+fn what_does_not_fit_is_refused_with_the_numbers() -> Result<()> {
+    let (tensors, folder) = (reference("loops"), DenoiseFolder::open(&fixture("t2v"), WeightType::F32)?);
+    let (good, guided, single) = (inputs(&tensors, false), settings("euler", [5.0; 2])?, VideoMesh::single());
+    let words = |found: String, words: &[&str]| {
+        for word in words {
+            assert!(found.contains(word), "'{word}' is not in: {found}");
+        }
+    };
+    words(message(folder.latents_of([80, 64, 64])), &["80 frames", "77", "81"]);
+    words(message(folder.latents_of([81, 72, 64])), &["height 72", "16"]);
+    assert_eq!(folder.latents_of([81, 480, 832])?, [21, 60, 104]);
+    let plan = |inputs: &DenoiseInputs, mesh: &VideoMesh, settings: &DenoiseSettings| {
+        message(DenoisePlan::new(&folder, mesh, inputs, settings))
+    };
+    let without = DenoiseInputs { negative_prompt_embeds: None, ..good.clone() };
+    words(plan(&without, &single, &guided), &["guidance 5", "negative_prompt_embeds"]);
+    words(plan(&good, &VideoMesh { ulysses: 3, ..single.clone() }, &guided), &["ulysses 3", "there are 2"]);
+    let unguided = settings("euler", [1.0; 2])?;
+    words(
+        plan(&good, &VideoMesh { cfg_parallel: true, ..single.clone() }, &unguided),
+        &["in parallel", "there is one"],
+    );
+    let odd = DenoiseInputs { latents: good.latents.narrow(3, 0, 7)?, ..good.clone() };
+    words(plan(&odd, &single, &guided), &["7 rows"]);
+    let controlled = DenoiseInputs { control: Some(good.latents.clone()), ..good.clone() };
+    words(plan(&controlled, &single, &guided), &["control", "no vace_layers"]);
+    words(message(DenoiseFolder::open(&fixture(""), WeightType::F32)), &["transformer/config.json"]);
+    Ok(())
+}
+
+/// 12 heads on 8 ranks: with 8 Ulysses ranks, some would have two heads and some one.
+#[test]
+fn the_cheapest_grid_has_no_rank_with_more_work_than_others() -> Result<()> {
+    let mut config = WanConfig::default();
+    config.num_attention_heads = 12;
+    let (grid, why) = cheapest_grid(&config, 1, 4096, 8)?;
+    assert_eq!((grid.ring, grid.ulysses), (2, 4), "{why}");
+    assert!(why.contains("not") && why.contains("ulysses 8 (2 heads"), "{why}");
+    let (grid, _) = cheapest_grid(&WanConfig::default(), 1, 4096, 8)?;
+    assert_eq!((grid.ring, grid.ulysses), (1, 8));
+    Ok(())
+}

@@ -1,0 +1,5 @@
+//! Tests of the video pipeline against diffusers and against one rank.
+
+mod denoise;
+mod support;
+mod transformer;

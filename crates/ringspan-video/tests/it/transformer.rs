@@ -1,0 +1,174 @@
+//! The transformer against diffusers, and any number of ranks against one.
+
+use crate::support::{Pass, distance, fixture, message, on_ranks};
+use candle_core::{Device, Result as TensorResult, Tensor};
+use ringspan::{Mask, Score};
+use ringspan_candle::{Attend, AttentionInputs, Weights, model::stored};
+use ringspan_video::Result;
+use ringspan_video::tensor_folder::read_json;
+use ringspan_video::transformer::{TokenGrid, VideoContext, WanConfig, WanFolder, WeightType};
+use serde_json::Value;
+use std::collections::HashMap;
+
+const KINDS: [&str; 5] = ["t2v", "i2v", "flf2v", "ti2v", "vace"];
+
+#[test]
+fn the_velocity_is_that_of_diffusers() -> Result<()> {
+    for kind in KINDS {
+        for weights in [WeightType::F32, WeightType::AsStored] {
+            let pass = Pass::of(kind, weights)?;
+            let got = &pass.velocities((1, 1))?[0];
+            let far = distance(got, &pass.inputs["out"]);
+            assert!(far < 1e-5, "{kind}, weights {weights}: {far:e}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn in_bf16_the_velocity_is_close() -> Result<()> {
+    for kind in KINDS {
+        let pass = Pass::of(kind, WeightType::Bf16)?;
+        let far = distance(&pass.velocities((1, 1))?[0], &pass.inputs["out"]);
+        assert!(far > 1e-5 && far < 3e-2, "{kind}: {far:e}");
+    }
+    Ok(())
+}
+
+#[test]
+fn every_mesh_gives_the_velocity_of_one_rank() -> Result<()> {
+    for kind in KINDS {
+        let pass = Pass::of(kind, WeightType::F32)?;
+        let one = &pass.velocities((1, 1))?[0];
+        let heads = pass.folder.transformer().config().num_attention_heads;
+        for (ring, ulysses) in (1..=8).flat_map(|ring| (1..=8 / ring).map(move |ulysses| (ring, ulysses))) {
+            if ulysses > heads {
+                continue;
+            }
+            let all = pass.velocities((ring, ulysses))?;
+            for got in &all {
+                let far = distance(got, one);
+                assert!(far < 1e-5, "{kind} on ring {ring} x ulysses {ulysses}: {far:e}");
+                let equal = |a: &Tensor| a.flatten_all().and_then(|all| all.to_vec1::<f32>());
+                let (got, first): (TensorResult<_>, _) = (equal(got), equal(&all[0]));
+                assert_eq!(got?, first?, "all ranks get the same bits");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Weights and inputs that are sines, so that anyone can compute the numbers again.
+#[test]
+fn a_model_of_sines_has_the_numbers_of_diffusers() -> Result<()> {
+    let golden: Value = read_json(&fixture("golden.json"))?;
+    let wave = |count: usize, f: &dyn Fn(f64) -> f64, shape: &[usize]| {
+        let values: Vec<f32> = (0..count).map(|at| f(at as f64) as f32).collect();
+        Tensor::from_vec(values, shape, &Device::Cpu)
+    };
+    let folder = WanFolder::open(&fixture("t2v"))?;
+    let mut weights = Weights::new();
+    for (n, (name, shape)) in folder.transformer().shapes().into_iter().enumerate() {
+        let is_norm = ["norm_q.weight", "norm_k.weight", "norm2.weight"].iter().any(|end| name.ends_with(end));
+        let of = |i: f64| 0.1 * (0.7 * i + 1.3 * n as f64).sin() + f64::from(u8::from(is_norm));
+        weights.insert(name, wave(shape.iter().product(), &of, &shape)?);
+    }
+    let parameters: usize = weights.values().map(Tensor::elem_count).sum();
+    assert_eq!(golden["parameters"], parameters);
+    let x = wave(2048, &|i| (0.11 * i + 0.5).sin(), &[1, 4, 2, 16, 16])?;
+    let text = wave(192, &|i| (0.23 * i).cos(), &[1, 12, 16])?;
+    let timestep = Tensor::new(&[500f32], &Device::Cpu)?;
+    let inputs = [("hidden_states", x), ("encoder_hidden_states", text), ("timestep", timestep)];
+    let inputs = inputs.map(|(name, tensor)| (name.to_owned(), tensor)).into_iter().collect::<HashMap<_, _>>();
+    let pass = Pass { folder, weights: stored(weights), inputs };
+    let out = pass.velocities((1, 1))?[0].flatten_all()?.to_vec1::<f32>()?;
+    let near = |got: &[f32], key: &str| {
+        for (got, wanted) in got.iter().zip(golden[key].as_array().expect("numbers")) {
+            let wanted = wanted.as_f64().expect("a number");
+            assert!((f64::from(*got) - wanted).abs() < 1e-6, "{key}: {got}, not {wanted}");
+        }
+    };
+    near(&out[..8], "first");
+    near(&out[1000..1004], "from_1000");
+    near(&out[out.len() - 8..], "last");
+    Ok(())
+}
+
+/// Tokens that ranks do not divide, fewer tokens than ranks, and heads that ranks do not divide.
+#[test]
+fn seven_tokens_attend_on_any_mesh_as_in_f64() -> Result<()> {
+    let (tokens, heads, dim) = (7, 12, 8);
+    let mut config = WanConfig::default();
+    (config.num_attention_heads, config.attention_head_dim) = (heads, dim);
+    let values = |seed: usize| -> Vec<f32> {
+        (0..tokens * heads * dim).map(|i| ((i * 7919 + seed * 104_729) as f32 * 0.377).sin()).collect()
+    };
+    let all = [1, 2, 3].map(values);
+    let wanted = attention_in_f64(&all, tokens, heads, dim);
+    for mesh in [(4, 1), (2, 2), (1, 4), (8, 1), (1, 8), (2, 4), (1, 5), (1, 7)] {
+        let outs = on_ranks(mesh, |group, alone| {
+            let video = VideoContext::new(&config, group, alone, 1, TokenGrid::new([7, 2, 2], [1, 2, 2])?)?;
+            let own = |values: &Vec<f32>| {
+                let width = heads * dim;
+                let rows = video.rows().iter().flat_map(|row| &values[row * width..(row + 1) * width]);
+                Tensor::from_vec(rows.copied().collect::<Vec<_>>(), (video.rows().len(), heads, dim), &Device::Cpu)
+            };
+            let [q, k, v] = all.each_ref().map(own);
+            let (q, k, v, score) = (q?, k?, v?, Score::new(1.0 / (dim as f32).sqrt()));
+            let inputs = AttentionInputs::new(&q, &k, &v);
+            let out = video.attention().layer_attention(0, &inputs, &Mask::full(), &score)?;
+            video.gathered(&out.flatten_from(1)?)
+        })?;
+        for out in outs {
+            for (got, wanted) in out.flatten_all()?.to_vec1::<f32>()?.into_iter().zip(&wanted) {
+                assert!((f64::from(got) - wanted).abs() < 1e-6, "{mesh:?}: {got}, not {wanted}");
+            }
+        }
+    }
+    Ok(())
+}
+
+fn attention_in_f64([q, k, v]: &[Vec<f32>; 3], tokens: usize, heads: usize, dim: usize) -> Vec<f64> {
+    let at = |x: &[f32], token: usize, head: usize, i: usize| f64::from(x[(token * heads + head) * dim + i]);
+    let mut out = vec![0.0; tokens * heads * dim];
+    for (token, head) in (0..tokens).flat_map(|token| (0..heads).map(move |head| (token, head))) {
+        let score =
+            |key| (0..dim).map(|i| at(q, token, head, i) * at(k, key, head, i)).sum::<f64>() / (dim as f64).sqrt();
+        let weights: Vec<f64> = (0..tokens).map(|key| score(key).exp()).collect();
+        let sum: f64 = weights.iter().sum();
+        for i in 0..dim {
+            let weighted = weights.iter().enumerate().map(|(key, weight)| weight * at(v, key, head, i));
+            out[(token * heads + head) * dim + i] = weighted.sum::<f64>() / sum;
+        }
+    }
+    out
+}
+
+#[test]
+fn inputs_that_do_not_fit_are_refused_with_the_numbers() -> Result<()> {
+    let refused = |change: &dyn Fn(&mut Pass)| -> Result<String> {
+        let mut pass = Pass::of("t2v", WeightType::F32)?;
+        change(&mut pass);
+        Ok(message(pass.velocities((1, 1))))
+    };
+    let zeros = |shape: &[usize]| Tensor::zeros(shape, candle_core::DType::F32, &Device::Cpu).expect("zeros");
+    for (name, shape, words) in [
+        ("encoder_hidden_states", &[2, 12, 15][..], "[2, N, 16]"),
+        ("encoder_hidden_states", &[1, 12, 16], "[2, N, 16]"),
+        ("hidden_states", &[2, 5, 3, 8, 12], "[2, 4, F, H, W]"),
+        ("hidden_states", &[2, 4, 3, 7, 12], "7 rows"),
+        ("hidden_states", &[2, 4, 3, 8, 66], "32 positions"),
+        ("timestep", &[3], "3 time steps"),
+        ("encoder_hidden_states_image", &[2, 9, 8], "no image_dim"),
+        ("control_hidden_states", &[2, 48, 3, 8, 12], "no vace_layers"),
+    ] {
+        let found = refused(&|pass| drop(pass.inputs.insert(name.into(), zeros(shape))))?;
+        assert!(found.contains(words), "'{words}' is not in: {found}");
+    }
+    let mut pass = Pass::of("i2v", WeightType::F32)?;
+    pass.inputs.remove("encoder_hidden_states_image");
+    assert!(message(pass.velocities((1, 1))).contains("needs image_embeds"));
+    let found = message(WanFolder::open(&fixture("loops/euler")));
+    assert!(found.contains("config.json"), "{found}");
+    Ok(())
+}
