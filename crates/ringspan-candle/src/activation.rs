@@ -55,6 +55,14 @@ impl Activation {
         (x * s, s * (1.0 + x * (1.0 - s) * du))
     }
 
+    /// `x = act(x)`, element by element.
+    pub fn apply_in_place(self, values: &mut [f32]) {
+        match self {
+            Self::Silu => vectorized(|| applied(Self::Silu, values)),
+            Self::GeluTanh => vectorized(|| applied(Self::GeluTanh, values)),
+        }
+    }
+
     /// `gate = act(gate) * up`, element by element.
     pub(crate) fn gate_in_place<T: Number>(self, gate: &mut [T], up: &[T]) {
         // Each arm passes a constant, so that its loop is compiled for one activation.
@@ -79,6 +87,13 @@ impl Activation {
             Self::Silu => vectorized(|| gated_gradients(Self::Silu, gate, up, d)),
             Self::GeluTanh => vectorized(|| gated_gradients(Self::GeluTanh, gate, up, d)),
         }
+    }
+}
+
+#[inline(always)]
+fn applied(act: Activation, values: &mut [f32]) {
+    for value in values {
+        *value = act.value_and_slope(*value).0;
     }
 }
 

@@ -32,9 +32,7 @@ pub(crate) fn install() -> anyhow::Result<()> {
             std::thread::sleep(LAST_WORDS);
         }
         let unfinished = UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner);
-        for path in unfinished.iter() {
-            let _ = std::fs::remove_file(path);
-        }
+        unfinished.iter().for_each(|path| remove(path));
         if !several {
             eprintln!("\ninterrupted");
         }
@@ -56,7 +54,14 @@ pub(crate) fn watch() -> &'static AtomicBool {
     &STOP
 }
 
-/// A file that is deleted if the program is interrupted or the value is dropped before [`Unfinished::keep_as`].
+/// Deletes a file, or a folder with all its files, if it is there.
+fn remove(path: &Path) {
+    if std::fs::remove_file(path).is_err() {
+        let _ = std::fs::remove_dir_all(path);
+    }
+}
+
+/// A file or folder that is deleted if the program is interrupted or the value is dropped before [`Unfinished::keep_as`].
 pub(crate) struct Unfinished {
     path: PathBuf,
 }
@@ -81,7 +86,7 @@ impl Unfinished {
 
 impl Drop for Unfinished {
     fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.path);
+        remove(&self.path);
         let mut unfinished = UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner);
         unfinished.retain(|path| *path != self.path);
     }

@@ -4,8 +4,10 @@
 mod allocator;
 pub mod attend;
 mod bench;
+mod decode_latents;
 mod device;
 mod draw;
+mod encode_frames;
 mod export;
 pub mod files;
 mod generate;
@@ -22,6 +24,7 @@ mod tokens;
 mod topology;
 mod train;
 mod verify;
+mod video;
 
 pub use allocator::Counted;
 
@@ -52,6 +55,8 @@ enum Command {
     Mesh(topology::TopologyArgs),
     Verify(verify::VerifyArgs),
     Bench(bench::BenchArgs),
+    DecodeLatents(decode_latents::DecodeLatentsArgs),
+    EncodeFrames(encode_frames::EncodeFramesArgs),
 }
 
 /// Lets mimalloc keep freed memory. By default it returns memory that was free for a while, and each training step requests and
@@ -91,6 +96,8 @@ fn run(command: Command, ranks: &Ranks) -> anyhow::Result<ExitCode> {
         Command::Mesh(args) => topology::run(&args, ranks),
         Command::Verify(args) => verify::run(&args, ranks),
         Command::Bench(args) => bench::run(&args),
+        Command::DecodeLatents(args) => decode_latents::run(&args, ranks),
+        Command::EncodeFrames(args) => encode_frames::run(&args, ranks),
     }?;
     Ok(ExitCode::SUCCESS)
 }

@@ -1,2 +1,7 @@
 #![doc = include_str!("../README.md")]
 #![deny(missing_docs)]
+
+pub mod error;
+pub mod frames;
+pub mod tensor_folder;
+pub mod vae;

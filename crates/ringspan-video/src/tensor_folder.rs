@@ -1,0 +1,188 @@
+//! A folder of safetensors files as diffusers saves a component of a pipeline: one file, or several that an index lists. Headers
+//! are read when it is opened, tensors on request.
+
+use crate::error::{Error, Result};
+use candle_core::{Device, Tensor};
+use half::{bf16, f16};
+use ringspan_candle::Weight;
+use ringspan_candle::quantized::{Format, QuantizedMatrix};
+use ringspan_models::TensorFile;
+use safetensors::Dtype;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+
+/// The tensors of a folder, which stay on disk.
+#[derive(Debug)]
+pub struct TensorFolder {
+    path: PathBuf,
+    tensors: BTreeMap<String, Place>,
+}
+
+/// The place of a tensor in its file.
+#[derive(Debug)]
+struct Place {
+    file: PathBuf,
+    dtype: Dtype,
+    shape: Vec<usize>,
+    /// Offset of its first byte.
+    start: u64,
+}
+
+impl TensorFolder {
+    /// Opens the files `STEM.safetensors`, or those that `STEM.safetensors.index.json` lists.
+    ///
+    /// # Errors
+    /// No such files, files that are not whole, an index that lists files elsewhere, tensors of other types than F32, BF16 and F16.
+    pub fn open(path: &Path, stem: &str) -> Result<Self> {
+        let mut tensors = BTreeMap::new();
+        for file in files(path, stem)? {
+            let TensorFile { metadata, data, .. } = TensorFile::open(&file)?;
+            let mut all: Vec<_> = metadata.tensors().into_iter().collect();
+            // A hash map has no order; with sorting, errors always name the same tensor.
+            all.sort_by(|(a, _), (b, _)| a.cmp(b));
+            for (name, info) in all {
+                let refuse = |problem: String| Err(Error::Format { path: file.clone(), problem });
+                if !matches!(info.dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16) {
+                    return refuse(format!("tensor {name} is {:?}: possible are F32, BF16, F16", info.dtype));
+                }
+                let (dtype, shape, start) = (info.dtype, info.shape.clone(), data + info.data_offsets.0 as u64);
+                if tensors.insert(name.clone(), Place { file: file.clone(), dtype, shape, start }).is_some() {
+                    return refuse(format!("tensor {name} is in another file, too"));
+                }
+            }
+        }
+        Ok(Self { path: path.to_owned(), tensors })
+    }
+
+    /// The folder.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The tensors with their shapes, in the order of their names.
+    pub fn shapes(&self) -> impl Iterator<Item = (&str, &[usize])> {
+        self.tensors.iter().map(|(name, place)| (name.as_str(), place.shape.as_slice()))
+    }
+
+    /// Checks that the folder has the tensors of these names and shapes, and no others except those that `ignored` names.
+    ///
+    /// # Errors
+    /// The first tensor that is missing, of another shape, or unknown.
+    pub fn check(&self, wanted: &BTreeMap<String, Vec<usize>>, ignored: impl Fn(&str) -> bool) -> Result<()> {
+        for (name, expected) in wanted {
+            match self.tensors.get(name) {
+                None => {
+                    let problem = format!("tensor {name} {expected:?} is missing, which config.json asks for");
+                    return Err(Error::Format { path: self.path.clone(), problem });
+                }
+                Some(Place { file, shape, .. }) if shape != expected => {
+                    let problem = format!("tensor {name} has shape {shape:?}, but config.json asks for {expected:?}");
+                    return Err(Error::Format { path: file.clone(), problem });
+                }
+                Some(_) => {}
+            }
+        }
+        match self.tensors.iter().find(|(name, _)| !wanted.contains_key(*name) && !ignored(name)) {
+            Some((name, Place { file, shape, .. })) => {
+                let problem = format!("tensor {name} {shape:?} belongs to no part of the model that config.json describes");
+                Err(Error::Format { path: file.clone(), problem })
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Bytes of all tensors in their files.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        let of = |place: &Place| (place.shape.iter().product::<usize>() * place.dtype.bitsize() / 8) as u64;
+        self.tensors.values().map(of).sum()
+    }
+
+    /// Reads a tensor as f32.
+    ///
+    /// # Errors
+    /// A tensor that does not exist, and failures of the file system.
+    pub fn read(&self, name: &str) -> Result<Tensor> {
+        let place = self.of(name)?;
+        let bytes = place.read()?;
+        let pair = |b: &[u8]| u16::from_le_bytes([b[0], b[1]]);
+        let values: Vec<f32> = match place.dtype {
+            Dtype::BF16 => bytes.chunks_exact(2).map(|b| bf16::from_bits(pair(b)).to_f32()).collect(),
+            Dtype::F16 => bytes.chunks_exact(2).map(|b| f16::from_bits(pair(b)).to_f32()).collect(),
+            _ => bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
+        };
+        Ok(Tensor::from_vec(values, place.shape.as_slice(), &Device::Cpu)?)
+    }
+
+    /// Reads a tensor as layers compute with it: matrices in bf16 and f16 stay as they are stored, everything else becomes f32.
+    ///
+    /// # Errors
+    /// As for [`read`](Self::read).
+    pub fn read_stored(&self, name: &str) -> Result<Weight> {
+        let place = self.of(name)?;
+        match (place.dtype, &place.shape[..]) {
+            (Dtype::BF16, &[rows, columns]) => place.matrix(Format::BF16, rows, columns),
+            (Dtype::F16, &[rows, columns]) => place.matrix(Format::F16, rows, columns),
+            _ => Ok(self.read(name)?.into()),
+        }
+    }
+
+    fn of(&self, name: &str) -> Result<&Place> {
+        let problem = || format!("there is no tensor {name}");
+        self.tensors.get(name).ok_or_else(|| Error::Format { path: self.path.clone(), problem: problem() })
+    }
+}
+
+impl Place {
+    fn read(&self) -> Result<Vec<u8>> {
+        let mut bytes = vec![0; self.shape.iter().product::<usize>() * self.dtype.bitsize() / 8];
+        let read = |bytes: &mut [u8]| {
+            let mut file = File::open(&self.file)?;
+            file.seek(SeekFrom::Start(self.start))?;
+            file.read_exact(bytes)
+        };
+        read(&mut bytes).map_err(|source| Error::Io { path: self.file.clone(), source })?;
+        Ok(bytes)
+    }
+
+    fn matrix(&self, format: Format, rows: usize, columns: usize) -> Result<Weight> {
+        Ok(QuantizedMatrix::new(format, rows, columns, self.read()?.into())?.into())
+    }
+}
+
+/// The paths of the safetensors files of a folder.
+fn files(folder: &Path, stem: &str) -> Result<Vec<PathBuf>> {
+    let (single, index) =
+        (folder.join(format!("{stem}.safetensors")), folder.join(format!("{stem}.safetensors.index.json")));
+    if single.is_file() || !index.is_file() {
+        return Ok(vec![single]);
+    }
+    #[derive(serde::Deserialize)]
+    struct Index {
+        weight_map: BTreeMap<String, String>,
+    }
+    let Index { weight_map } = read_json(&index)?;
+    let names: BTreeSet<String> = weight_map.into_values().collect();
+    let file = |name: String| {
+        // A name with a path in it could lead out of the folder.
+        if Path::new(&name).file_name().is_none_or(|plain| plain != name.as_str()) {
+            let problem = format!("'{name}' is not a plain file name");
+            return Err(Error::Format { path: index.clone(), problem });
+        }
+        Ok(folder.join(name))
+    };
+    names.into_iter().map(file).collect()
+}
+
+/// Reads a JSON file.
+///
+/// # Errors
+/// A file that cannot be read, or is something else.
+pub fn read_json<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T> {
+    let text = std::fs::read_to_string(path).map_err(|source| Error::Io { path: path.to_owned(), source })?;
+    let format = |error: serde_json::Error| Error::Format { path: path.to_owned(), problem: error.to_string() };
+    serde_json::from_str(&text).map_err(format)
+}
