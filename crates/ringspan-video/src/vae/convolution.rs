@@ -69,11 +69,6 @@ impl ConvolutionSizes {
         }
         (rows + self.before()).checked_sub(self.side).map_or(0, |more| more / self.stride + 1)
     }
-
-    /// Elements of the weight tensor.
-    pub(crate) fn weights(self) -> usize {
-        self.outputs * self.inputs * self.time * self.side * self.side
-    }
 }
 
 /// An input with its padding: `[frames, rows, cols, inputs]`.
@@ -114,11 +109,6 @@ impl Convolution {
 
     pub(crate) fn sizes(&self) -> ConvolutionSizes {
         self.sizes
-    }
-
-    /// Bytes of the packed weights.
-    pub(crate) fn bytes(&self) -> usize {
-        self.taps.iter().map(Packed::bytes).sum::<usize>() + size_of_val::<[f32]>(&self.bias)
     }
 
     /// Applies a kernel of one position to all of `positions` positions `[positions, inputs]`.
