@@ -4,4 +4,5 @@
 pub mod error;
 pub mod frames;
 pub mod tensor_folder;
+pub mod text_encoder;
 pub mod vae;
