@@ -20,6 +20,7 @@ mod output;
 mod score;
 mod serve;
 mod session;
+mod text_embed;
 mod tokens;
 mod topology;
 mod train;
@@ -57,6 +58,7 @@ enum Command {
     Bench(bench::BenchArgs),
     DecodeLatents(decode_latents::DecodeLatentsArgs),
     EncodeFrames(encode_frames::EncodeFramesArgs),
+    TextEmbed(text_embed::TextEmbedArgs),
 }
 
 /// Lets mimalloc keep freed memory. By default it returns memory that was free for a while, and each training step requests and
@@ -98,6 +100,7 @@ fn run(command: Command, ranks: &Ranks) -> anyhow::Result<ExitCode> {
         Command::Bench(args) => bench::run(&args),
         Command::DecodeLatents(args) => decode_latents::run(&args, ranks),
         Command::EncodeFrames(args) => encode_frames::run(&args, ranks),
+        Command::TextEmbed(args) => text_embed::run(&args, ranks),
     }?;
     Ok(ExitCode::SUCCESS)
 }

@@ -114,7 +114,8 @@ mod tests {
         assert_eq!(of("a.GIF").expect("a GIF"), Destination::Gif(at("a.GIF")));
         assert_eq!(of("a.safetensors").expect("a file"), Destination::Tensors(at("a.safetensors")));
         assert_eq!(of("frames").expect("a folder"), Destination::Folder(at("frames")));
-        for (name, words) in [("a.mp4", "no encoder"), ("a.png", "many pictures"), ("no/frames", "there is no folder")] {
+        for (name, words) in [("a.mp4", "no encoder"), ("a.png", "many pictures"), ("no/frames", "there is no folder")]
+        {
             let message = format!("{:#}", of(name).expect_err("must be refused"));
             assert!(message.contains(words), "{message}");
         }

@@ -87,7 +87,8 @@ impl TensorFolder {
         }
         match self.tensors.iter().find(|(name, _)| !wanted.contains_key(*name) && !ignored(name)) {
             Some((name, Place { file, shape, .. })) => {
-                let problem = format!("tensor {name} {shape:?} belongs to no part of the model that config.json describes");
+                let problem =
+                    format!("tensor {name} {shape:?} belongs to no part of the model that config.json describes");
                 Err(Error::Format { path: file.clone(), problem })
             }
             None => Ok(()),

@@ -66,7 +66,9 @@ pub enum Error {
         problem: String,
     },
     /// A tensor that is not one video.
-    #[error("frames have shape {shape:?} [B,C,F,H,W]: pictures show one video (B = 1) of 3 colors; a .safetensors file holds any number")]
+    #[error(
+        "frames have shape {shape:?} [B,C,F,H,W]: pictures show one video (B = 1) of 3 colors; a .safetensors file holds any number"
+    )]
     Shape {
         /// The tensor's shape.
         shape: [usize; 5],

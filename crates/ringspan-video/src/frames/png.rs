@@ -69,7 +69,9 @@ fn video(paths: &[PathBuf], of: &Path) -> Result<VideoTensor> {
     let mut pictures: Vec<RgbFrame> = Vec::with_capacity(paths.len());
     for path in paths {
         let picture = read(path)?;
-        if let Some(first) = pictures.first().filter(|first| (first.width, first.height) != (picture.width, picture.height)) {
+        if let Some(first) =
+            pictures.first().filter(|first| (first.width, first.height) != (picture.width, picture.height))
+        {
             return Err(Error::Sizes {
                 path: path.clone(),
                 width: picture.width,
@@ -114,7 +116,11 @@ mod tests {
     use crate::frames::to_rgb;
 
     fn picture(width: usize, height: usize, seed: usize) -> RgbFrame {
-        RgbFrame { width, height, pixels: (0..width * height * 3).map(|i| ((i * 37 + seed * 101) % 256) as u8).collect() }
+        RgbFrame {
+            width,
+            height,
+            pixels: (0..width * height * 3).map(|i| ((i * 37 + seed * 101) % 256) as u8).collect(),
+        }
     }
 
     #[test]

@@ -119,7 +119,8 @@ impl TextEncoder {
         let (q, k, v) = (project("q")?, project("k")?, project("v")?);
         let tokens = x.dim(0)?;
         let view = |values| {
-            View::new(values, tokens, heads, dim).ok_or_else(|| Error::Input(format!("{tokens} tokens of {heads} heads")))
+            View::new(values, tokens, heads, dim)
+                .ok_or_else(|| Error::Input(format!("{tokens} tokens of {heads} heads")))
         };
         let count = config.relative_attention_num_buckets;
         let table = name("SelfAttention.relative_attention_bias");

@@ -93,7 +93,10 @@ impl VaeConfig {
             ));
         }
         if !self.attn_scales.is_empty() {
-            return refuse(format!("attn_scales {:?}: attention is supported in the middle block only", self.attn_scales));
+            return refuse(format!(
+                "attn_scales {:?}: attention is supported in the middle block only",
+                self.attn_scales
+            ));
         }
         for (name, values) in [("latents_mean", &self.latents_mean), ("latents_std", &self.latents_std)] {
             if values.len() != *z_dim {
@@ -126,7 +129,8 @@ impl VaeConfig {
         if self.decoder_levels().iter().all(up) && self.encoder_levels().iter().all(down) {
             return Ok(());
         }
-        let problem = "channels of neighbouring levels do not divide into whole groups, which the shortcuts repeat or average";
+        let problem =
+            "channels of neighbouring levels do not divide into whole groups, which the shortcuts repeat or average";
         Err(Error::Config(format!("is_residual with dim_mult {:?}: {problem}", self.dim_mult)))
     }
 

@@ -123,7 +123,9 @@ impl Layer {
     pub(super) fn memory(&self, memory: PassMemory) -> PassMemory {
         let x = memory.tile;
         match self {
-            Self::Convolution(convolution) | Self::Head(_, convolution) => memory.convolution(convolution.kernel(), 1, 0),
+            Self::Convolution(convolution) | Self::Head(_, convolution) => {
+                memory.convolution(convolution.kernel(), 1, 0)
+            }
             Self::Residual(block) => memory.residual(block),
             // Input, norm, q, k and v, blocks of keys and values that travel, output.
             Self::Attention(_) => memory.hold(12 * x.elements() + SUMS * 3 * x.channels),

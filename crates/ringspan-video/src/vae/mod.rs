@@ -119,7 +119,8 @@ impl Decoder {
     /// Latents with another number of channels than the model's.
     pub fn frames(&self, [batch, channels, frames, height, width]: [usize; 5]) -> Result<[usize; 5]> {
         if channels != self.config.z_dim {
-            let problem = format!("latents have {channels} channels, but the autoencoder has {} (z_dim)", self.config.z_dim);
+            let problem =
+                format!("latents have {channels} channels, but the autoencoder has {} (z_dim)", self.config.z_dim);
             return Err(Error::Input(problem));
         }
         let (time, space) = (self.config.time(), self.config.space());

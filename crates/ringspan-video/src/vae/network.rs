@@ -48,7 +48,9 @@ pub(crate) fn decoder(config: &VaeConfig, folder: &TensorFolder) -> Result<Netwo
         let blocks = from.residual_blocks(&format!("{name}.resnets"), level, config.num_res_blocks + 1)?;
         if config.is_residual {
             segments.push(std::mem::take(&mut layers));
-            let up = level.resample.map(|time| from.upsample(&format!("{name}.upsampler"), level.outputs, level.outputs, time));
+            let up = level
+                .resample
+                .map(|time| from.upsample(&format!("{name}.upsampler"), level.outputs, level.outputs, time));
             let (up, outputs) = (up.transpose()?, level.outputs);
             layers.push(Layer::ResidualUp(ResidualUp { blocks, up, outputs, delay: Delay::default() }));
             continue;
@@ -88,7 +90,11 @@ pub(crate) fn encoder(config: &VaeConfig, folder: &TensorFolder) -> Result<Netwo
         // Blocks and resampling have one list of names.
         for block in 0..config.num_res_blocks {
             let inputs = if block == 0 { level.inputs } else { last };
-            layers.push(Layer::Residual(from.residual_block(&format!("encoder.down_blocks.{number}"), inputs, last)?));
+            layers.push(Layer::Residual(from.residual_block(
+                &format!("encoder.down_blocks.{number}"),
+                inputs,
+                last,
+            )?));
             number += 1;
         }
         if let Some(time) = level.resample {
@@ -131,9 +137,8 @@ impl Checkpoint<'_> {
     }
 
     fn residual_block(&self, name: &str, inputs: usize, outputs: usize) -> Result<ResidualBlock> {
-        let shortcut = (inputs != outputs).then(|| {
-            self.convolution(&format!("{name}.conv_shortcut"), ConvolutionSizes::pointwise(inputs, outputs))
-        });
+        let shortcut = (inputs != outputs)
+            .then(|| self.convolution(&format!("{name}.conv_shortcut"), ConvolutionSizes::pointwise(inputs, outputs)));
         Ok(ResidualBlock {
             norm1: self.norm(&format!("{name}.norm1"), inputs)?,
             conv1: self.streamed(&format!("{name}.conv1"), ConvolutionSizes::causal(inputs, outputs))?,
@@ -156,11 +161,10 @@ impl Checkpoint<'_> {
             Layer::Residual(self.residual_block(&format!("{name}.resnets.0"), channels, channels)?),
             Layer::Attention(FrameAttention {
                 norm: self.norm(&format!("{attention}.norm"), channels)?,
-                qkv: self.convolution(
-                    &format!("{attention}.to_qkv"),
-                    ConvolutionSizes::pointwise(channels, 3 * channels),
-                )?,
-                proj: self.convolution(&format!("{attention}.proj"), ConvolutionSizes::pointwise(channels, channels))?,
+                qkv: self
+                    .convolution(&format!("{attention}.to_qkv"), ConvolutionSizes::pointwise(channels, 3 * channels))?,
+                proj: self
+                    .convolution(&format!("{attention}.proj"), ConvolutionSizes::pointwise(channels, channels))?,
             }),
             Layer::Residual(self.residual_block(&format!("{name}.resnets.1"), channels, channels)?),
         ])

@@ -3,8 +3,8 @@
 
 use super::block::Block;
 use super::delay::Delay;
-use super::residual_block::ResidualBlock;
 use super::resample::{Downsample, Upsample};
+use super::residual_block::ResidualBlock;
 use super::strip::Strip;
 use crate::error::Result;
 

@@ -1,4 +1,6 @@
-//! The autoencoder against diffusers, and every mesh and tiling against one rank.
+//! The autoencoder and the text encoder against diffusers and transformers. The autoencoder against diffusers, and every mesh and tiling against one rank.
+
+mod text;
 
 use ringspan::comm::ranks::Ranks;
 use ringspan_video::vae::{Mesh, Plan, VaeFolder, VideoTensor};
@@ -100,7 +102,8 @@ fn every_mesh_and_tiling_decodes_to_the_same_frames() {
 fn every_mesh_and_tiling_encodes_to_the_same_latents() {
     for model in MODELS {
         let folder = VaeFolder::open(&fixture(model)).expect("a folder");
-        let (encoder, space, time) = (folder.encoder().expect("an encoder"), folder.config().space(), folder.config().time());
+        let (encoder, space, time) =
+            (folder.encoder().expect("an encoder"), folder.config().space(), folder.config().time());
         let frames = noise([1, 3, 1 + 2 * time, 3 * space, 5 * space]);
         let encode = |ranks: usize, plan: &Plan| {
             encoder.encode(&frames, &mesh(ranks, 1), plan).expect("latents").expect("rank 0")
@@ -154,7 +157,10 @@ fn folders_of_other_models_and_damaged_ones_are_refused() {
     refused(&copy("other", &|config| config.replace("AutoencoderKLWan", "AutoencoderKL")), "AutoencoderKL:");
     refused(&copy("wide", &|config| config.replace("\"base_dim\": 3", "\"base_dim\": 4")), "has shape");
     refused(&copy("deep", &|config| config.replace("\"num_res_blocks\": 1", "\"num_res_blocks\": 2")), "resnets.2");
-    refused(&copy("levels", &|config| config.replace("\"dim_mult\": [", "\"dim_mult\": [\n    1,")), "temperal_downsample");
+    refused(
+        &copy("levels", &|config| config.replace("\"dim_mult\": [", "\"dim_mult\": [\n    1,")),
+        "temperal_downsample",
+    );
     refused(&copy("mean", &|config| config.replace("-0.7571,", "")), "latents_mean has 15");
     assert!(VaeFolder::open(&copy("same", &|config| config)).is_ok());
 }
