@@ -28,6 +28,7 @@ MODELS = ROOT / "crates/ringspan-models/tests/fixtures"
 TRAIN = ROOT / "crates/ringspan-train/tests/fixtures"
 VIDEO = ROOT / "crates/ringspan-video/tests/fixtures"
 CANDLE = ROOT / "crates/ringspan-candle/tests/fixtures"
+VIDEO = ROOT / "crates/ringspan-video/tests/fixtures"
 # For each script: its folder for `--out`, and the folders that it writes there.
 SCRIPTS = {
     "make_model_fixtures.py": (MODELS, ["."]),
@@ -39,6 +40,8 @@ SCRIPTS = {
     "make_chat_fixture.py": (TRAIN / "chat", ["."]),
     "make_video_fixture.py": (VIDEO / "transformer", ["."]),
     "make_quantized_fixture.py": (CANDLE / "quantized", ["."]),
+    "make_text_encoder_fixture.py": (VIDEO / "text", ["."]),
+    "make_video_vae_fixture.py": (VIDEO / "vae", ["."]),
 }
 # This script needs older packages than the others.
 EXPERTS = "make_expert_adapter_fixture.py"

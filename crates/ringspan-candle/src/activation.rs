@@ -55,6 +55,11 @@ impl Activation {
         (x * s, s * (1.0 + x * (1.0 - s) * du))
     }
 
+    /// `x = act(x)`, element by element.
+    pub fn apply(self, x: &mut [f32]) {
+        self.apply_in_place(x);
+    }
+
     /// `gate = act(gate) * up`, element by element.
     pub(crate) fn gate_in_place<T: Number>(self, gate: &mut [T], up: &[T]) {
         // Each arm passes a constant, so that its loop is compiled for one activation.

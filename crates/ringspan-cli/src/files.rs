@@ -2,7 +2,7 @@
 //! renamed.
 
 use crate::header;
-use crate::interrupt::UnfinishedFile;
+use crate::interrupt::Unfinished;
 use anyhow::{Context, Result, bail, ensure};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use std::fs::File;
@@ -215,13 +215,34 @@ fn replace(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     };
     let name = target.file_name().unwrap_or_default().to_string_lossy();
     let beside = target.with_file_name(format!(".{name}.{}.tmp", std::process::id()));
-    let unfinished = UnfinishedFile::new(beside);
+    let unfinished = Unfinished::new(beside);
     let mut file = BufWriter::new(File::create(unfinished.path())?);
     file.write_all(bytes)?;
     let file = file.into_inner().map_err(std::io::IntoInnerError::into_error)?;
     file.sync_all()?;
     drop(file);
     unfinished.keep_as(&target)
+}
+
+/// Writes a folder under a temporary name, and renames it to `path` once `fill` has put its files there.
+pub fn write_folder(path: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+    let cannot = || format!("cannot write the folder {}", path.display());
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let unfinished = Unfinished::new(path.with_file_name(format!(".{name}.{}.tmp", std::process::id())));
+    std::fs::create_dir(unfinished.path()).with_context(cannot)?;
+    fill(unfinished.path()).with_context(cannot)?;
+    unfinished.keep_as(path).with_context(cannot)
+}
+
+/// Refuses the path of a folder that cannot be made, or holds files already.
+pub fn check_output_folder(flag: &str, path: &Path) -> Result<()> {
+    if path.is_dir() {
+        let mut files = std::fs::read_dir(path).with_context(|| format!("{flag} {}", path.display()))?;
+        ensure!(files.next().is_none(), "{flag} {}: the folder is not empty", path.display());
+        return Ok(());
+    }
+    ensure!(!path.exists(), "{flag} {}: this is a file; give the name of a folder", path.display());
+    check_output(flag, path)
 }
 
 /// Refuses a path that cannot be written, before the work rather than after it.
@@ -260,6 +281,24 @@ mod tests {
         write(&path, b"new").expect("now it works");
         assert_eq!(std::fs::read(&path).expect("new file"), b"new");
         assert_eq!(std::fs::read_dir(folder.path()).expect("folder").count(), 1);
+    }
+
+    #[test]
+    fn a_folder_is_there_with_all_its_files_or_not_at_all() {
+        let folder = tempfile::tempdir().expect("folder");
+        let path = folder.path().join("out");
+        let names = || std::fs::read_dir(folder.path()).expect("folder").count();
+        let half = write_folder(&path, |inner| {
+            std::fs::write(inner.join("a"), "1")?;
+            bail!("the disk is full")
+        });
+        assert!(format!("{:#}", half.expect_err("must fail")).contains("the disk is full"));
+        assert_eq!(names(), 0);
+        check_output_folder("--out", &path).expect("a new folder");
+        write_folder(&path, |inner| Ok(std::fs::write(inner.join("a"), "1")?)).expect("written");
+        assert_eq!((names(), std::fs::read(path.join("a")).expect("a file")), (1, b"1".to_vec()));
+        let message = check_output_folder("--out", &path).expect_err("must be refused").to_string();
+        assert!(message.contains("not empty"), "{message}");
     }
 
     #[cfg(unix)]

@@ -32,9 +32,7 @@ pub(crate) fn install() -> anyhow::Result<()> {
             std::thread::sleep(ERROR_PRINT_TIME);
         }
         let unfinished = UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner);
-        for path in unfinished.iter() {
-            let _ = std::fs::remove_file(path);
-        }
+        unfinished.iter().for_each(|path| remove(path));
         if !several {
             eprintln!("\ninterrupted");
         }
@@ -56,12 +54,19 @@ pub(crate) fn watch() -> &'static AtomicBool {
     &STOP
 }
 
-/// A file that is deleted if the program is interrupted or the value is dropped before [`UnfinishedFile::keep_as`].
-pub(crate) struct UnfinishedFile {
+/// Deletes a file, or a folder with all its files, if it is there.
+fn remove(path: &Path) {
+    if std::fs::remove_file(path).is_err() {
+        let _ = std::fs::remove_dir_all(path);
+    }
+}
+
+/// A file or folder that is deleted if the program is interrupted or the value is dropped before [`Unfinished::keep_as`].
+pub(crate) struct Unfinished {
     path: PathBuf,
 }
 
-impl UnfinishedFile {
+impl Unfinished {
     /// Registers `path`, which is about to be created.
     pub(crate) fn new(path: PathBuf) -> Self {
         UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner).push(path.clone());
@@ -79,9 +84,9 @@ impl UnfinishedFile {
     }
 }
 
-impl Drop for UnfinishedFile {
+impl Drop for Unfinished {
     fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.path);
+        remove(&self.path);
         let mut unfinished = UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner);
         unfinished.retain(|path| *path != self.path);
     }

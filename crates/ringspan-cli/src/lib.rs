@@ -4,9 +4,11 @@
 mod allocator;
 pub mod attend;
 mod bench;
+mod decode_latents;
 mod denoise;
 mod device;
 mod draw;
+mod encode_frames;
 mod export;
 pub mod files;
 mod generate;
@@ -19,10 +21,12 @@ mod output;
 mod score;
 mod serve;
 mod session;
+mod text_embed;
 mod tokens;
 mod topology;
 mod train;
 mod verify;
+mod video;
 
 pub use allocator::CountingAllocator;
 
@@ -54,6 +58,9 @@ enum Command {
     Mesh(topology::TopologyArgs),
     Verify(verify::VerifyArgs),
     Bench(bench::BenchArgs),
+    DecodeLatents(decode_latents::DecodeLatentsArgs),
+    EncodeFrames(encode_frames::EncodeFramesArgs),
+    TextEmbed(text_embed::TextEmbedArgs),
 }
 
 /// Lets mimalloc keep freed memory. By default it returns memory that was free for a while, and each training step requests and
@@ -94,6 +101,9 @@ fn run(command: Command, ranks: &Ranks) -> anyhow::Result<ExitCode> {
         Command::Mesh(args) => topology::run(&args, ranks),
         Command::Verify(args) => verify::run(&args, ranks),
         Command::Bench(args) => bench::run(&args),
+        Command::DecodeLatents(args) => decode_latents::run(&args, ranks),
+        Command::EncodeFrames(args) => encode_frames::run(&args, ranks),
+        Command::TextEmbed(args) => text_embed::run(&args, ranks),
     }?;
     Ok(ExitCode::SUCCESS)
 }

@@ -246,7 +246,7 @@ fn bytes_or_none(text: &str) -> Result<u64> {
 }
 
 /// A number of bytes, such as 1000, 64MiB or 1.5GB.
-fn bytes(text: &str) -> Result<u64> {
+pub(crate) fn bytes(text: &str) -> Result<u64> {
     let split = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
     let (number, unit) = text.split_at(split);
     let number: f64 = number.trim().parse().with_context(|| format!("`{text}` is no number of bytes"))?;

@@ -3,9 +3,12 @@
 
 pub mod denoise;
 pub mod error;
+pub mod frames;
 pub mod noise;
 pub mod scheduler;
 pub mod tensor_folder;
+pub mod text_encoder;
 pub mod transformer;
+pub mod vae;
 
 pub use error::{Error, Result};

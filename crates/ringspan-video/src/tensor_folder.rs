@@ -108,14 +108,7 @@ impl TensorFolder {
     /// A tensor that does not exist, and failures of the file system.
     pub fn read(&self, name: &str) -> Result<Tensor> {
         let place = self.of(name)?;
-        let bytes = place.read()?;
-        let pair = |b: &[u8]| u16::from_le_bytes([b[0], b[1]]);
-        let values: Vec<f32> = match place.dtype {
-            Dtype::BF16 => bytes.chunks_exact(2).map(|b| bf16::from_bits(pair(b)).to_f32()).collect(),
-            Dtype::F16 => bytes.chunks_exact(2).map(|b| f16::from_bits(pair(b)).to_f32()).collect(),
-            _ => bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
-        };
-        Ok(Tensor::from_vec(values, place.shape.as_slice(), &Device::Cpu)?)
+        Ok(Tensor::from_vec(place.widened(&place.read()?), place.shape.as_slice(), &Device::Cpu)?)
     }
 
     /// Reads a tensor as layers compute with it: matrices in bf16 and f16 stay as they are stored, everything else becomes f32.
@@ -129,6 +122,30 @@ impl TensorFolder {
             (Dtype::F16, &[rows, columns]) => place.matrix(Format::F16, rows, columns),
             _ => Ok(self.read(name)?.into()),
         }
+    }
+
+    /// Reads some rows of a matrix as f32, `[rows.len(), columns]`; nothing else is read from disk.
+    ///
+    /// # Errors
+    /// As for [`read`](Self::read), a tensor that is no matrix, and rows that it does not have.
+    pub fn read_rows(&self, name: &str, rows: &[u32]) -> Result<Tensor> {
+        let place = self.of(name)?;
+        let &[count, columns] = &place.shape[..] else {
+            let problem = format!("tensor {name} has shape {:?}, and is no matrix", place.shape);
+            return Err(Error::Format { path: place.file.clone(), problem });
+        };
+        let size = columns * place.dtype.bitsize() / 8;
+        let io = |source| Error::Io { path: place.file.clone(), source };
+        let mut file = File::open(&place.file).map_err(io)?;
+        let mut bytes = vec![0; rows.len() * size];
+        for (row, bytes) in rows.iter().zip(bytes.chunks_exact_mut(size.max(1))) {
+            if *row as usize >= count {
+                return Err(Error::Input(format!("row {row} of tensor {name}, which has {count}")));
+            }
+            file.seek(SeekFrom::Start(place.start + u64::from(*row) * size as u64)).map_err(io)?;
+            file.read_exact(bytes).map_err(io)?;
+        }
+        Ok(Tensor::from_vec(place.widened(&bytes), (rows.len(), columns), &Device::Cpu)?)
     }
 
     fn of(&self, name: &str) -> Result<&Place> {
@@ -147,6 +164,16 @@ impl Place {
         };
         read(&mut bytes).map_err(|source| Error::Io { path: self.file.clone(), source })?;
         Ok(bytes)
+    }
+
+    /// Elements in f32.
+    fn widened(&self, bytes: &[u8]) -> Vec<f32> {
+        let pair = |b: &[u8]| u16::from_le_bytes([b[0], b[1]]);
+        match self.dtype {
+            Dtype::BF16 => bytes.chunks_exact(2).map(|b| bf16::from_bits(pair(b)).to_f32()).collect(),
+            Dtype::F16 => bytes.chunks_exact(2).map(|b| f16::from_bits(pair(b)).to_f32()).collect(),
+            _ => bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
+        }
     }
 
     fn matrix(&self, format: Format, rows: usize, columns: usize) -> Result<Weight> {

@@ -1,0 +1,58 @@
+//! `ringspan decode-latents`: frames from the latents of a video, by WAN's autoencoder.
+
+use crate::files::{self, OutputTensor};
+use crate::mesh::MeshArgs;
+use crate::output;
+use crate::video::{self, Destination, VaeArgs};
+use anyhow::Result;
+use ringspan::comm::ranks::Ranks;
+use safetensors::Dtype;
+use std::path::PathBuf;
+use std::time::Instant;
+
+/// Decode latents to frames with WAN's autoencoder, over a mesh of ranks that share the columns
+///
+/// Any mesh and any tiling give the same frames; nothing is blended.
+#[derive(Debug, clap::Args)]
+pub(crate) struct DecodeLatentsArgs {
+    #[command(flatten)]
+    vae: VaeArgs,
+    /// A safetensors file with `latents` [B,C,F,H,W], normalised as the transformer gives them
+    #[arg(long, value_name = "IN")]
+    latents: PathBuf,
+    /// Where the frames go: a folder of PNG files (made if it is missing), FILE.gif, or FILE.safetensors with `frames`
+    /// [B,3,F,H,W] f32 in [-1,1]
+    #[arg(long, value_name = "OUT")]
+    out: PathBuf,
+    #[command(flatten)]
+    mesh: MeshArgs,
+}
+
+pub(crate) fn run(args: &DecodeLatentsArgs, ranks: &Ranks) -> Result<()> {
+    let destination = Destination::of(&args.out)?;
+    let mesh = video::mesh(&args.mesh, ranks)?;
+    let latents = video::read(&args.latents, "latents")?;
+    let folder = args.vae.open()?;
+    let decoder = folder.decoder()?;
+    destination.check(decoder.frames(latents.shape())?)?;
+    let plan = decoder.plan(latents.shape(), mesh.size, args.vae.memory)?;
+    output::note(format_args!("{}: {plan}", args.vae.summary(mesh.size, mesh.threads)));
+    let began = Instant::now();
+    let Some(frames) = decoder.decode(&latents, &mesh, &plan)? else { return Ok(()) };
+    let seconds = began.elapsed().as_secs_f64();
+    let [batch, _, count, height, width] = frames.shape();
+    match destination {
+        Destination::Tensors(path) => {
+            let shape = frames.shape().to_vec();
+            files::write_tensors(&path, &[OutputTensor::new("frames", Dtype::F32, shape, frames.into_values())])?;
+        }
+        Destination::Gif(path) => files::write(&path, &ringspan_video::frames::gif(&video::pictures(&frames)?)?)?,
+        Destination::Folder(path) => {
+            let pictures = video::pictures(&frames)?;
+            files::write_folder(&path, |folder| Ok(ringspan_video::frames::write_folder(folder, &pictures)?))?;
+        }
+    }
+    let frames = batch * count;
+    output::line(format_args!("{frames} frames of {width} x {height} in {seconds:.2} s: {}", args.out.display()))?;
+    Ok(())
+}

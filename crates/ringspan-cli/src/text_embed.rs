@@ -1,0 +1,71 @@
+//! `ringspan text-embed`: the embeddings of a prompt, by UMT5's encoder.
+
+use crate::files::{self, OutputTensor};
+use crate::mesh::{DEADLINE, MeshArgs};
+use crate::output;
+use anyhow::{Context, Result};
+use ringspan::comm::ranks::Ranks;
+use ringspan_video::text_encoder::{PromptTokenizer, TextEncoder, TextMesh};
+use safetensors::Dtype;
+use std::path::PathBuf;
+use std::time::Instant;
+
+/// Rows of the embeddings, of which WAN's transformer sees all.
+const ROWS: usize = 512;
+
+/// Make the embeddings of a prompt for WAN's transformer with UMT5's encoder, over a mesh of ranks that share the tokens
+///
+/// OUT receives `prompt_embeds` [1,512,d] f32, and with --negative also `negative_prompt_embeds`: the states of the prompt's
+/// tokens with the end token, and zeros behind them. Weights are read layer by layer.
+#[derive(Debug, clap::Args)]
+pub(crate) struct TextEmbedArgs {
+    /// The folder of a pipeline, with text_encoder and tokenizer, or of an encoder with tokenizer.json in it
+    #[arg(long, value_name = "DIR")]
+    model: PathBuf,
+    /// The prompt
+    #[arg(long, value_name = "TEXT")]
+    prompt: String,
+    /// What the video should not show
+    #[arg(long, value_name = "TEXT")]
+    negative: Option<String>,
+    /// The safetensors file for the embeddings
+    #[arg(long, value_name = "OUT")]
+    out: PathBuf,
+    #[command(flatten)]
+    mesh: MeshArgs,
+}
+
+pub(crate) fn run(args: &TextEmbedArgs, ranks: &Ranks) -> Result<()> {
+    files::check_output("--out", &args.out)?;
+    let (_, threads) = args.mesh.start(ranks)?;
+    let (ring, ulysses) = (args.mesh.ring, args.mesh.ulysses);
+    let mesh = TextMesh { ranks: ranks.clone(), ring, ulysses, threads, deadline: DEADLINE };
+    let of_model = || format!("--model {}", args.model.display());
+    let tokenizer = PromptTokenizer::open(&args.model).with_context(of_model)?;
+    let encoder = TextEncoder::open(&args.model).with_context(of_model)?;
+    let width = encoder.config().d_model;
+    let began = Instant::now();
+    let mut out = Vec::new();
+    let mut count = 0;
+    let prompts = [("prompt_embeds", Some(&args.prompt)), ("negative_prompt_embeds", args.negative.as_ref())];
+    for (name, prompt) in prompts.into_iter().filter_map(|(name, prompt)| Some((name, prompt?))) {
+        let tokens = tokenizer.encode(prompt, ROWS)?;
+        if tokens.cut > 0 {
+            output::note(format_args!(
+                "note: {name}: the last {} tokens are cut off, since {ROWS} are kept",
+                tokens.cut
+            ));
+        }
+        count += tokens.ids.len();
+        let Some(mut states) = encoder.encode(&tokens.ids, &mesh)? else { continue };
+        states.resize(ROWS * width, 0.0);
+        out.push(OutputTensor::new(name, Dtype::F32, vec![1, ROWS, width], states));
+    }
+    if out.is_empty() {
+        return Ok(());
+    }
+    files::write_tensors(&args.out, &out)?;
+    let seconds = began.elapsed().as_secs_f64();
+    output::line(format_args!("embeddings of {count} tokens in {seconds:.2} s: {}", args.out.display()))?;
+    Ok(())
+}

@@ -1,0 +1,135 @@
+//! What the commands for videos share: the autoencoder's folder, the mesh, and files of frames.
+
+use crate::files::{self, TensorBytes};
+use crate::mesh::{DEADLINE, MeshArgs};
+use anyhow::{Context, Result, ensure};
+use ringspan::comm::ranks::Ranks;
+use ringspan_video::frames::{self, RgbFrame};
+use ringspan_video::vae::{Mesh, VaeFolder, VideoTensor};
+use safetensors::Dtype;
+use std::path::{Path, PathBuf};
+
+/// The autoencoder, and the memory that it may take.
+#[derive(Debug, clap::Args)]
+pub(crate) struct VaeArgs {
+    /// The folder of an AutoencoderKLWan as diffusers saves it, or of a pipeline with a folder vae
+    #[arg(long, value_name = "DIR")]
+    model: PathBuf,
+    /// Memory of activations and buffers on each rank; weights, and the frames themselves, come on top [default: blocks that fit
+    /// 512 MiB if there are any, else the smallest]
+    #[arg(long, value_name = "BYTES", value_parser = crate::serve::bytes)]
+    pub(crate) memory: Option<u64>,
+}
+
+impl VaeArgs {
+    pub(crate) fn open(&self) -> Result<VaeFolder> {
+        VaeFolder::open(&self.model).with_context(|| format!("--model {}", self.model.display()))
+    }
+
+    /// What is about to run, in words.
+    pub(crate) fn summary(&self, ranks: usize, threads: usize) -> String {
+        format!("{ranks} ranks x {threads} threads, the columns cut over the ranks")
+    }
+}
+
+pub(crate) fn mesh(args: &MeshArgs, ranks: &Ranks) -> Result<Mesh> {
+    let (size, threads) = args.start(ranks)?;
+    Ok(Mesh { ranks: ranks.clone(), size, threads, deadline: DEADLINE })
+}
+
+/// Reads a tensor `[B, C, F, H, W]` of a safetensors file.
+pub(crate) fn read(path: &Path, name: &str) -> Result<VideoTensor> {
+    let file = TensorBytes::read(path)?;
+    let tensors = file.parse()?;
+    let tensor = tensors.get::<5>(name, &[Dtype::F32, Dtype::BF16, Dtype::F16], "[B,C,F,H,W]")?;
+    let values = tensor.floats();
+    let bad = values.iter().filter(|x| !x.is_finite()).count();
+    ensure!(bad == 0, "{}: {bad} of {} elements of `{name}` are no finite numbers", path.display(), values.len());
+    VideoTensor::new(tensor.shape, values).with_context(|| format!("{}: tensor `{name}`", path.display()))
+}
+
+/// Reads frames from a folder of PNG files, a PNG file or a safetensors file.
+pub(crate) fn read_frames(path: &Path) -> Result<VideoTensor> {
+    if path.is_dir() {
+        return Ok(frames::read_pictures(path)?);
+    }
+    let is = |extension: &str| path.extension().is_some_and(|found| found.eq_ignore_ascii_case(extension));
+    if is("png") {
+        return Ok(frames::read_picture(path)?);
+    }
+    ensure!(is("safetensors"), "--frames {}: neither a folder, nor a .png nor a .safetensors file", path.display());
+    read(path, "frames")
+}
+
+pub(crate) fn pictures(video: &VideoTensor) -> Result<Vec<RgbFrame>> {
+    Ok(frames::to_rgb(video)?)
+}
+
+/// The kind of output that a path asks for.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Destination {
+    Tensors(PathBuf),
+    Gif(PathBuf),
+    Folder(PathBuf),
+}
+
+impl Destination {
+    /// Refuses a path that cannot be written, before the work rather than after it.
+    pub(crate) fn of(path: &Path) -> Result<Self> {
+        let extension = path.extension().map(|extension| extension.to_string_lossy().to_lowercase());
+        let possible = "possible are a folder (of PNG files), .gif and .safetensors";
+        match extension.as_deref() {
+            Some("safetensors") => files::check_output("--out", path).map(|()| Self::Tensors(path.to_owned())),
+            Some("gif") => files::check_output("--out", path).map(|()| Self::Gif(path.to_owned())),
+            Some(other @ ("mp4" | "webm" | "mkv" | "mov" | "avi")) => anyhow::bail!(
+                "--out {}: .{other} is not written, because no encoder for it is built in; {possible}; `ffmpeg -i \
+                 FOLDER/frame_%04d.png` makes one of the folder",
+                path.display()
+            ),
+            Some("png") => anyhow::bail!("--out {}: frames are many pictures; {possible}", path.display()),
+            _ => files::check_output_folder("--out", path).map(|()| Self::Folder(path.to_owned())),
+        }
+    }
+
+    /// Refuses frames `[B, 3, F, H, W]` that this kind of output cannot hold.
+    pub(crate) fn check(&self, shape: [usize; 5]) -> Result<()> {
+        let [batch, _, frames, height, width] = shape;
+        let one = matches!(self, Self::Tensors(_)) || batch == 1;
+        ensure!(one, "--out: the latents are of {batch} videos, which only a .safetensors file holds");
+        let fits = !matches!(self, Self::Gif(_)) || height.max(width) <= usize::from(u16::MAX);
+        ensure!(fits, "--out: {frames} frames of {width} x {height} pixels; a side of a GIF has at most 65535");
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_name_of_the_output_says_its_kind() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let at = |name: &str| folder.path().join(name);
+        let of = |name: &str| Destination::of(&at(name));
+        assert_eq!(of("a.GIF").expect("a GIF"), Destination::Gif(at("a.GIF")));
+        assert_eq!(of("a.safetensors").expect("a file"), Destination::Tensors(at("a.safetensors")));
+        assert_eq!(of("frames").expect("a folder"), Destination::Folder(at("frames")));
+        for (name, words) in [("a.mp4", "no encoder"), ("a.png", "many pictures"), ("no/frames", "there is no folder")]
+        {
+            let message = format!("{:#}", of(name).expect_err("must be refused"));
+            assert!(message.contains(words), "{message}");
+        }
+        std::fs::create_dir(at("full")).expect("a folder");
+        std::fs::write(at("full/notes.txt"), "mine").expect("a file");
+        let message = format!("{:#}", of("full").expect_err("must be refused"));
+        assert!(message.contains("is not empty"), "{message}");
+    }
+
+    #[test]
+    fn several_videos_need_a_file_of_tensors() {
+        let shape = [2, 3, 5, 8, 8];
+        assert!(Destination::Tensors("a".into()).check(shape).is_ok());
+        let message = Destination::Folder("a".into()).check(shape).expect_err("two videos").to_string();
+        assert!(message.contains("2 videos"), "{message}");
+    }
+}

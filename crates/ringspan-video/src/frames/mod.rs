@@ -1,0 +1,13 @@
+//! Frames as pictures: folders of PNG files, animated GIFs, and the pixels of both.
+//!
+//! A color is a number in [-1, 1] in tensors, and one of 256 levels in files: `round((x + 1) / 2 * 255)`, as in diffusers.
+
+mod error;
+mod gif;
+mod png;
+mod rgb;
+
+pub use error::{Error, Result};
+pub use gif::encode as gif;
+pub use png::{read_picture, read_pictures, write_folder};
+pub use rgb::{RgbFrame, to_rgb};

@@ -1,0 +1,163 @@
+//! PNG files.
+
+use super::error::{Error, Result};
+use super::rgb::{RgbFrame, from_rgb};
+use crate::vae::VideoTensor;
+use png::{BitDepth, ColorType, Decoder, Encoder, Transformations};
+use std::fs::File;
+use std::io::{BufReader, BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+/// The most bytes that a picture may decode to: a file of a few bytes can claim any size.
+const MOST_BYTES: usize = 1 << 30;
+
+/// Writes each picture into an existing folder, as `frame_0000.png` and so on.
+///
+/// # Errors
+/// Failures of the file system, and pictures without pixels.
+pub fn write_folder(folder: &Path, pictures: &[RgbFrame]) -> Result<()> {
+    pictures.iter().enumerate().try_for_each(|(index, picture)| write(&folder.join(name(index)), picture))
+}
+
+fn name(index: usize) -> String {
+    format!("frame_{index:04}.png")
+}
+
+fn write(path: &Path, picture: &RgbFrame) -> Result<()> {
+    let io = |source| Error::Io { path: path.to_owned(), source };
+    let encode = |error: png::EncodingError| match error {
+        png::EncodingError::IoError(source) => io(source),
+        other => Error::Encode { path: path.to_owned(), problem: other.to_string() },
+    };
+    let side = |size: usize| u32::try_from(size).unwrap_or(u32::MAX);
+    let mut file = BufWriter::new(File::create(path).map_err(io)?);
+    let mut encoder = Encoder::new(&mut file, side(picture.width), side(picture.height));
+    encoder.set_color(ColorType::Rgb);
+    encoder.set_depth(BitDepth::Eight);
+    let mut writer = encoder.write_header().map_err(encode)?;
+    writer.write_image_data(&picture.pixels).map_err(encode)?;
+    writer.finish().map_err(encode)?;
+    file.flush().map_err(io)
+}
+
+/// Reads the pictures of a folder, in the order of their names, as a video `[1, 3, F, H, W]`.
+///
+/// # Errors
+/// A folder without PNG files, files that cannot be read, and pictures of several sizes.
+pub fn read_pictures(folder: &Path) -> Result<VideoTensor> {
+    let io = |source| Error::Io { path: folder.to_owned(), source };
+    let mut paths = Vec::new();
+    for entry in std::fs::read_dir(folder).map_err(io)? {
+        let path = entry.map_err(io)?.path();
+        if path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("png")) {
+            paths.push(path);
+        }
+    }
+    paths.sort();
+    video(&paths, folder)
+}
+
+/// Reads one picture as a video `[1, 3, 1, H, W]`.
+///
+/// # Errors
+/// A file that cannot be read.
+pub fn read_picture(path: &Path) -> Result<VideoTensor> {
+    video(&[path.to_owned()], path)
+}
+
+fn video(paths: &[PathBuf], of: &Path) -> Result<VideoTensor> {
+    let mut pictures: Vec<RgbFrame> = Vec::with_capacity(paths.len());
+    for path in paths {
+        let picture = read(path)?;
+        if let Some(first) =
+            pictures.first().filter(|first| (first.width, first.height) != (picture.width, picture.height))
+        {
+            return Err(Error::Sizes {
+                path: path.clone(),
+                width: picture.width,
+                height: picture.height,
+                expected_width: first.width,
+                expected_height: first.height,
+            });
+        }
+        pictures.push(picture);
+    }
+    let (shape, values) = from_rgb(&pictures);
+    VideoTensor::new(shape, values).map_err(|_| Error::Empty { path: of.to_owned() })
+}
+
+/// Reads a PNG of any color type; gray becomes three equal colors, and transparency is ignored.
+fn read(path: &Path) -> Result<RgbFrame> {
+    let broken = |problem: String| Error::Png { path: path.to_owned(), problem };
+    let decoding = |error: png::DecodingError| broken(error.to_string());
+    let file = File::open(path).map_err(|source| Error::Io { path: path.to_owned(), source })?;
+    let mut decoder = Decoder::new(BufReader::new(file));
+    decoder.set_transformations(Transformations::normalize_to_color8());
+    let mut reader = decoder.read_info().map_err(decoding)?;
+    let size = reader.output_buffer_size().filter(|size| *size <= MOST_BYTES);
+    let size = size.ok_or_else(|| broken(format!("its pixels take more than {MOST_BYTES} bytes")))?;
+    let mut bytes = vec![0; size];
+    let info = reader.next_frame(&mut bytes).map_err(decoding)?;
+    let (samples, gray) = match info.color_type {
+        ColorType::Grayscale => (1, true),
+        ColorType::GrayscaleAlpha => (2, true),
+        ColorType::Rgb => (3, false),
+        ColorType::Rgba => (4, false),
+        ColorType::Indexed => return Err(broken("its palette was not expanded".into())),
+    };
+    let pixel = |pixel: &[u8]| if gray { [pixel[0]; 3] } else { [pixel[0], pixel[1], pixel[2]] };
+    let pixels = bytes[..info.buffer_size()].chunks_exact(samples).flat_map(pixel).collect();
+    Ok(RgbFrame { width: info.width as usize, height: info.height as usize, pixels })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::frames::to_rgb;
+
+    fn picture(width: usize, height: usize, seed: usize) -> RgbFrame {
+        RgbFrame {
+            width,
+            height,
+            pixels: (0..width * height * 3).map(|i| ((i * 37 + seed * 101) % 256) as u8).collect(),
+        }
+    }
+
+    #[test]
+    fn a_folder_of_pictures_is_read_as_it_was_written() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let pictures = [picture(7, 5, 1), picture(7, 5, 2), picture(7, 5, 3)];
+        write_folder(folder.path(), &pictures).expect("written");
+        std::fs::write(folder.path().join("notes.txt"), "no picture").expect("written");
+        assert_eq!(to_rgb(&read_pictures(folder.path()).expect("a video")).expect("pictures"), pictures);
+        let one = read_picture(&folder.path().join("frame_0002.png")).expect("a picture");
+        assert_eq!(to_rgb(&one).expect("pictures"), [picture(7, 5, 3)]);
+    }
+
+    #[test]
+    fn pictures_that_are_missing_broken_or_of_another_size_are_refused_by_name() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let refused = || read_pictures(folder.path()).expect_err("must be refused").to_string();
+        assert!(refused().contains("no file that ends in .png"));
+        write_folder(folder.path(), &[picture(4, 3, 1)]).expect("written");
+        write(&folder.path().join("later.png"), &picture(3, 4, 1)).expect("written");
+        let message = refused();
+        assert!(message.contains("later.png: 3 x 4") && message.contains("4 x 3"), "{message}");
+        std::fs::write(folder.path().join("frame_0000.png"), b"text").expect("written");
+        assert!(refused().contains("frame_0000.png: not a PNG"));
+        let path = folder.path().join("later.png");
+        let bytes = std::fs::read(&path).expect("a file");
+        std::fs::write(&path, &bytes[..bytes.len() / 2]).expect("written");
+        assert!(read_picture(&path).is_err());
+    }
+
+    #[test]
+    fn gray_pictures_have_three_equal_colors() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("gray.png");
+        let mut encoder = Encoder::new(File::create(&path).expect("a file"), 2, 1);
+        encoder.set_color(ColorType::GrayscaleAlpha);
+        encoder.write_header().and_then(|mut writer| writer.write_image_data(&[10, 255, 200, 0])).expect("written");
+        assert_eq!(read(&path).expect("a picture").pixels, [10, 10, 10, 200, 200, 200]);
+    }
+}

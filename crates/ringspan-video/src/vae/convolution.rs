@@ -1,0 +1,182 @@
+//! A convolution as products of matrices, over an input that has its padding already.
+//!
+//! With channels last, the values under one row of the kernel are contiguous: `side * inputs` numbers, and those of the next
+//! column begin `inputs` numbers later. So a row of the kernel, at one frame, is a product with a matrix whose rows overlap in
+//! memory; nothing is gathered. The sums over the kernel's rows and frames are added in the output.
+
+use candle_core::Tensor;
+use ringspan::kernel::product::{Arithmetic, Matrix, Output, Packed};
+use ringspan_candle::pool;
+
+/// Output positions of a block of products: its sums stay in the cache while the kernel's rows are added.
+const POSITIONS: usize = 1536;
+
+/// The sizes of a convolution.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct ConvolutionSizes {
+    pub(crate) inputs: usize,
+    pub(crate) outputs: usize,
+    /// Frames of the kernel: 1 or 3.
+    pub(crate) time: usize,
+    /// Rows, and columns, of the kernel: 1 or 3.
+    pub(crate) side: usize,
+    /// Input frames from an output to the next.
+    pub(crate) time_stride: usize,
+    /// Input rows, and columns, from an output to the next.
+    pub(crate) stride: usize,
+}
+
+impl ConvolutionSizes {
+    /// A kernel of one position.
+    pub(crate) fn pointwise(inputs: usize, outputs: usize) -> Self {
+        Self { inputs, outputs, time: 1, side: 1, time_stride: 1, stride: 1 }
+    }
+
+    /// A causal kernel of 3 x 3 x 3.
+    pub(crate) fn causal(inputs: usize, outputs: usize) -> Self {
+        Self { time: 3, side: 3, ..Self::pointwise(inputs, outputs) }
+    }
+
+    /// A kernel of 3 x 3 in each frame.
+    pub(crate) fn spatial(inputs: usize, outputs: usize) -> Self {
+        Self { side: 3, ..Self::pointwise(inputs, outputs) }
+    }
+
+    /// A causal kernel of 3 frames.
+    pub(crate) fn temporal(inputs: usize, outputs: usize) -> Self {
+        Self { time: 3, ..Self::pointwise(inputs, outputs) }
+    }
+
+    /// Rows, or columns, of zeros before the first of a frame. A convolution with a stride has them behind the last alone.
+    pub(crate) fn before(self) -> usize {
+        usize::from(self.side > 1 && self.stride == 1)
+    }
+
+    /// Rows, or columns, of zeros behind the last of a frame.
+    pub(crate) fn behind(self) -> usize {
+        usize::from(self.side > 1)
+    }
+
+    /// Frames before the first new one that an output depends on.
+    pub(crate) fn history(self) -> usize {
+        self.time - self.time_stride
+    }
+
+    /// The number of output rows that depend only on the first `rows` of `height` input rows.
+    pub(crate) fn outputs_of(self, rows: usize, height: usize) -> usize {
+        if rows == height {
+            return height / self.stride;
+        }
+        (rows + self.before()).checked_sub(self.side).map_or(0, |more| more / self.stride + 1)
+    }
+}
+
+/// An input with its padding: `[frames, rows, cols, inputs]`.
+pub(crate) struct Padded<'a> {
+    pub(crate) data: &'a [f32],
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+}
+
+/// The weights of a convolution, packed for products.
+pub(crate) struct Convolution {
+    sizes: ConvolutionSizes,
+    /// For each frame and row of the kernel a matrix `[side * inputs, outputs]`.
+    taps: Vec<Packed<f32>>,
+    bias: Vec<f32>,
+}
+
+impl Convolution {
+    /// Packs a weight `[outputs, inputs, time, side, side]` (or without `time` if that is 1) with its bias `[outputs]`.
+    ///
+    /// # Errors
+    /// Tensors that are not f32 on a CPU.
+    pub(crate) fn new(sizes: ConvolutionSizes, weight: &Tensor, bias: &Tensor) -> candle_core::Result<Self> {
+        let ConvolutionSizes { inputs, outputs, time, side, .. } = sizes;
+        let (weight, bias) = (weight.flatten_all()?.to_vec1::<f32>()?, bias.to_vec1()?);
+        let (area, volume) = (side * side, time * side * side);
+        let mut taps = Vec::with_capacity(time * side);
+        let mut matrix = vec![0.0; side * inputs * outputs];
+        for (frame, row) in (0..time).flat_map(|frame| (0..side).map(move |row| (frame, row))) {
+            for (index, value) in matrix.iter_mut().enumerate() {
+                let (output, input, col) = (index % outputs, index / outputs % inputs, index / outputs / inputs);
+                *value = weight[(output * inputs + input) * volume + frame * area + row * side + col];
+            }
+            taps.push(Arithmetic::best().pack(Matrix::new(&matrix, side * inputs, outputs)));
+        }
+        Ok(Self { sizes, taps, bias })
+    }
+
+    pub(crate) fn sizes(&self) -> ConvolutionSizes {
+        self.sizes
+    }
+
+    /// Applies a kernel of one position to all of `positions` positions `[positions, inputs]`.
+    pub(crate) fn pointwise(&self, values: &[f32]) -> Vec<f32> {
+        let positions = values.len() / self.sizes.inputs;
+        let padded = Padded { data: values, rows: 1, cols: positions };
+        self.apply(&padded, [1, 1, positions], None)
+    }
+
+    /// The output `[frames, rows, cols, outputs]` of these sizes; `add`, of the same shape, is added to it.
+    pub(crate) fn apply(&self, input: &Padded, [frames, rows, cols]: [usize; 3], add: Option<&[f32]>) -> Vec<f32> {
+        let ConvolutionSizes { outputs, stride, .. } = self.sizes;
+        let mut out = vec![0.0; frames * rows * cols * outputs];
+        if out.is_empty() {
+            return out;
+        }
+        // Without a stride, the positions of several rows are one matrix, which has those of the padding between two rows as
+        // well. With a stride they are too many, so each row is a matrix.
+        let rows_at_once = if stride == 1 { POSITIONS.div_ceil(input.cols).min(rows) } else { 1 };
+        let mut sums = vec![0.0; rows_at_once * input.cols * outputs];
+        for frame in 0..frames {
+            for first in (0..rows).step_by(rows_at_once) {
+                let some = rows_at_once.min(rows - first);
+                let pitch = if stride == 1 { input.cols } else { cols };
+                let positions = (some - 1) * pitch + cols;
+                let sums = &mut sums[..positions * outputs];
+                self.products(input, (frame, first), positions, sums);
+                let at = (frame * rows + first) * cols * outputs;
+                let range = at..at + some * cols * outputs;
+                let add = add.map(|add| &add[range.clone()]);
+                self.finish(sums, pitch, cols, &mut out[range], add);
+            }
+        }
+        out
+    }
+
+    /// Sums of `positions` positions from the first column of output row `row` on.
+    fn products(&self, input: &Padded, (frame, row): (usize, usize), positions: usize, sums: &mut [f32]) {
+        let ConvolutionSizes { inputs, side, time_stride, stride, .. } = self.sizes;
+        for (index, tap) in self.taps.iter().enumerate() {
+            let (frame, row) = (frame * time_stride + index / side, row * stride + index % side);
+            let from = &input.data[(frame * input.rows + row) * input.cols * inputs..];
+            let a = Matrix::strided(from, positions, side * inputs, stride * inputs);
+            tap.product(a, if index == 0 { Output::Overwrite(sums) } else { Output::Add(sums) });
+        }
+    }
+
+    /// Copies the sums of whole rows, which are `pitch` positions apart, and adds the bias.
+    fn finish(&self, sums: &[f32], pitch: usize, cols: usize, out: &mut [f32], add: Option<&[f32]>) {
+        let outputs = self.sizes.outputs;
+        let rows: Vec<_> = out.chunks_mut(cols * outputs).enumerate().collect();
+        let finish = |(row, out): (usize, &mut [f32])| {
+            let sums = &sums[row * pitch * outputs..][..cols * outputs];
+            let add = add.map(|add| &add[row * cols * outputs..][..cols * outputs]);
+            pool::vectorized(|| biased(sums, &self.bias, add, out));
+        };
+        pool::map(rows, finish);
+    }
+}
+
+#[inline(always)]
+fn biased(sums: &[f32], bias: &[f32], add: Option<&[f32]>, out: &mut [f32]) {
+    for (out, sums) in out.chunks_exact_mut(bias.len()).zip(sums.chunks_exact(bias.len())) {
+        for ((out, sum), bias) in out.iter_mut().zip(sums).zip(bias) {
+            *out = sum + bias;
+        }
+    }
+    if let Some(add) = add {
+        out.iter_mut().zip(add).for_each(|(out, add)| *out += add);
+    }
+}

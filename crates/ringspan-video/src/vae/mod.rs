@@ -1,0 +1,261 @@
+//! WAN's autoencoder (`AutoencoderKLWan`): latents to frames and back.
+//!
+//! Ranks share the columns of a video; at each convolution neighbours exchange one border column, and attention of the middle
+//! block goes over all ranks. On a rank a video passes through the network in blocks: bands of rows and, in a band, groups of
+//! frames. Convolutions keep what the next block needs of the last one, so nothing is computed twice, and any tiling and any
+//! number of ranks give the result of the whole video.
+//!
+//! Shape letters: B videos, C channels, F frames, H height, W width. Inside the network channels are last.
+
+mod attention;
+mod block;
+mod config;
+mod convolution;
+mod delay;
+mod layer;
+mod memory;
+mod network;
+mod norm;
+mod pixels;
+mod plan;
+mod resample;
+mod residual_block;
+mod segment;
+mod shortcut;
+mod streamed;
+mod strip;
+mod video_tensor;
+
+pub use config::VaeConfig;
+pub use plan::Plan;
+pub use video_tensor::VideoTensor;
+
+use crate::error::{Error, Result};
+use crate::tensor_folder::{TensorFolder, read_json};
+use block::Video;
+use network::Network;
+use ringspan::Kernel;
+use ringspan::comm::ranks::Ranks;
+use ringspan::comm::{Buffer, Communicator, threads};
+use ringspan_candle::pool;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+use strip::{ColumnSplit, Strip};
+
+/// The ranks that compute.
+#[derive(Debug, Clone)]
+pub struct Mesh {
+    /// Threads of this process, or processes.
+    pub ranks: Ranks,
+    /// Number of ranks.
+    pub size: usize,
+    /// Threads of each rank.
+    pub threads: usize,
+    /// Longest wait for another rank.
+    pub deadline: Duration,
+}
+
+/// The folder of an autoencoder, whose tensors are still on disk.
+#[derive(Debug)]
+pub struct VaeFolder {
+    config: VaeConfig,
+    tensors: TensorFolder,
+}
+
+impl VaeFolder {
+    /// Opens the folder of an autoencoder, or of a pipeline with a folder `vae`.
+    ///
+    /// # Errors
+    /// Files that are missing or corrupt, and a configuration that is not supported.
+    pub fn open(folder: &Path) -> Result<Self> {
+        let inner = folder.join("vae");
+        let folder = if inner.is_dir() { inner.as_path() } else { folder };
+        let path = folder.join("config.json");
+        let json: serde_json::Value = read_json(&path)?;
+        let format = |problem| Error::Format { path: path.clone(), problem };
+        let class = json.get("_class_name").and_then(serde_json::Value::as_str);
+        if let Some(class) = class.filter(|class| *class != "AutoencoderKLWan") {
+            return Err(format(format!("_class_name is {class}: AutoencoderKLWan is needed")));
+        }
+        let config: VaeConfig = serde_json::from_value(json).map_err(|error| format(error.to_string()))?;
+        config.check().map_err(|error| format(error.to_string()))?;
+        Ok(Self { config, tensors: TensorFolder::open(folder, "diffusion_pytorch_model")? })
+    }
+
+    /// The sizes of the model.
+    #[must_use]
+    pub fn config(&self) -> &VaeConfig {
+        &self.config
+    }
+
+    /// Reads the decoder.
+    ///
+    /// # Errors
+    /// Tensors that are missing or of another shape.
+    pub fn decoder(&self) -> Result<Decoder> {
+        Ok(Decoder { config: self.config.clone(), network: network::decoder(&self.config, &self.tensors)? })
+    }
+
+    /// Reads the encoder.
+    ///
+    /// # Errors
+    /// Tensors that are missing or of another shape.
+    pub fn encoder(&self) -> Result<Encoder> {
+        Ok(Encoder { config: self.config.clone(), network: network::encoder(&self.config, &self.tensors)? })
+    }
+}
+
+/// The decoder: latents to frames.
+pub struct Decoder {
+    config: VaeConfig,
+    network: Network,
+}
+
+impl Decoder {
+    /// The sizes `[B, 3, F, H, W]` of the frames of latents `[B, C, F, H, W]`.
+    ///
+    /// # Errors
+    /// Latents with another number of channels than the model's.
+    pub fn frames(&self, [batch, channels, frames, height, width]: [usize; 5]) -> Result<[usize; 5]> {
+        if channels != self.config.z_dim {
+            let problem =
+                format!("latents have {channels} channels, but the autoencoder has {} (z_dim)", self.config.z_dim);
+            return Err(Error::Input(problem));
+        }
+        let (time, space) = (self.config.time(), self.config.space());
+        Ok([batch, 3, 1 + (frames - 1) * time, height * space, width * space])
+    }
+
+    /// Plans the decoding of latents of this shape within `memory` bytes of activations and buffers on each rank, or with the
+    /// blocks that are fastest.
+    ///
+    /// # Errors
+    /// Latents that do not fit the model, and too little memory.
+    pub fn plan(&self, latents: [usize; 5], ranks: usize, memory: Option<u64>) -> Result<Plan> {
+        self.frames(latents)?;
+        let [_, channels, frames, height, width] = latents;
+        let cols = ColumnSplit { width, ranks }.most();
+        plan::choose(&self.network, 0, block::Shape { frames, height, cols, channels }, 1, memory)
+    }
+
+    /// Decodes `latents`, normalised as the transformer gives them, to frames in [-1, 1], on all ranks. Returns `None` in a process
+    /// without rank 0.
+    ///
+    /// # Errors
+    /// Latents that do not fit the model, or failures of any rank.
+    pub fn decode(&self, latents: &VideoTensor, mesh: &Mesh, plan: &Plan) -> Result<Option<VideoTensor>> {
+        let shape = self.frames(latents.shape())?;
+        let split = ColumnSplit { width: latents.shape()[4], ranks: mesh.size };
+        let parts = run(mesh, split.width, |strip| {
+            let mut out = Vec::new();
+            for index in 0..shape[0] {
+                let video = pixels::from_latents(latents, index, strip.columns(), &self.config);
+                let video = plan.run(&self.network, strip, video)?;
+                out.extend(pixels::to_frames(video, self.config.patch()));
+            }
+            Ok(out)
+        })?;
+        let Some(parts) = parts else { return Ok(None) };
+        VideoTensor::new(shape, pixels::join(&parts, shape, split, self.config.space())?).map(Some)
+    }
+}
+
+/// The encoder: frames to latents.
+pub struct Encoder {
+    config: VaeConfig,
+    network: Network,
+}
+
+impl Encoder {
+    /// The sizes `[B, C, F, H, W]` of the latents of frames `[B, 3, F, H, W]`.
+    ///
+    /// # Errors
+    /// Other channels than 3, a number of frames that no latents stand for, and a height or width that the model does not divide.
+    pub fn latents(&self, [batch, channels, frames, height, width]: [usize; 5]) -> Result<[usize; 5]> {
+        let (time, space) = (self.config.time(), self.config.space());
+        if channels != 3 {
+            return Err(Error::Input(format!("frames have {channels} channels: 3 are needed, red, green and blue")));
+        }
+        if (frames - 1) % time != 0 {
+            return Err(Error::Frames { frames, each: time });
+        }
+        for (side, size) in [("height", height), ("width", width)] {
+            if size % space != 0 {
+                let patch = self.config.patch();
+                return Err(Error::Size { side, size, each: space, patch, scale: space / patch });
+            }
+        }
+        Ok([batch, self.config.z_dim, 1 + (frames - 1) / time, height / space, width / space])
+    }
+
+    /// Plans the encoding of frames of this shape, as [`Decoder::plan`] plans decoding.
+    ///
+    /// # Errors
+    /// Frames that do not fit the model, and too little memory.
+    pub fn plan(&self, frames: [usize; 5], ranks: usize, memory: Option<u64>) -> Result<Plan> {
+        let [.., latent_width] = self.latents(frames)?;
+        let (patch, [.., count, height, _]) = (self.config.patch(), frames);
+        let cols = ColumnSplit { width: latent_width, ranks }.most() * self.config.space() / patch;
+        let shape = block::Shape { frames: count, height: height / patch, cols, channels: self.config.in_channels };
+        plan::choose(&self.network, self.network.segments.len() - 1, shape, self.config.time(), memory)
+    }
+
+    /// Encodes frames in [-1, 1] to latents, normalised as the transformer takes them: the mode of the posterior. Returns `None`
+    /// in a process without rank 0.
+    ///
+    /// # Errors
+    /// Frames that do not fit the model, or failures of any rank.
+    pub fn encode(&self, frames: &VideoTensor, mesh: &Mesh, plan: &Plan) -> Result<Option<VideoTensor>> {
+        let shape = self.latents(frames.shape())?;
+        let split = ColumnSplit { width: shape[4], ranks: mesh.size };
+        let parts = run(mesh, split.width, |strip| {
+            let mut out = Vec::new();
+            for index in 0..shape[0] {
+                let video = pixels::from_frames(frames, index, strip.columns(), &self.config);
+                let video = plan.run(&self.network, strip, video)?;
+                out.extend(pixels::to_latents(&video, &self.config));
+            }
+            Ok(out)
+        })?;
+        let Some(parts) = parts else { return Ok(None) };
+        VideoTensor::new(shape, pixels::join(&parts, shape, split, 1)?).map(Some)
+    }
+}
+
+/// Runs `work` on every rank with its columns, and gathers the results on rank 0.
+fn run(
+    mesh: &Mesh,
+    width: usize,
+    work: impl Fn(&Strip) -> Result<Vec<f32>> + Sync,
+) -> Result<Option<Vec<Arc<Buffer>>>> {
+    let options = threads::Options { deadline: mesh.deadline, ..Default::default() };
+    let rank = |comm: Arc<dyn Communicator>| -> Result<Vec<f32>> {
+        pool::run(mesh.threads, || work(&Strip::new(&comm, width, Kernel::in_current_pool(mesh.threads))?))?
+    };
+    let own = mesh.ranks.run(mesh.size, options, rank)?;
+    Ok(mesh.ranks.gather(own.into_iter().map(Buffer::F32).collect())?)
+}
+
+/// One video of `batch`, as the network's input.
+fn columns_of(
+    batch: &VideoTensor,
+    index: usize,
+    columns: std::ops::Range<usize>,
+    value: impl Fn(usize, f32) -> f32,
+) -> Video {
+    let [_, channels, frames, height, width] = batch.shape();
+    let shape = block::Shape { frames, height, cols: columns.len(), channels };
+    let mut video = Video::zeros(shape);
+    for channel in 0..channels {
+        for row in 0..frames * height {
+            let from = ((index * channels + channel) * frames * height + row) * width;
+            let to = row * columns.len() * channels + channel;
+            let values = &batch.values()[from + columns.start..from + columns.end];
+            for (col, x) in values.iter().enumerate() {
+                video.data[to + col * channels] = value(channel, *x);
+            }
+        }
+    }
+    video
+}

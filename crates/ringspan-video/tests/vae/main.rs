@@ -1,0 +1,166 @@
+//! The autoencoder and the text encoder against diffusers and transformers. The autoencoder against diffusers, and every mesh and tiling against one rank.
+
+mod text;
+
+use ringspan::comm::ranks::Ranks;
+use ringspan_video::vae::{Mesh, Plan, VaeFolder, VideoTensor};
+use safetensors::SafeTensors;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+const MODELS: [&str; 3] = ["tiny", "wide", "residual"];
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new("tests/fixtures/vae").join(name)
+}
+
+/// A tensor of the reference.
+fn reference(model: &str, tensor: &str) -> VideoTensor {
+    let bytes = std::fs::read(fixture(model).join("reference.safetensors")).expect("a fixture");
+    let file = SafeTensors::deserialize(&bytes).expect("safetensors");
+    let view = file.tensor(tensor).expect("a tensor");
+    let values = view.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().expect("four bytes"))).collect();
+    VideoTensor::new(view.shape().try_into().expect("five dims"), values).expect("a video")
+}
+
+fn mesh(size: usize, threads: usize) -> Mesh {
+    Mesh { ranks: Ranks::threads(), size, threads, deadline: Duration::from_secs(60) }
+}
+
+/// Relative L2 distance.
+fn distance(got: &VideoTensor, wanted: &VideoTensor) -> f64 {
+    assert_eq!(got.shape(), wanted.shape());
+    let square = |x: f32| f64::from(x) * f64::from(x);
+    let (mut apart, mut size) = (0.0, 0.0);
+    for (got, wanted) in got.values().iter().zip(wanted.values()) {
+        apart += square(got - wanted);
+        size += square(*wanted);
+    }
+    (apart / size).sqrt()
+}
+
+#[test]
+fn frames_equal_those_of_diffusers() {
+    for model in MODELS {
+        let decoder = VaeFolder::open(&fixture(model)).expect("a folder").decoder().expect("a decoder");
+        let (latents, wanted) = (reference(model, "latents"), reference(model, "frames"));
+        let plan = decoder.plan(latents.shape(), 1, None).expect("a plan");
+        let frames = decoder.decode(&latents, &mesh(1, 2), &plan).expect("frames").expect("rank 0");
+        let apart = distance(&frames, &wanted);
+        assert!(apart < 1e-5, "{model}: {apart:e}");
+    }
+}
+
+#[test]
+fn latents_equal_those_of_diffusers() {
+    for model in MODELS {
+        let encoder = VaeFolder::open(&fixture(model)).expect("a folder").encoder().expect("an encoder");
+        let (frames, wanted) = (reference(model, "frames"), reference(model, "encoded"));
+        let plan = encoder.plan(frames.shape(), 1, None).expect("a plan");
+        let latents = encoder.encode(&frames, &mesh(1, 2), &plan).expect("latents").expect("rank 0");
+        let apart = distance(&latents, &wanted);
+        assert!(apart < 1e-5, "{model}: {apart:e}");
+    }
+}
+
+/// Values in [-1, 1] without a pattern.
+fn noise(shape: [usize; 5]) -> VideoTensor {
+    let values = (0..shape.iter().product()).map(|i: usize| ((i * 7919 + 13) as f32 * 0.377).sin()).collect();
+    VideoTensor::new(shape, values).expect("a video")
+}
+
+/// Plans with less and less memory, until nothing fits.
+fn plans<E>(plan: impl Fn(Option<u64>) -> Result<Plan, E>) -> Vec<Plan> {
+    let first = plan(None).ok();
+    std::iter::successors(first, |last| plan(Some(last.bytes() - 1)).ok()).collect()
+}
+
+#[test]
+fn every_mesh_and_tiling_decodes_to_the_same_frames() {
+    for model in MODELS {
+        let decoder = VaeFolder::open(&fixture(model)).expect("a folder").decoder().expect("a decoder");
+        // Ranks have two columns, one or none; rows and frames do not divide by what blocks have.
+        let latents = noise([2, reference(model, "latents").shape()[1], 4, 5, 9]);
+        let decode = |ranks: usize, plan: &Plan| {
+            decoder.decode(&latents, &mesh(ranks, 1), plan).expect("frames").expect("rank 0")
+        };
+        let whole = decode(1, &decoder.plan(latents.shape(), 1, Some(u64::MAX)).expect("a plan"));
+        for ranks in 1..=8 {
+            let plans = plans(|memory| decoder.plan(latents.shape(), ranks, memory));
+            assert!(plans.len() > 1, "{} plans on {ranks} ranks", plans.len());
+            // All tilings on a few meshes, and the smallest blocks on each.
+            let skip = if [1, 3].contains(&ranks) { 0 } else { plans.len() - 1 };
+            for plan in &plans[skip..] {
+                let apart = distance(&decode(ranks, plan), &whole);
+                assert!(apart < 1e-5, "{model} on {ranks} ranks in {plan}: {apart:e}");
+            }
+        }
+    }
+}
+
+#[test]
+fn every_mesh_and_tiling_encodes_to_the_same_latents() {
+    for model in MODELS {
+        let folder = VaeFolder::open(&fixture(model)).expect("a folder");
+        let (encoder, space, time) =
+            (folder.encoder().expect("an encoder"), folder.config().space(), folder.config().time());
+        let frames = noise([1, 3, 1 + 2 * time, 3 * space, 5 * space]);
+        let encode = |ranks: usize, plan: &Plan| {
+            encoder.encode(&frames, &mesh(ranks, 1), plan).expect("latents").expect("rank 0")
+        };
+        let whole = encode(1, &encoder.plan(frames.shape(), 1, Some(u64::MAX)).expect("a plan"));
+        for ranks in 1..=8 {
+            let plans = plans(|memory| encoder.plan(frames.shape(), ranks, memory));
+            assert!(plans.len() > 1, "{} plans on {ranks} ranks", plans.len());
+            let skip = if [1, 3].contains(&ranks) { 0 } else { plans.len() - 1 };
+            for plan in &plans[skip..] {
+                let apart = distance(&encode(ranks, plan), &whole);
+                assert!(apart < 1e-5, "{model} on {ranks} ranks in {plan}: {apart:e}");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_refused_with_the_numbers() {
+    let folder = VaeFolder::open(&fixture("residual")).expect("a folder");
+    let (decoder, encoder) = (folder.decoder().expect("a decoder"), folder.encoder().expect("an encoder"));
+    let refused = |result: Result<Plan, ringspan_video::error::Error>, words: &[&str]| {
+        let message = result.expect_err("must be refused").to_string();
+        assert!(words.iter().all(|word| message.contains(word)), "{message}");
+    };
+    refused(decoder.plan([1, 5, 3, 2, 3], 1, None), &["5 channels", "has 4"]);
+    refused(decoder.plan([1, 4, 3, 2, 3], 1, Some(1000)), &["1000 bytes", "2 x 3", "need"]);
+    refused(encoder.plan([1, 3, 8, 32, 48], 1, None), &["8 frames", "5 and 9"]);
+    refused(encoder.plan([1, 3, 9, 32, 40], 1, None), &["width 40", "multiple of 16"]);
+    refused(encoder.plan([1, 4, 9, 32, 48], 1, None), &["4 channels"]);
+}
+
+#[test]
+fn folders_of_other_models_and_damaged_ones_are_refused() {
+    let temporary = tempfile::tempdir().expect("a folder");
+    let copy = |name: &str, change: &dyn Fn(String) -> String| {
+        let folder = temporary.path().join(name);
+        std::fs::create_dir(&folder).expect("a folder");
+        let config = std::fs::read_to_string(fixture("tiny").join("config.json")).expect("a file");
+        std::fs::write(folder.join("config.json"), change(config)).expect("written");
+        let weights = "diffusion_pytorch_model.safetensors";
+        std::fs::copy(fixture("tiny").join(weights), folder.join(weights)).expect("copied");
+        folder
+    };
+    let refused = |folder: &Path, word: &str| {
+        let opened = VaeFolder::open(folder).and_then(|folder| folder.decoder().map(drop));
+        let message = opened.expect_err("must be refused").to_string();
+        assert!(message.contains(word), "{message}");
+    };
+    refused(temporary.path(), "config.json");
+    refused(&copy("other", &|config| config.replace("AutoencoderKLWan", "AutoencoderKL")), "AutoencoderKL:");
+    refused(&copy("wide", &|config| config.replace("\"base_dim\": 3", "\"base_dim\": 4")), "has shape");
+    refused(&copy("deep", &|config| config.replace("\"num_res_blocks\": 1", "\"num_res_blocks\": 2")), "resnets.2");
+    refused(
+        &copy("levels", &|config| config.replace("\"dim_mult\": [", "\"dim_mult\": [\n    1,")),
+        "temperal_downsample",
+    );
+    refused(&copy("mean", &|config| config.replace("-0.7571,", "")), "latents_mean has 15");
+    assert!(VaeFolder::open(&copy("same", &|config| config)).is_ok());
+}

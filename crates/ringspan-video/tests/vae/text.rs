@@ -1,0 +1,63 @@
+//! The text encoder against transformers.
+
+use ringspan::comm::ranks::Ranks;
+use ringspan_video::text_encoder::{PromptTokenizer, TextEncoder, TextMesh};
+use safetensors::SafeTensors;
+use std::path::Path;
+use std::time::Duration;
+
+#[derive(serde::Deserialize)]
+struct Reference {
+    prompts: Vec<String>,
+    tokens: Vec<Vec<u32>>,
+}
+
+fn folder() -> &'static Path {
+    Path::new("tests/fixtures/text")
+}
+
+fn reference() -> Reference {
+    let text = std::fs::read_to_string(folder().join("reference.json")).expect("a fixture");
+    serde_json::from_str(&text).expect("JSON")
+}
+
+#[test]
+fn tokens_equal_those_of_transformers_and_a_long_prompt_keeps_its_end() {
+    let (tokenizer, Reference { prompts, tokens }) =
+        (PromptTokenizer::open(folder()).expect("a tokenizer"), reference());
+    let made: Vec<_> = prompts.iter().map(|prompt| tokenizer.encode(prompt, 512).expect("tokens")).collect();
+    assert_eq!(made.iter().map(|made| made.ids.clone()).collect::<Vec<_>>(), tokens);
+    assert!(made[3].cut > 0 && made[3].ids.last() == Some(&1) && made[..3].iter().all(|made| made.cut == 0));
+}
+
+#[test]
+fn states_equal_those_of_transformers_on_every_mesh() {
+    let (encoder, Reference { tokens, .. }) = (TextEncoder::open(folder()).expect("an encoder"), reference());
+    let bytes = std::fs::read(folder().join("reference.safetensors")).expect("a fixture");
+    let file = SafeTensors::deserialize(&bytes).expect("safetensors");
+    for (ring, ulysses) in [(1, 1), (3, 1), (1, 3), (2, 2), (8, 1)] {
+        for (index, tokens) in tokens.iter().enumerate() {
+            let mesh =
+                TextMesh { ranks: Ranks::threads(), ring, ulysses, threads: 1, deadline: Duration::from_secs(60) };
+            let states = encoder.encode(tokens, &mesh).expect("states").expect("rank 0");
+            let wanted = file.tensor(&format!("embeds.{index}")).expect("a tensor");
+            let wanted = wanted.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().expect("four bytes")));
+            assert_eq!(states.len(), wanted.len());
+            let (mut apart, mut size) = (0.0f64, 0.0f64);
+            for (got, wanted) in states.iter().zip(wanted) {
+                apart += f64::from(got - wanted).powi(2);
+                size += f64::from(wanted).powi(2);
+            }
+            let apart = (apart / size).sqrt();
+            assert!(apart < 1e-5, "prompt {index} on {ring} x {ulysses} ranks: {apart:e}");
+        }
+    }
+}
+
+#[test]
+fn tokens_outside_the_vocabulary_are_refused() {
+    let encoder = TextEncoder::open(folder()).expect("an encoder");
+    let mesh = TextMesh { ranks: Ranks::threads(), ring: 1, ulysses: 1, threads: 1, deadline: Duration::from_secs(60) };
+    let message = encoder.encode(&[3, 45], &mesh).expect_err("must be refused").to_string();
+    assert!(message.contains("token 45") && message.contains("45 tokens"), "{message}");
+}

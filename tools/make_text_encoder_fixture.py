@@ -1,0 +1,81 @@
+"""UMT5's encoder with tiny random weights and a tiny Unigram tokenizer: the embeddings that transformers makes of prompts.
+
+    pip install -r tools/requirements-video.txt && python tools/make_text_encoder_fixture.py
+
+Writes crates/ringspan-video/tests/fixtures/text, or --out: the folders text_encoder and tokenizer of a pipeline, and
+reference.json, which has prompts with their tokens; reference.safetensors has `embeds.N` [T,d], the last states of
+the Nth prompt's tokens, padded to 512 and masked as in diffusers' WanPipeline, which puts zeros behind them.
+"""
+
+import argparse
+import json
+import pathlib
+import shutil
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import UMT5Config, UMT5EncoderModel
+
+OUT = pathlib.Path("crates/ringspan-video/tests/fixtures/text")
+WORDS = "a cat and a dog are baking bread in the kitchen while it rains outside slowly".split()
+# The prompts: one of a few words, one with white space and letters that the vocabulary lacks, one whose distances fall into all
+# relative buckets, and one that is too long.
+PROMPTS = ["a cat and a dog", "  The\tcat,\n 猫  bakes ", " ".join(WORDS * 12), "rain " * 600]
+LENGTH = 512
+
+
+def tokenizer() -> Tokenizer:
+    pieces = sorted({f"▁{word}" for word in WORDS} | set("▁abcdefghiklnorstuwTy,.") | {"in", "ing", "ai", "th"})
+    vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    vocabulary += [(piece, -2.0 - 0.05 * index - 3.0 / len(piece)) for index, piece in enumerate(pieces)]
+    made = Tokenizer(models.Unigram(vocabulary, unk_id=2, byte_fallback=False))
+    made.normalizer = normalizers.NFKC()
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.decoder = decoders.Metaspace()
+    made.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return made
+
+
+@torch.no_grad()
+def make(out: pathlib.Path) -> None:
+    torch.manual_seed(5)
+    made = tokenizer()
+    config = UMT5Config(
+        vocab_size=made.get_vocab_size(),
+        d_model=20,
+        d_kv=8,
+        d_ff=36,
+        num_heads=3,
+        num_layers=2,
+        feed_forward_proj="gated-gelu",
+    )
+    model = UMT5EncoderModel(config).eval()
+    for name, parameter in model.named_parameters():
+        parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
+    shutil.rmtree(out, ignore_errors=True)
+    model.save_pretrained(out / "text_encoder")
+    (out / "tokenizer").mkdir()
+    made.save(str(out / "tokenizer/tokenizer.json"))
+    tokens, embeds = [], {}
+    for index, prompt in enumerate(PROMPTS):
+        ids = made.encode(" ".join(prompt.split())).ids
+        ids = ids if len(ids) <= LENGTH else ids[: LENGTH - 1] + ids[-1:]
+        tokens.append(ids)
+        padded = torch.zeros(1, LENGTH, dtype=torch.long)
+        padded[0, : len(ids)] = torch.tensor(ids)
+        mask = torch.arange(LENGTH)[None] < len(ids)
+        states = model(padded, mask.long()).last_hidden_state[0, : len(ids)]
+        embeds[f"embeds.{index}"] = states.contiguous()
+    (out / "reference.json").write_text(json.dumps({"prompts": PROMPTS, "tokens": tokens}))
+    save_file(embeds, out / "reference.safetensors")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=pathlib.Path, default=OUT)
+    make(parser.parse_args().out)
+
+
+if __name__ == "__main__":
+    main()
