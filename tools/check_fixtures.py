@@ -28,7 +28,6 @@ MODELS = ROOT / "crates/ringspan-models/tests/fixtures"
 TRAIN = ROOT / "crates/ringspan-train/tests/fixtures"
 VIDEO = ROOT / "crates/ringspan-video/tests/fixtures"
 CANDLE = ROOT / "crates/ringspan-candle/tests/fixtures"
-VIDEO = ROOT / "crates/ringspan-video/tests/fixtures"
 # For each script: its folder for `--out`, and the folders that it writes there.
 SCRIPTS = {
     "make_model_fixtures.py": (MODELS, ["."]),

@@ -1,11 +1,16 @@
 """Refuses circles between the modules of a crate: `python3 tools/check_module_cycles.py` names each, with the uses that close it.
 
-A module is a file or a folder in a crate's `src`; it uses another if its code, tests apart, names `crate::other`.
+A module is a file or a folder in a crate's `src`; it uses another if its code, tests apart, names `crate::other`. ARCHITECTURE.md has
+drawings of the crates and of some crates' modules; the script fails where they are not those of the code, and `--draw` writes them
+anew. A drawing leaves out an arrow where a longer way leads to the same module.
 """
 
 import re
 import sys
+import tomllib
 from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
 
 
 def names(paths: str) -> set[str]:
@@ -52,9 +57,41 @@ def circles(graph: dict[str, set[str]]) -> list[str]:
     return [f"{module} uses {', '.join(others)}" for module, others in sorted(closes.items()) if others]
 
 
+def crates() -> dict[str, set[str]]:
+    """The crates of the workspace that each of them needs."""
+    manifests = {path.parent.name: tomllib.loads(path.read_text()) for path in ROOT.glob("crates/*/Cargo.toml")}
+    return {name: manifest["dependencies"].keys() & manifests.keys() for name, manifest in manifests.items()}
+
+
+def drawing(graph: dict[str, set[str]]) -> str:
+    """A graph without circles in Mermaid's language, from those who use to those who are used."""
+    lines = ["```mermaid", "graph TD"]
+    for module in sorted(graph):
+        longer = {far for near in graph[module] for far in reachable(graph, near)}
+        lines += [f"    {module} --> {other}" for other in sorted(graph[module] - longer)]
+    return "\n".join([*lines, "```"])
+
+
+def drawn(text: str) -> str:
+    """ARCHITECTURE.md with its drawings as the code has them."""
+
+    def anew(match: re.Match) -> str:
+        name = match[2]
+        graph = crates() if name == "crates" else uses(ROOT / "crates" / name / "src")
+        return f"{match[1]}\n{drawing(graph)}\n"
+
+    return re.sub(r"(<!-- drawing of ([\w-]+) -->)\n```.*?```\n", anew, text, flags=re.S)
+
+
 def main() -> None:
+    architecture = ROOT / "ARCHITECTURE.md"
+    text = architecture.read_text()
+    if sys.argv[1:] == ["--draw"]:
+        architecture.write_text(drawn(text))
+    elif drawn(text) != text:
+        sys.exit("the drawings in ARCHITECTURE.md are not those of the code: tools/check_module_cycles.py --draw makes them anew")
     found = 0
-    for crate in sorted(Path(__file__).parent.parent.glob("crates/*")):
+    for crate in sorted(ROOT.glob("crates/*")):
         graph = uses(crate / "src")
         lines = circles(graph)
         found += len(lines)
