@@ -43,7 +43,7 @@ impl TextEncoderConfig {
                  {vocab_size}: none may be 0"
             ));
         }
-        if buckets < 4 || buckets % 4 != 0 || self.relative_attention_max_distance <= buckets / 4 {
+        if buckets < 4 || !buckets.is_multiple_of(4) || self.relative_attention_max_distance <= buckets / 4 {
             return refuse(format!(
                 "relative_attention_num_buckets {buckets}, relative_attention_max_distance {}: a multiple of 4 is needed, and a \
                  distance above a quarter of it",

@@ -124,8 +124,9 @@ impl VaeConfig {
             return Ok(());
         }
         let places = |level: &Level| level.resample.map_or(1, |time| if time { 8 } else { 4 });
-        let up = |level: &Level| level.resample.is_none() || level.outputs * places(level) % level.inputs == 0;
-        let down = |level: &Level| level.inputs * places(level) % level.outputs == 0;
+        let up =
+            |level: &Level| level.resample.is_none() || (level.outputs * places(level)).is_multiple_of(level.inputs);
+        let down = |level: &Level| (level.inputs * places(level)).is_multiple_of(level.outputs);
         if self.decoder_levels().iter().all(up) && self.encoder_levels().iter().all(down) {
             return Ok(());
         }

@@ -14,8 +14,7 @@ impl Delay {
     /// Adds the rows of a block behind those that wait, and takes out the rows `rows`, which are the first of them.
     pub(crate) fn push(&mut self, block: Block, rows: Range<usize>) -> Block {
         let waiting = if block.band > 0 { self.waiting.pop_front() } else { None };
-        let old =
-            waiting.map_or_else(|| Block { rows: block.rows.start..block.rows.start, ..block.clone_place() }, |b| b);
+        let old = waiting.unwrap_or_else(|| Block { rows: block.rows.start..block.rows.start, ..block.clone_place() });
         let all = old.rows.start..block.rows.end;
         if all == rows && old.rows.is_empty() {
             if rows.end < block.height {

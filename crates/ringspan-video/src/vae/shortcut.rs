@@ -95,7 +95,7 @@ fn average(x: &Block, outputs: usize, time: usize, space: usize) -> Block {
     let places = time * space * space;
     let group = x.channels * places / outputs;
     let (rows, cols) = (x.rows.start / space..x.rows.end / space, x.cols / space);
-    let frames = x.frames.start.div_ceil(time)..(x.frames.end + time - 1) / time;
+    let frames = x.frames.start.div_ceil(time)..x.frames.end.div_ceil(time);
     let value = |frame: isize, row: usize, col: usize, channel: usize| match usize::try_from(frame) {
         Ok(frame) => x.data[(frame - x.frames.start) * x.frame_len() + row * x.row_len() + col * x.channels + channel],
         Err(_) => 0.0,
