@@ -8,6 +8,7 @@ every step of four, with guidance; `golden.json` has numbers of a model whose we
 """
 
 import argparse
+import copy
 import json
 import math
 import pathlib
@@ -60,10 +61,10 @@ def randomised(model: torch.nn.Module, seed: int) -> torch.nn.Module:
 
 
 def saved(model: torch.nn.Module, folder: pathlib.Path, in_bf16: bool, shard: str | None = None) -> None:
-    """Saves the model, in bf16 if asked for, which changes none of its numbers."""
+    """Saves the model, in bf16 if asked for, which changes none of its weights. A copy is converted, since the rotary tables,
+    which are not saved, would be rounded, too."""
     sizes = {"max_shard_size": shard} if shard else {}
-    (model.bfloat16() if in_bf16 else model).save_pretrained(folder, **sizes)
-    model.float()
+    (copy.deepcopy(model).bfloat16() if in_bf16 else model).save_pretrained(folder, **sizes)
 
 
 def transformer(seed: int, kind: type = WanTransformer3DModel, **more) -> torch.nn.Module:
