@@ -5,6 +5,7 @@ mod common;
 mod counting;
 
 mod plan;
+mod quantized_base;
 mod scaling;
 mod sharing;
 mod streaming;

@@ -12,13 +12,13 @@ use std::path::{Path, PathBuf};
 
 /// A model: layers, hidden size, query heads and key-value heads of width 32, inner width, vocabulary, whether embeddings are
 /// tied.
-type Model = (usize, usize, usize, usize, usize, usize, bool);
+pub(crate) type Model = (usize, usize, usize, usize, usize, usize, bool);
 
 /// Number of experts, experts per token, their width, and the step between layers that have them: 1 for every layer, 2 for every
 /// second.
-type Experts = (usize, usize, usize, usize);
+pub(crate) type Experts = (usize, usize, usize, usize);
 
-fn config(of: Model, experts: Option<Experts>) -> Value {
+pub(crate) fn config(of: Model, experts: Option<Experts>) -> Value {
     let (layers, hidden, heads, kv_heads, wide, vocabulary, tied) = of;
     let mut json = common::tiny_config();
     if let Some((experts, top, wide, every)) = experts {
@@ -68,7 +68,7 @@ fn gpt_oss() -> Value {
 }
 
 /// Saves a model with random weights and returns its folder.
-fn saved(root: &Path, json: &Value) -> PathBuf {
+pub(crate) fn saved(root: &Path, json: &Value) -> PathBuf {
     let mut hasher = DefaultHasher::new();
     json.to_string().hash(&mut hasher);
     let path = root.join(format!("{:x}", hasher.finish()));
@@ -108,7 +108,7 @@ fn compare(root: &Path, model: PathBuf, (rows, len): (usize, usize), change: Set
 }
 
 /// A run: its name, its model, rows of tokens and their length, and settings.
-type Run = (&'static str, Value, (usize, usize), Settings);
+pub(crate) type Run = (&'static str, Value, (usize, usize), Settings);
 
 fn runs() -> impl Iterator<Item = Run> {
     let s = Settings::default;
@@ -349,7 +349,7 @@ fn take_what_is_predicted(runs: impl IntoIterator<Item = Run>) {
     take_what_is_predicted_of(runs, saved);
 }
 
-fn take_what_is_predicted_of(runs: impl IntoIterator<Item = Run>, saved: impl Fn(&Path, &Value) -> PathBuf) {
+pub(crate) fn take_what_is_predicted_of(runs: impl IntoIterator<Item = Run>, saved: impl Fn(&Path, &Value) -> PathBuf) {
     let _alone = counting::alone();
     let folder_ = tempfile::tempdir().unwrap();
     let root = folder_.path();
