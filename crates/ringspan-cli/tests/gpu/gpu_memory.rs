@@ -138,7 +138,7 @@ fn a_training_takes_of_a_gpu_what_its_plan_predicts() {
             "{name}: predicted {:.2} MB, measured {:.2} MB, {ratio:.3}; most {}: {}",
             predicted / 1e6,
             most / 1e6,
-            watch.plan.gpu_fullest,
+            watch.plan.gpu_peak_moment,
             parts.join(", ")
         );
         println!("{line}");

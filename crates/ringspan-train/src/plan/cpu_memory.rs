@@ -1,4 +1,4 @@
-//! Predicts the memory of a rank: what it holds at the fullest moment of a step.
+//! Predicts the memory of a rank: what it holds at its peak in a step.
 //!
 //! Shape letters: T tokens of a rank's sequences, R the rows of them that a tensor-parallel rank has, C hidden size. The factors
 //! of a layer's activations are counts of what its tape and its gradients hold at once, by the allocator (`tests/memory/plan.rs`
@@ -11,10 +11,10 @@ use ringspan_candle::quantized::scratch;
 use ringspan_candle::{Recompute, gated_mlp, loss, stored_activation::Storage};
 
 /// Bytes that a rank holds per token of the whole batch: tokens and targets, of the batch and as they are distributed over ranks.
-pub(super) const OF_BATCH: u64 = 24;
+pub(super) const BATCH_BYTES_PER_TOKEN: u64 = 24;
 
 /// Bytes of the largest buffer that a kernel of attention keeps between calls.
-const KEPT_BUFFER: u64 = 16 << 20;
+const CACHED_KERNEL_BUFFER: u64 = 16 << 20;
 
 /// Bytes by named part of the memory.
 pub(super) type MemoryParts = Vec<(&'static str, u64)>;
@@ -23,7 +23,7 @@ pub(super) type MemoryParts = Vec<(&'static str, u64)>;
 pub(super) type MemoryMoment = (&'static str, MemoryParts);
 
 /// The moment that takes most memory.
-pub(super) fn fullest(moments: Vec<MemoryMoment>) -> MemoryMoment {
+pub(super) fn peak_moment(moments: Vec<MemoryMoment>) -> MemoryMoment {
     let sum = |parts: &MemoryParts| parts.iter().map(|(_, bytes)| bytes).sum::<u64>();
     moments.into_iter().max_by_key(|(_, parts)| sum(parts)).unwrap_or_default()
 }
@@ -59,7 +59,7 @@ impl Shape {
                 ("parameters", 4 * held.parameters),
                 ("optimiser state", self.state),
                 ("gradients", 4 * gradients),
-                ("tokens of the batch", OF_BATCH * batch),
+                ("tokens of the batch", BATCH_BYTES_PER_TOKEN * batch),
             ]
         };
         let with = |gradients: u64, more: &[(&'static str, u64)]| [always(gradients), more.to_vec()].concat();
@@ -99,7 +99,7 @@ impl Shape {
                 ),
             ),
             (
-                "behind the last layer",
+                "after the last layer",
                 with(
                     held.head_shard,
                     &[
@@ -115,7 +115,7 @@ impl Shape {
                 ),
             ),
             (
-                "behind the first layer",
+                "after the first layer",
                 with(
                     held.trained.saturating_sub(held.layer_shard + held.embedding_shard),
                     &[
@@ -138,7 +138,7 @@ impl Shape {
             ),
             ("at the optimiser", always(held.trained)),
         ];
-        Ok(fullest(moments))
+        Ok(peak_moment(moments))
     }
 
     /// Bytes of activations that a layer stores for its backward pass; where only some layers have experts, the mean of all
@@ -154,7 +154,7 @@ impl Shape {
             Recompute::Full => (0, rows * self.hidden),
             Recompute::KeepAttention => (2 * heads, rows * self.hidden + tokens * attended),
             Recompute::Nothing => {
-                let [of_tokens, of_rows] = self.projected;
+                let [of_tokens, of_rows] = self.qkv_elements;
                 let kept = self.experts.filter(|_| self.keeps_experts());
                 let of_experts = kept.map_or(0, |experts| experts.products(rows));
                 let fed = mean(2 * tokens * self.feed_forward, of_experts + 2 * tokens * self.shared);
@@ -191,7 +191,7 @@ impl Shape {
         };
         let of_parts = if is_latent { 5 * (queries + keys) } else { 0 };
         // The kernel keeps a buffer with keys and values as it reads them, if that is not large.
-        let packed = Some(4 * 2 * tokens * keys).filter(|bytes| *bytes <= KEPT_BUFFER).unwrap_or(0);
+        let packed = Some(4 * 2 * tokens * keys).filter(|bytes| *bytes <= CACHED_KERNEL_BUFFER).unwrap_or(0);
         let is_kept = self.recompute == Recompute::Nothing;
         let stored = if is_kept { self.kept_width() * tokens * (queries + 2 * keys) } else { 0 };
         let normed = if self.norms_heads { queries + keys } else { 0 };
@@ -214,7 +214,7 @@ impl Shape {
         let differentiated = width * tokens * (3 * queries + 4 * keys) + self.widened_gradients(tokens);
         let attention = width * of_attention * self.hidden + differentiated;
         let inputs = width * (of_inputs * self.hidden + tokens * (queries + 2 * keys));
-        let held = width * (tokens * (normed + of_parts + self.dropped) + rows * self.projected[1]);
+        let held = width * (tokens * (normed + of_parts + self.dropped) + rows * self.qkv_elements[1]);
         summed + packed + feed_forward.max(held + attention.max(inputs))
     }
 

@@ -26,7 +26,7 @@ pub(super) fn training(config: &TrainConfig, setup: &Setup) -> String {
         (None, None) if config.model.is_some() => format!("full fine-tuning of {all} parameters"),
         (None, None) => format!("a new model, all of its {all} parameters"),
         (Some(lora), of_folder) => {
-            let kind = if of_folder.is_some() { "a LoRA adapter that goes on," } else { "a new LoRA adapter" };
+            let kind = if of_folder.is_some() { "a LoRA adapter, continued," } else { "a new LoRA adapter" };
             let ranks = setup.decoder.adapters().map(|(_, size)| size.rank);
             let (least, most) = ranks.fold((usize::MAX, 0), |(least, most), rank| (least.min(rank), most.max(rank)));
             let ranks = if least < most { format!("ranks {least} to {most}") } else { format!("rank {most}") };

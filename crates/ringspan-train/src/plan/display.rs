@@ -46,9 +46,9 @@ impl fmt::Display for Plan {
             (false, false) => ", on the GPU",
             (false, true) => ", on the CPU; those of two layers on the GPU",
         };
-        writeln!(f, "memory     about {most} a rank{of_cpu}, most {}: {}", self.fullest, parts(&self.memory))?;
+        writeln!(f, "memory     about {most} a rank{of_cpu}, most {}: {}", self.peak_moment, parts(&self.memory))?;
         if !self.gpu_memory.is_empty() {
-            let (most, moment) = (total(&self.gpu_memory), self.gpu_fullest);
+            let (most, moment) = (total(&self.gpu_memory), self.gpu_peak_moment);
             writeln!(f, "           about {most} a rank of a GPU's, most {moment}: {}", parts(&self.gpu_memory))?;
         }
         writeln!(f, "           {kept} bytes a token and layer wait for the backward pass{there}")?;

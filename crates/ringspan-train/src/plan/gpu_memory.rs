@@ -5,7 +5,7 @@
 //! pool (`ringspan-cli/tests/gpu/gpu_memory.rs` compares them with it).
 
 use super::{
-    cpu_memory::{MemoryMoment, OF_BATCH, fullest},
+    cpu_memory::{BATCH_BYTES_PER_TOKEN, MemoryMoment, peak_moment},
     rank_sizes::Shape,
 };
 use crate::error::Result;
@@ -84,7 +84,7 @@ impl Shape {
             let all = layer(layers, held.layer_trained + largest);
             moments.push((names[1], vec![kept, all, leaving(behind), attended, blocks]));
         }
-        Ok(fullest(moments))
+        Ok(peak_moment(moments))
     }
 
     /// Predicted memory on the CPU of a rank with `tokens` tokens that computes on a GPU, where all ranks have `batch` tokens.
@@ -108,13 +108,13 @@ impl Shape {
                 ("gradients", WIDE * gradients),
                 ("units on their way to the GPU and back", 2 * pinned + way),
                 ("kept of the layers", away),
-                ("tokens of the batch", OF_BATCH * batch),
+                ("tokens of the batch", BATCH_BYTES_PER_TOKEN * batch),
             ]
         };
         let summed = |units: u64| held.trained.saturating_sub(units);
-        fullest(vec![
+        peak_moment(vec![
             (
-                "behind the first layer",
+                "after the first layer",
                 with(
                     summed(held.layer_shard + held.embedding_shard),
                     2 * WIDE * held.layer_trained + moving(held.layer),
@@ -145,12 +145,15 @@ impl Shape {
         // With tensor parallelism, rows are gathered before attention, and after it there are partial sums of all of them.
         let stream = if self.tp > 1 { 8 * rows + 11 * tokens } else { 10 * tokens } * self.hidden;
         // These are the results of projections, of rotations and of the norms of heads.
-        let projected = tokens * ((if self.norms_heads { 4 } else { 3 }) * (attended + keys) + self.linked);
+        let qkv_elements =
+            tokens * ((if self.norms_heads { 4 } else { 3 }) * (attended + keys) + self.query_copy_for_sinks);
         let held = match self.recompute {
             Recompute::Nothing => tokens * (attended + 2 * keys + self.hidden + 2 * self.feed_forward),
             _ => 0,
         };
-        self.width() * (stream + projected + held) + WIDE * tokens * (2 * heads + self.dim) + self.of_adapters(tokens)
+        self.width() * (stream + qkv_elements + held)
+            + WIDE * tokens * (2 * heads + self.dim)
+            + self.of_adapters(tokens)
     }
 
     /// Bytes that adapters add to the graph: per output, the adapter's part in f32 and the sum; per input with dropout, the mask,

@@ -57,14 +57,14 @@ pub struct Plan {
     pub tokens_per_step: u64,
     /// Tokens on each rank in the batch that the plan is made for, the fullest micro-batch.
     pub tokens_per_rank: Vec<usize>,
-    /// Predicted bytes of the CPU's memory that the fullest rank takes at its fullest moment, by part.
+    /// Predicted bytes of the CPU's memory that the fullest rank takes at the peak of a step, by part.
     pub memory: Vec<(&'static str, u64)>,
-    /// The fullest moment, in words.
-    pub fullest: &'static str,
+    /// The moment of a step at which it takes them, in words.
+    pub peak_moment: &'static str,
     /// Like [`memory`](Self::memory), for the GPU's memory; empty where the CPU computes.
     pub gpu_memory: Vec<(&'static str, u64)>,
-    /// The fullest moment of the GPU's memory, in words.
-    pub gpu_fullest: &'static str,
+    /// The moment at which the GPU's memory peaks, in words.
+    pub gpu_peak_moment: &'static str,
     /// The GPUs of this process's ranks, where their memory is known.
     pub gpus: Vec<GpuMemoryUse>,
     /// Why it is not known, in words; empty where it is, or where the CPU computes.
@@ -190,9 +190,9 @@ impl Plan {
     /// Predicts memory, and says why the run does not fit where it does not.
     fn predict_memory(&mut self, config: &TrainConfig, shape: &Shape) -> Result<()> {
         let Workload { tokens, batch, .. } = self.load;
-        (self.fullest, self.memory) = shape.memory_on(MemoryKind::Cpu, tokens, batch)?;
+        (self.peak_moment, self.memory) = shape.memory_on(MemoryKind::Cpu, tokens, batch)?;
         if config.device != DeviceName::Cpu {
-            (self.gpu_fullest, self.gpu_memory) = shape.memory_on(MemoryKind::Gpu, tokens, batch)?;
+            (self.gpu_peak_moment, self.gpu_memory) = shape.memory_on(MemoryKind::Gpu, tokens, batch)?;
             self.gpus_unknown = "nobody asked".into();
         }
         self.kept_per_token = shape.kept(config.tp as u64, 1) / config.tp as u64;

@@ -13,7 +13,7 @@ use ringspan_candle::shard::ShardSpec;
 use ringspan_candle::{DeviceName, Heads, ParallelRank, Precision, Recompute, Unit, stored_activation::Storage};
 use ringspan_models::Decoder;
 
-/// Sizes of a model on a rank; each is that of the rank that has most of it.
+/// Sizes of a model on a rank; each is the maximum over ranks.
 #[derive(Clone)]
 pub(super) struct Shape {
     pub(super) held: ParameterCounts,
@@ -25,9 +25,9 @@ pub(super) struct Shape {
     pub(super) dim: u64,
     pub(super) value_dim: u64,
     /// Number of elements per token that attention's linear layers yield: for all tokens, and for this rank's rows.
-    pub(super) projected: [u64; 2],
-    /// Number of elements per token in a second copy of queries, made where they are linked to sinks.
-    pub(super) linked: u64,
+    pub(super) qkv_elements: [u64; 2],
+    /// Number of elements per token in a second copy of queries, made where heads have sinks.
+    pub(super) query_copy_for_sinks: u64,
     /// Inner width, on a rank, of feed-forward layers without experts; 0 where all have experts.
     pub(super) feed_forward: u64,
     /// Inner width, on a rank, of the shared experts, which every token visits; 0 where there are none.
@@ -96,8 +96,8 @@ impl Shape {
         };
         let attention = decoder.model().layer(0).attention();
         let [dim, value_dim] = decoder.head_dims().map(|dim| dim as u64);
-        let linked = if attention.has_sinks() { heads.queries.len() as u64 * dim } else { 0 };
-        let (projected, shared) = (projected(decoder, fullest)?, shared(decoder, fullest)?);
+        let query_copy_for_sinks = if attention.has_sinks() { heads.queries.len() as u64 * dim } else { 0 };
+        let (qkv_elements, shared) = (qkv_elements(decoder, fullest)?, shared(decoder, fullest)?);
         let adapted = most_of_layers(true, &|[outputs, _]| outputs)?;
         let drops = decoder.lora().is_some_and(|lora| lora.dropout > 0.0);
         let inputs = |of_attention| if drops { most_of_layers(of_attention, &|[_, inputs]| inputs) } else { Ok(0) };
@@ -113,8 +113,8 @@ impl Shape {
             feed_forward_dropped: if dense { feed_forward_dropped as u64 } else { 0 },
             dim,
             value_dim,
-            projected,
-            linked,
+            qkv_elements,
+            query_copy_for_sinks,
             feed_forward: feed_forward as u64,
             shared,
             feed_forward_adapted: setup
@@ -229,7 +229,7 @@ impl Shape {
 
 /// Number of elements per token that the linear layers of a layer's attention yield: those of sharded layers, for all tokens of
 /// the tensor-parallel group, and those of replicated layers, for a rank's own rows.
-fn projected(decoder: &Decoder, rank: ParallelRank) -> Result<[u64; 2]> {
+fn qkv_elements(decoder: &Decoder, rank: ParallelRank) -> Result<[u64; 2]> {
     let (mut of_tokens, mut of_rows) = (0, 0);
     for linear in decoder.linear_layers_of(Unit::Layer(0)).iter().filter(|it| it.name.contains(".self_attn.")) {
         let [outputs, _] = linear.sizes_on(rank).map_err(model_error)?;

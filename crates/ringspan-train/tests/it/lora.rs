@@ -254,7 +254,7 @@ fn the_plan_says_first_what_is_trained() {
     let new = Settings { model: None, lora_rank: None, ..settings(root, "new") };
     for (settings, words) in [
         (settings(root, "lora"), &["training   a new LoRA adapter of rank 4, 4,096 of ", "alpha 8", "q_proj"][..]),
-        (on, &["training   a LoRA adapter that goes on, of rank 4, 4,096 of "]),
+        (on, &["training   a LoRA adapter, continued, of rank 4, 4,096 of "]),
         (merging, &["training   full fine-tuning of ", &all, "merged"]),
         (whole, &["training   full fine-tuning of ", &all]),
         (new, &["training   a new model, all of its "]),

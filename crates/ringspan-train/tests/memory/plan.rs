@@ -376,7 +376,7 @@ pub(crate) fn take_what_is_predicted_of(runs: impl IntoIterator<Item = Run>, sav
             "{name}: predicted {:.1} MB, measured {:.1} MB, {ratio:.3}; most {}: {}",
             predicted / 1e6,
             measured / 1e6,
-            plan.fullest,
+            plan.peak_moment,
             parts.join(", ")
         );
         println!("{line}");
