@@ -134,6 +134,9 @@ fn sources(file: &GgufFile, family: &GgufFamily, parameters: usize) -> Result<BT
             StoredTensor::Second { first } => {
                 return Err(file.broken(&format!("tensor {first} is missing, and {stored} is there")));
             }
+            StoredTensor::First { second, .. } if file.shape(&second).is_none() => {
+                return Err(file.broken(&format!("tensor {second} is missing, and {stored} is there")));
+            }
             StoredTensor::First { parameter, second, joined } => {
                 sources.insert(parameter, Source::Joined([stored.clone(), second], joined));
                 continue;

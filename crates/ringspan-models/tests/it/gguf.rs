@@ -201,7 +201,7 @@ fn files_that_cannot_be_read_say_why() {
     contains(&message(&[("llama.block_count", Value::F32(1.5))], &[]), &["llama.block_count"]);
     contains(&message(&[("llama.block_count", Value::U64(u64::MAX))], &[]), &["num_hidden_layers"]);
     contains(&message(&[("llama.attention.head_count", Value::U32(0))], &[]), &["num_attention_heads is 0"]);
-    contains(&message(&[("llama.attention.head_count", Value::U32(5))], &[]), &["attn_q", "5"]);
+    contains(&message(&[("llama.attention.head_count", Value::U32(5))], &[]), &["self_attn", "[32, 32]", "[32, 40]"]);
     contains(&message(&[("llama.block_count", Value::U32(3))], &[]), &["model.layers.2", "needs"]);
     contains(&message(&[], &[("token_embd.weight", None)]), &["token_embd.weight"]);
     contains(&message(&[], &[("blk.1.ffn_up.weight", None)]), &["model.layers.1.mlp.up_proj.weight", "[48, 32]"]);
