@@ -242,7 +242,7 @@ fn what_cannot_be_is_refused() {
     assert_eq!(error(json!({"background": true, "store": false})), "background");
     assert_eq!(error(json!({"background": true, "stream": true})), "stream");
     assert_eq!(error(json!({"tools": [{"type": "web_search"}]})), "tools[0].type");
-    assert_eq!(error(json!({"input": [{"type": "item_reference", "id": "x"}]})), "input[0].type");
+    assert_eq!(error(json!({"input": [{"type": "web_search_call", "id": "x"}]})), "input[0].type");
     assert_eq!(error(json!({"input": [{"role": "user"}]})), "input");
     assert_eq!(server.get("/v1/responses/resp_1").status, 404);
     let events = server.post("/v1/responses", json!({"input": "FAIL", "stream": true})).events();
