@@ -164,7 +164,7 @@ mod tests {
     fn sinusoids_are_cosines_before_sines() -> Result<()> {
         let found = sinusoids(&[999.0, 0.0], 256)?.to_vec2::<f32>()?;
         let wanted =
-            [(0, 0.999_649_85), (1, 0.963_782_5), (2, -0.398_991_76), (128, -0.026_460_75), (129, -0.266_689_6)];
+            [(0, 0.999_649_9), (1, 0.963_782_5), (2, -0.398_991_76), (128, -0.026_460_75), (129, -0.266_689_6)];
         for (at, wanted) in wanted {
             assert!((found[0][at] - wanted).abs() < 1e-6, "{at}: {}", found[0][at]);
         }
