@@ -215,7 +215,7 @@ fn replace(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     };
     let name = target.file_name().unwrap_or_default().to_string_lossy();
     let beside = target.with_file_name(format!(".{name}.{}.tmp", std::process::id()));
-    let unfinished = Unfinished::new(beside);
+    let unfinished = Unfinished::file(beside);
     let mut file = BufWriter::new(File::create(unfinished.path())?);
     file.write_all(bytes)?;
     let file = file.into_inner().map_err(std::io::IntoInnerError::into_error)?;
@@ -228,8 +228,8 @@ fn replace(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
 pub fn write_folder(path: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     let cannot = || format!("cannot write the folder {}", path.display());
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let unfinished = Unfinished::new(path.with_file_name(format!(".{name}.{}.tmp", std::process::id())));
-    std::fs::create_dir(unfinished.path()).with_context(cannot)?;
+    let beside = path.with_file_name(format!(".{name}.{}.tmp", std::process::id()));
+    let unfinished = Unfinished::folder(beside).with_context(cannot)?;
     fill(unfinished.path()).with_context(cannot)?;
     unfinished.keep_as(path).with_context(cannot)
 }
@@ -299,6 +299,17 @@ mod tests {
         assert_eq!((names(), std::fs::read(path.join("a")).expect("a file")), (1, b"1".to_vec()));
         let message = check_output_folder("--out", &path).expect_err("must be refused").to_string();
         assert!(message.contains("not empty"), "{message}");
+    }
+
+    #[test]
+    fn a_folder_that_is_not_ours_stays() {
+        let folder = tempfile::tempdir().expect("folder");
+        let beside = folder.path().join(format!(".out.{}.tmp", std::process::id()));
+        std::fs::create_dir(&beside).expect("folder");
+        std::fs::write(beside.join("notes"), "mine").expect("file");
+        write_folder(&folder.path().join("out"), |_| Ok(())).expect_err("the temporary name is taken");
+        write(&folder.path().join("out"), b"new").expect_err("the temporary name is taken");
+        assert_eq!(std::fs::read(beside.join("notes")).expect("still there"), b"mine");
     }
 
     #[cfg(unix)]

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// Set by the first Ctrl-C in commands that stop by themselves.
@@ -11,8 +11,8 @@ static STOP: AtomicBool = AtomicBool::new(false);
 static GRACEFUL: AtomicBool = AtomicBool::new(false);
 /// Whether a launcher ends this process when another one fails, in which case an error may have to be printed first.
 static LEAVE_TIME: AtomicBool = AtomicBool::new(false);
-/// Temporary files that are being written.
-static UNFINISHED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+/// Temporary files and folders that are being written.
+static UNFINISHED: Mutex<Vec<Output>> = Mutex::new(Vec::new());
 
 /// Time to print an error: less than launchers wait between asking a process to end and killing it.
 const ERROR_PRINT_TIME: Duration = Duration::from_millis(700);
@@ -31,8 +31,8 @@ pub(crate) fn install() -> anyhow::Result<()> {
         if several {
             std::thread::sleep(ERROR_PRINT_TIME);
         }
-        let unfinished = UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner);
-        unfinished.iter().for_each(|path| remove(path));
+        let unfinished = unfinished();
+        unfinished.iter().for_each(Output::remove);
         if !several {
             eprintln!("\ninterrupted");
         }
@@ -54,40 +54,72 @@ pub(crate) fn watch() -> &'static AtomicBool {
     &STOP
 }
 
-/// Deletes a file, or a folder with all its files, if it is there.
-fn remove(path: &Path) {
-    if std::fs::remove_file(path).is_err() {
-        let _ = std::fs::remove_dir_all(path);
+fn unfinished() -> MutexGuard<'static, Vec<Output>> {
+    UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Output {
+    File(PathBuf),
+    /// A folder that this program made.
+    Folder(PathBuf),
+}
+
+impl Output {
+    fn path(&self) -> &Path {
+        match self {
+            Self::File(path) | Self::Folder(path) => path,
+        }
+    }
+
+    /// Deletes the file, or the folder with all its files, if it is there.
+    fn remove(&self) {
+        let _ = match self {
+            Self::File(path) => std::fs::remove_file(path),
+            Self::Folder(path) => std::fs::remove_dir_all(path),
+        };
     }
 }
 
-/// A file or folder that is deleted if the program is interrupted or the value is dropped before [`Unfinished::keep_as`].
+/// A file or folder that is deleted if the program is interrupted or the value is dropped before it is kept.
 pub(crate) struct Unfinished {
-    path: PathBuf,
+    output: Output,
 }
 
 impl Unfinished {
-    /// Registers `path`, which is about to be created.
-    pub(crate) fn new(path: PathBuf) -> Self {
-        UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner).push(path.clone());
-        Self { path }
+    /// Registers a file, which is about to be created.
+    pub(crate) fn file(path: PathBuf) -> Self {
+        Self::register(Output::File(path), &mut unfinished())
+    }
+
+    /// Creates a folder and registers it. A folder that is there already is an error, and stays as it is.
+    pub(crate) fn folder(path: PathBuf) -> std::io::Result<Self> {
+        // With the lock, an interrupt comes either before the folder is there or after it is registered.
+        let mut unfinished = unfinished();
+        std::fs::create_dir(&path)?;
+        Ok(Self::register(Output::Folder(path), &mut unfinished))
+    }
+
+    fn register(output: Output, unfinished: &mut Vec<Output>) -> Self {
+        unfinished.push(output.clone());
+        Self { output }
     }
 
     pub(crate) fn path(&self) -> &Path {
-        &self.path
+        self.output.path()
     }
 
-    /// Renames the finished file to `target`.
+    /// Renames the finished file or folder to `target`.
     pub(crate) fn keep_as(self, target: &Path) -> std::io::Result<()> {
-        let _guard = UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner);
-        std::fs::rename(&self.path, target)
+        let _guard = unfinished();
+        std::fs::rename(self.path(), target)
     }
 }
 
 impl Drop for Unfinished {
     fn drop(&mut self) {
-        remove(&self.path);
-        let mut unfinished = UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner);
-        unfinished.retain(|path| *path != self.path);
+        let mut unfinished = unfinished();
+        self.output.remove();
+        unfinished.retain(|output| *output != self.output);
     }
 }
