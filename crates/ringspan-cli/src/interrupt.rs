@@ -1,5 +1,6 @@
 //! Ctrl-C: it never leaves half a file behind, and a command may choose to finish its step first.
 
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -19,6 +20,10 @@ const ERROR_PRINT_TIME: Duration = Duration::from_millis(700);
 
 /// The exit code of a program ended by Ctrl-C: 128 + SIGINT.
 const INTERRUPTED: i32 = 130;
+
+/// How often deleting a folder is tried, and the time between, in which a write that had begun ends.
+const REMOVE_TRIES: usize = 100;
+const REMOVE_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Installs the handler. It runs on a thread of its own, so it may lock and delete files.
 pub(crate) fn install() -> anyhow::Result<()> {
@@ -74,10 +79,27 @@ impl Output {
 
     /// Deletes the file, or the folder with all its files, if it is there.
     fn remove(&self) {
-        let _ = match self {
-            Self::File(path) => std::fs::remove_file(path),
-            Self::Folder(path) => std::fs::remove_dir_all(path),
-        };
+        match self {
+            Self::File(path) => {
+                let _ = std::fs::remove_file(path);
+            }
+            Self::Folder(path) => remove_folder(path),
+        }
+    }
+}
+
+/// Deletes a folder into which another thread may still write. It is renamed first, after which that thread can create no more
+/// files there; one that it was just creating may appear while the folder is deleted, so deleting is repeated.
+fn remove_folder(path: &Path) {
+    let mut aside = path.as_os_str().to_owned();
+    aside.push(".removed");
+    let aside = PathBuf::from(aside);
+    let path = if std::fs::rename(path, &aside).is_ok() { &aside } else { path };
+    for _ in 0..REMOVE_TRIES {
+        match std::fs::remove_dir_all(path) {
+            Err(error) if error.kind() != ErrorKind::NotFound => std::thread::sleep(REMOVE_INTERVAL),
+            _ => return,
+        }
     }
 }
 
@@ -114,6 +136,31 @@ impl Unfinished {
         let _guard = unfinished();
         std::fs::rename(self.path(), target)
     }
+
+    /// Moves the files of the finished folder into the empty folder in which it is. If that fails, none is there.
+    pub(crate) fn keep_in(self, target: &Path) -> std::io::Result<()> {
+        let _guard = unfinished();
+        let mut moved = Vec::new();
+        let result = move_files(self.path(), target, &mut moved);
+        if result.is_err() {
+            moved.iter().for_each(|path| drop(std::fs::remove_file(path)));
+        }
+        result
+    }
+}
+
+/// Moves all files of a folder, and notes where they are now. No file is replaced.
+fn move_files(from: &Path, target: &Path, moved: &mut Vec<PathBuf>) -> std::io::Result<()> {
+    for entry in std::fs::read_dir(from)? {
+        let entry = entry?;
+        let to = target.join(entry.file_name());
+        if to.symlink_metadata().is_ok() {
+            return Err(std::io::Error::new(ErrorKind::AlreadyExists, format!("{} is there already", to.display())));
+        }
+        std::fs::rename(entry.path(), &to)?;
+        moved.push(to);
+    }
+    Ok(())
 }
 
 impl Drop for Unfinished {
@@ -121,5 +168,27 @@ impl Drop for Unfinished {
         let mut unfinished = unfinished();
         self.output.remove();
         unfinished.retain(|output| *output != self.output);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_is_deleted_while_a_thread_fills_it() {
+        let parent = tempfile::tempdir().expect("folder");
+        let path = parent.path().join("out");
+        for _ in 0..20 {
+            std::fs::create_dir(&path).expect("folder");
+            std::thread::scope(|scope| {
+                let write = |index: usize| std::fs::write(path.join(index.to_string()), "1").is_ok();
+                let writer = scope.spawn(move || (0..1_000_000).take_while(|index| write(*index)).count());
+                std::thread::sleep(Duration::from_millis(3));
+                remove_folder(&path);
+                assert!(writer.join().expect("no panic") < 1_000_000);
+            });
+            assert_eq!(std::fs::read_dir(parent.path()).expect("folder").count(), 0);
+        }
     }
 }
