@@ -12,7 +12,8 @@ use std::time::Instant;
 
 /// Decode latents to frames with WAN's autoencoder, over a mesh of ranks that share the columns
 ///
-/// Any mesh and any tiling give the same frames; nothing is blended.
+/// Any mesh and any tiling give the same frames; nothing is blended. Only the number of ranks, R x U, counts here; ranks beyond the
+/// number of latent columns are idle.
 #[derive(Debug, clap::Args)]
 pub(crate) struct DecodeLatentsArgs {
     #[command(flatten)]
@@ -36,7 +37,7 @@ pub(crate) fn run(args: &DecodeLatentsArgs, ranks: &Ranks) -> Result<()> {
     let decoder = folder.decoder()?;
     destination.check(decoder.frames(latents.shape())?)?;
     let plan = decoder.plan(latents.shape(), mesh.size, args.vae.memory)?;
-    output::note(format_args!("{}: {plan}", args.vae.summary(mesh.size, mesh.threads)));
+    output::note(format_args!("{}: {plan}", args.vae.summary(mesh.size, mesh.threads, latents.shape()[4])));
     let began = Instant::now();
     let Some(frames) = decoder.decode(&latents, &mesh, &plan)? else { return Ok(()) };
     let seconds = began.elapsed().as_secs_f64();

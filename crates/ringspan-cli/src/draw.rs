@@ -126,7 +126,7 @@ impl DrawArgs {
 
     fn schedule(&self) -> Result<Schedule> {
         let Self { ring, ulysses, .. } = *self;
-        let ranks = mesh::ranks(ring, ulysses, 1, 1)?;
+        let ranks = mesh::ranks(ring, ulysses, &[])?;
         ensure!(
             ranks <= MOST_RANKS,
             "--ring {ring} x --ulysses {ulysses} is {ranks} ranks, and at most {MOST_RANKS} can be drawn"

@@ -13,11 +13,12 @@ use std::time::Instant;
 /// Encode frames to latents with WAN's autoencoder, over a mesh of ranks that share the columns
 ///
 /// OUT receives `latents` [B,C,F,H,W] f32: the mode of the posterior, normalised as the transformer takes it.
+/// Only the number of ranks, R x U, counts here; ranks beyond the number of latent columns are idle.
 #[derive(Debug, clap::Args)]
 pub(crate) struct EncodeFramesArgs {
     #[command(flatten)]
     vae: VaeArgs,
-    /// The frames: a folder of PNG files, taken in the order of their names; one PNG file; or a safetensors file with `frames`
+    /// The frames: a folder of PNG files, taken in the order of their names (2.png before 10.png); one PNG file; or a safetensors file with `frames`
     /// [B,3,F,H,W] in [-1,1]
     #[arg(long, value_name = "IN")]
     frames: PathBuf,
@@ -35,7 +36,10 @@ pub(crate) fn run(args: &EncodeFramesArgs, ranks: &Ranks) -> Result<()> {
     let folder = args.vae.open()?;
     let encoder = folder.encoder()?;
     let plan = encoder.plan(frames.shape(), mesh.size, args.vae.memory)?;
-    output::note(format_args!("{}: {plan}", args.vae.summary(mesh.size, mesh.threads)));
+    output::note(format_args!(
+        "{}: {plan}",
+        args.vae.summary(mesh.size, mesh.threads, encoder.latents(frames.shape())?[4])
+    ));
     let began = Instant::now();
     let Some(latents) = encoder.encode(&frames, &mesh, &plan)? else { return Ok(()) };
     let seconds = began.elapsed().as_secs_f64();

@@ -215,7 +215,7 @@ fn replace(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     };
     let name = target.file_name().unwrap_or_default().to_string_lossy();
     let beside = target.with_file_name(format!(".{name}.{}.tmp", std::process::id()));
-    let unfinished = Unfinished::new(beside);
+    let unfinished = Unfinished::file(beside);
     let mut file = BufWriter::new(File::create(unfinished.path())?);
     file.write_all(bytes)?;
     let file = file.into_inner().map_err(std::io::IntoInnerError::into_error)?;
@@ -224,12 +224,18 @@ fn replace(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     unfinished.keep_as(&target)
 }
 
-/// Writes a folder under a temporary name, and renames it to `path` once `fill` has put its files there.
+/// Writes a folder under a temporary name, and renames it to `path` once `fill` has put its files there. A folder that exists
+/// already (also behind a link, as a mount point or as `.`) stays, and receives the files.
 pub fn write_folder(path: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     let cannot = || format!("cannot write the folder {}", path.display());
+    let temporary = |name: &str| format!(".{name}.{}.tmp", std::process::id());
+    if path.is_dir() {
+        let unfinished = Unfinished::folder(path.join(temporary("frames"))).with_context(cannot)?;
+        fill(unfinished.path()).with_context(cannot)?;
+        return unfinished.keep_in(path).with_context(cannot);
+    }
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let unfinished = Unfinished::new(path.with_file_name(format!(".{name}.{}.tmp", std::process::id())));
-    std::fs::create_dir(unfinished.path()).with_context(cannot)?;
+    let unfinished = Unfinished::folder(path.with_file_name(temporary(&name))).with_context(cannot)?;
     fill(unfinished.path()).with_context(cannot)?;
     unfinished.keep_as(path).with_context(cannot)
 }
@@ -242,6 +248,7 @@ pub fn check_output_folder(flag: &str, path: &Path) -> Result<()> {
         return Ok(());
     }
     ensure!(!path.exists(), "{flag} {}: this is a file; give the name of a folder", path.display());
+    ensure!(!path.is_symlink(), "{flag} {}: this is a link to a folder that does not exist", path.display());
     check_output(flag, path)
 }
 
@@ -299,6 +306,46 @@ mod tests {
         assert_eq!((names(), std::fs::read(path.join("a")).expect("a file")), (1, b"1".to_vec()));
         let message = check_output_folder("--out", &path).expect_err("must be refused").to_string();
         assert!(message.contains("not empty"), "{message}");
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn an_empty_folder_stays_and_receives_the_files() {
+        use std::os::unix::fs::{MetadataExt, symlink};
+        let folder = tempfile::tempdir().expect("folder");
+        let (real, link) = (folder.path().join("real"), folder.path().join("link"));
+        std::fs::create_dir(&real).expect("folder");
+        symlink(&real, &link).expect("link");
+        let inode = || std::fs::metadata(&real).expect("folder").ino();
+        let before = inode();
+        for path in [&link, &real.join(".")] {
+            check_output_folder("--out", path).expect("an empty folder");
+            write_folder(path, |inner| Ok(std::fs::write(inner.join("a"), "1")?)).expect("written");
+            let files = std::fs::read_dir(&real).expect("folder").map(|file| file.expect("file").file_name());
+            assert_eq!(files.collect::<Vec<_>>(), ["a"]);
+            std::fs::remove_file(real.join("a")).expect("a file");
+            write_folder(path, |inner| {
+                std::fs::write(inner.join("a"), "1")?;
+                bail!("the disk is full")
+            })
+            .expect_err("must fail");
+            assert_eq!(std::fs::read_dir(&real).expect("folder").count(), 0);
+        }
+        assert!(link.is_symlink() && inode() == before);
+        std::fs::remove_dir(&real).expect("empty");
+        let message = check_output_folder("--out", &link).expect_err("must be refused").to_string();
+        assert!(message.contains("does not exist"), "{message}");
+    }
+
+    #[test]
+    fn a_folder_that_is_not_ours_stays() {
+        let folder = tempfile::tempdir().expect("folder");
+        let beside = folder.path().join(format!(".out.{}.tmp", std::process::id()));
+        std::fs::create_dir(&beside).expect("folder");
+        std::fs::write(beside.join("notes"), "mine").expect("file");
+        write_folder(&folder.path().join("out"), |_| Ok(())).expect_err("the temporary name is taken");
+        write(&folder.path().join("out"), b"new").expect_err("the temporary name is taken");
+        assert_eq!(std::fs::read(beside.join("notes")).expect("still there"), b"mine");
     }
 
     #[cfg(unix)]

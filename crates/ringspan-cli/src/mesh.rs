@@ -36,13 +36,13 @@ impl MeshArgs {
     ///
     /// Call it before anything computes: it tells the libraries below how many threads they may start.
     pub(crate) fn start(&self, world: &Ranks) -> Result<(usize, usize)> {
-        self.start_sharing_model(world, (1, 1))
+        self.start_with(world, &[])
     }
 
-    /// Like [`start`](Self::start), where `tp` ranks share each layer, and layers are distributed over `pp` stages.
-    pub(crate) fn start_sharing_model(&self, world: &Ranks, (tp, pp): (usize, usize)) -> Result<(usize, usize)> {
+    /// Like [`start`](Self::start), with more axes, each with its size and its name in an error.
+    pub(crate) fn start_with(&self, world: &Ranks, axes: &[(usize, &str)]) -> Result<(usize, usize)> {
         let Self { ring, ulysses, .. } = *self;
-        let ranks = ranks(ring, ulysses, tp, pp)?;
+        let ranks = ranks(ring, ulysses, axes)?;
         world.check(ranks)?;
         let here = world.local().unwrap_or(ranks);
         let threads = self.threads.map_or_else(|| (cores() / here).max(1), |threads| threads as usize);
@@ -51,13 +51,14 @@ impl MeshArgs {
     }
 }
 
-/// The number of ranks, if it is at least 1 and at most [`MOST_RANKS`].
-pub(crate) fn ranks(ring: usize, ulysses: usize, tp: usize, pp: usize) -> Result<usize> {
+/// The number of ranks, if it is at least 1 and at most [`MOST_RANKS`]; `axes` are further sizes with their names.
+pub(crate) fn ranks(ring: usize, ulysses: usize, axes: &[(usize, &str)]) -> Result<usize> {
     let mut given = format!("--ring {ring} x --ulysses {ulysses}");
-    for (flag, size) in [("tp", tp), ("pp", pp)].into_iter().filter(|(_, size)| *size != 1) {
-        given += &format!(" x --{flag} {size}");
+    for (size, name) in axes.iter().filter(|(size, _)| *size != 1) {
+        given += &format!(" x {name} {size}");
     }
-    let ranks = [ulysses, tp, pp].into_iter().try_fold(ring, usize::checked_mul).filter(|ranks| *ranks <= MOST_RANKS);
+    let sizes = [ulysses].into_iter().chain(axes.iter().map(|(size, _)| *size));
+    let ranks = sizes.into_iter().try_fold(ring, usize::checked_mul).filter(|ranks| *ranks <= MOST_RANKS);
     let ranks = ranks.with_context(|| format!("{given} is more than {MOST_RANKS} ranks"))?;
     ensure!(ranks > 0, "{given} is no rank; each must be at least 1");
     Ok(ranks)

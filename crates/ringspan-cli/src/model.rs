@@ -35,7 +35,7 @@ pub(crate) fn mesh_sharing_model(
     model: &ModelArgs,
     ranks: &Ranks,
 ) -> Result<Mesh> {
-    let (_, threads) = args.start_sharing_model(ranks, (tp, pp))?;
+    let (_, threads) = args.start_with(ranks, &[(tp, "--tp"), (pp, "--pp")])?;
     let devices = Devices::open(model.device, ranks.local_rank()).context("--device")?.computing_in(model.dtype);
     let (ring, ulysses, ranks) = (args.ring, args.ulysses, ranks.clone());
     Ok(Mesh { ring, ulysses, tp, ep, pp, threads, deadline: DEADLINE, devices, ranks })

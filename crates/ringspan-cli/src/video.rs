@@ -27,8 +27,14 @@ impl VaeArgs {
     }
 
     /// What is about to run, in words.
-    pub(crate) fn summary(&self, ranks: usize, threads: usize) -> String {
-        format!("{ranks} ranks x {threads} threads, the columns cut over the ranks")
+    pub(crate) fn summary(&self, ranks: usize, threads: usize, columns: usize) -> String {
+        // Each rank has as many columns as the first, as long as there are any.
+        let active = columns.div_ceil(columns.div_ceil(ranks).max(1));
+        let idle = match ranks - active.min(ranks) {
+            0 => String::new(),
+            idle => format!(", {idle} ranks idle"),
+        };
+        format!("{ranks} ranks x {threads} threads, {columns} latent columns cut over them{idle}")
     }
 }
 

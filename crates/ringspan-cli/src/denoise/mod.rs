@@ -73,7 +73,7 @@ pub(crate) struct DenoiseArgs {
 pub(crate) fn run(args: &DenoiseArgs, ranks: &Ranks) -> Result<()> {
     // Each branch of guidance is one more replica of the mesh.
     let branches = if args.cfg_parallel { 2 } else { 1 };
-    let (_, threads) = args.mesh.start_sharing_model(ranks, (1, branches))?;
+    let (_, threads) = args.mesh.start_with(ranks, &[(branches, "branches of --cfg-parallel")])?;
     files::check_output("--out", &args.out)?;
     let folder = DenoiseFolder::open(&args.model, args.dtype).context("--model")?;
     let settings = args.settings(&folder)?;

@@ -15,3 +15,4 @@ mod mesh;
 mod models;
 mod serve;
 mod train_memory;
+mod video;

@@ -40,7 +40,7 @@ fn write(path: &Path, picture: &RgbFrame) -> Result<()> {
     file.flush().map_err(io)
 }
 
-/// Reads the pictures of a folder, in the order of their names, as a video `[1, 3, F, H, W]`.
+/// Reads the pictures of a folder, in the order of their names (`2.png` before `10.png`), as a video `[1, 3, F, H, W]`.
 ///
 /// # Errors
 /// A folder without PNG files, files that cannot be read, and pictures of several sizes.
@@ -53,8 +53,30 @@ pub fn read_pictures(folder: &Path) -> Result<VideoTensor> {
             paths.push(path);
         }
     }
-    paths.sort();
+    paths.sort_by_cached_key(|path| (order(path), path.clone()));
     video(&paths, folder)
+}
+
+/// A part of a file's name. Numbers are compared by size: without leading zeros, the one with more digits is larger.
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Part {
+    Number { digits: usize, number: String },
+    Text(String),
+}
+
+fn order(path: &Path) -> Vec<Part> {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let chars: Vec<char> = name.chars().collect();
+    let parts = chars.chunk_by(|a, b| a.is_ascii_digit() == b.is_ascii_digit());
+    let part = |part: &[char]| {
+        let text: String = part.iter().collect();
+        if !part[0].is_ascii_digit() {
+            return Part::Text(text);
+        }
+        let number = text.trim_start_matches('0').to_owned();
+        Part::Number { digits: number.len(), number }
+    };
+    parts.map(part).collect()
 }
 
 /// Reads one picture as a video `[1, 3, 1, H, W]`.
@@ -132,6 +154,20 @@ mod tests {
         assert_eq!(to_rgb(&read_pictures(folder.path()).expect("a video")).expect("pictures"), pictures);
         let one = read_picture(&folder.path().join("frame_0002.png")).expect("a picture");
         assert_eq!(to_rgb(&one).expect("pictures"), [picture(7, 5, 3)]);
+    }
+
+    #[test]
+    fn numbers_in_names_are_ordered_by_size() {
+        let folder = tempfile::tempdir().expect("a folder");
+        for index in [10, 2, 1, 9] {
+            write(&folder.path().join(format!("{index}.png")), &picture(2, 1, index)).expect("written");
+        }
+        let found = to_rgb(&read_pictures(folder.path()).expect("a video")).expect("pictures");
+        assert_eq!(found, [1, 2, 9, 10].map(|index| picture(2, 1, index)));
+        let ordered =
+            ["007.png", "a2b10.png", "a10b2.png", "frame_0999.png", "frame_9999.png", "frame_10000.png", "z.png"];
+        assert!(ordered.is_sorted_by_key(|name| order(Path::new(name))));
+        assert!(order(Path::new(&name(9_999))) < order(Path::new(&name(10_000))));
     }
 
     #[test]

@@ -1,0 +1,151 @@
+//! The commands for videos, on the smallest models of the video crate's fixtures.
+
+use crate::support::{Bench, Tensor, message, read, relative_l2};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::Output;
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../ringspan-video/tests/fixtures").join(name)
+}
+
+/// A folder with the named tensors of a fixture's reference, and the model to run on them.
+struct Video {
+    bench: Bench,
+    command: &'static str,
+    model: PathBuf,
+}
+
+impl Video {
+    fn new(command: &'static str, model: &str, reference: &str, names: &[&str]) -> Self {
+        let tensors = read(&fixture(reference).join("reference.safetensors"));
+        let inputs: Vec<(&str, Tensor)> = names.iter().map(|name| (*name, tensors[*name].clone())).collect();
+        Self { bench: Bench::new(&inputs), command, model: fixture(model) }
+    }
+
+    fn denoise() -> Self {
+        let names = ["latents", "prompt_embeds", "negative_prompt_embeds"];
+        Self::new("denoise", "transformer/t2v", "transformer/loops", &names)
+    }
+
+    fn decode() -> Self {
+        Self::new("decode-latents", "vae/tiny", "vae/tiny", &["latents"])
+    }
+
+    fn run(&self, flags: &str) -> Output {
+        let mut run = self.bench.command(self.command);
+        run.arg("--model").arg(&self.model).args(["--threads", "1"]).args(flags.split_whitespace());
+        run.output().expect("the binary runs")
+    }
+
+    /// What the run writes to standard error.
+    fn succeeds(&self, flags: &str) -> String {
+        let output = self.run(flags);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{flags}: {said}");
+        said
+    }
+
+    fn results(&self, flags: &str) -> BTreeMap<String, Tensor> {
+        self.succeeds(&format!("{flags} --out out.safetensors"));
+        read(&self.bench.path("out.safetensors"))
+    }
+
+    /// The run must say this and leave nothing behind.
+    fn refused(&self, flags: &str, words: &[&str]) {
+        let before = self.bench.files();
+        let message = message(&self.run(flags));
+        assert!(words.iter().all(|word| message.contains(word)), "{flags}: {message}");
+        assert_eq!(self.bench.files(), before, "{flags}");
+    }
+}
+
+fn distance(a: &Tensor, b: &[f32]) -> f64 {
+    relative_l2(&a.values(), &b.iter().copied().map(f64::from).collect::<Vec<_>>())
+}
+
+#[test]
+fn denoise_is_the_loop_of_diffusers_on_every_mesh() {
+    let video = Video::denoise();
+    let steps = read(&fixture("transformer/loops/reference.safetensors"))["euler.one.steps"].values();
+    let last = &steps[steps.len() / 4 * 3..];
+    let flags = "--embeds in.safetensors --steps 4 --scheduler euler";
+    let shift = std::fs::read_to_string(fixture("transformer/loops/euler/scheduler_config.json")).expect("a file");
+    let shift: serde_json::Value = serde_json::from_str(&shift).expect("JSON");
+    for mesh in ["", "--ring 2 --ulysses 1", "--cfg-parallel"] {
+        let found = video.results(&format!("{flags} --shift {} {mesh}", shift["shift"]));
+        let apart = distance(&found["latents"], last);
+        assert!(apart < 1e-4, "{mesh}: {apart:.2e}");
+    }
+}
+
+#[test]
+fn denoise_refuses_what_it_cannot_do_and_leaves_nothing() {
+    let video = Video::denoise();
+    let flags = "--embeds in.safetensors --out new.safetensors --steps 1";
+    video.refused(flags, &["--scheduler is needed"]);
+    let flags = format!("{flags} --scheduler euler");
+    video.refused(
+        &format!("{flags} --cfg-parallel --ring 0"),
+        &["--ring 0 x --ulysses 1 x branches of --cfg-parallel 2"],
+    );
+    video.refused(&format!("{flags} --guidance-2 3"), &["--guidance-2 has no effect"]);
+    video.refused(&format!("{flags} --frames 9 --height 64 --width 64"), &["--frames", "no effect"]);
+    video.refused(&format!("{flags} --guidance 1 --cfg-parallel"), &["guidance"]);
+    video.refused("--embeds none.safetensors --out new.safetensors --steps 1 --scheduler euler", &["none.safetensors"]);
+}
+
+#[test]
+fn decoded_frames_are_the_same_in_all_files_and_on_all_meshes() {
+    let video = Video::decode();
+    let latents = "--latents in.safetensors";
+    let one = video.results(latents);
+    let wanted = read(&fixture("vae/tiny/reference.safetensors"));
+    assert!(distance(&one["frames"], &wanted["frames"].values()) < 1e-4);
+    let two = video.results(&format!("{latents} --ring 2"));
+    assert!(distance(&two["frames"], &one["frames"].values()) < 1e-5);
+    let said = video.succeeds(&format!("{latents} --ring 4 --ulysses 2 --out eight"));
+    assert!(said.contains("8 ranks x 1 threads, 3 latent columns cut over them, 5 ranks idle"), "{said}");
+    std::fs::create_dir(video.bench.path("empty")).expect("a folder");
+    video.succeeds(&format!("{latents} --out empty"));
+    video.succeeds(&format!("{latents} --out a.gif"));
+    assert!(std::fs::read(video.bench.path("a.gif")).expect("a GIF").starts_with(b"GIF89a"));
+    for index in 0..9 {
+        let name = format!("frame_{index:04}.png");
+        let bytes = |folder: &str| std::fs::read(video.bench.path(folder).join(&name)).expect("a picture");
+        assert_eq!(bytes("eight"), bytes("empty"));
+    }
+    video.refused(&format!("{latents} --out empty"), &["not empty"]);
+    video.refused(&format!("{latents} --out a.mp4"), &["no encoder"]);
+    video.refused(&format!("{latents} --out new --memory 1"), &["memory"]);
+    video.refused("--latents none.safetensors --out new", &["none.safetensors"]);
+}
+
+#[test]
+fn encoded_frames_are_those_of_diffusers() {
+    let video = Video::new("encode-frames", "vae/tiny", "vae/tiny", &["frames"]);
+    let one = video.results("--frames in.safetensors");
+    let wanted = read(&fixture("vae/tiny/reference.safetensors"));
+    assert!(distance(&one["latents"], &wanted["encoded"].values()) < 1e-4);
+    let two = video.results("--frames in.safetensors --ring 2");
+    assert!(distance(&two["latents"], &one["latents"].values()) < 1e-5);
+
+    let decode = Video::decode();
+    decode.succeeds("--latents in.safetensors --out frames");
+    let encode = Video { command: "encode-frames", ..decode };
+    assert_eq!(encode.results("--frames frames")["latents"].shape, [1, 16, 3, 4, 3]);
+    encode.refused("--frames in.safetensors --out new.safetensors", &["`frames`", "missing"]);
+}
+
+#[test]
+fn text_embed_gives_the_rows_of_transformers() {
+    let video = Video::new("text-embed", "text", "text", &["embeds.0"]);
+    let one = video.results("--prompt a --negative b");
+    assert_eq!(one["prompt_embeds"].shape, [1, 512, 20]);
+    let two = video.results("--prompt a --negative b --ring 2");
+    for (name, tensor) in &one {
+        assert!(distance(&two[name], &tensor.values()) < 1e-5, "{name}");
+    }
+    assert_ne!(one["prompt_embeds"], one["negative_prompt_embeds"]);
+    video.refused("--prompt a --out no/new.safetensors", &["there is no folder"]);
+}
