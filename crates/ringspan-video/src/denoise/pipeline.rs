@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 use crate::scheduler::SchedulerConfig;
 use crate::tensor_folder::read_json;
-use crate::transformer::{WanFolder, WanTransformer, WeightType};
+use crate::transformer::{TokenGrid, WanConfig, WanFolder, WanTransformer, WeightType};
 use ringspan_candle::StoredWeights;
 use serde_json::{Map, Value};
 use std::path::Path;
@@ -105,19 +105,22 @@ impl DenoiseFolder {
     /// The latents' frames, rows and columns of a video.
     ///
     /// # Errors
-    /// Frames that are not 4k + 1, sides that patches do not divide.
+    /// Frames that are not 4k + 1, sides that patches do not divide, more tokens on an axis than a transformer has positions.
     pub fn latents_of(&self, [frames, height, width]: [usize; 3]) -> Result<[usize; 3]> {
         let [side, each] = self.scale;
         if frames == 0 || !(frames - 1).is_multiple_of(each) {
             return Err(Error::Frames { frames, each });
         }
-        let [_, rows, columns] = self.transformer(0).config().patch_size;
+        let WanConfig { patch_size, rope_max_seq_len, .. } = self.transformer(0).config();
+        let [_, rows, columns] = *patch_size;
         for (name, size, patch) in [("height", height, rows), ("width", width, columns)] {
             if size == 0 || !size.is_multiple_of(side * patch) {
                 return Err(Error::Size { side: name, size, each: side * patch, patch, scale: side });
             }
         }
-        Ok([(frames - 1) / each + 1, height / side, width / side])
+        let latents = [(frames - 1) / each + 1, height / side, width / side];
+        TokenGrid::new(latents, *patch_size)?.check_positions(*rope_max_seq_len)?;
+        Ok(latents)
     }
 
     /// Bytes that the weights of a stage take in memory.

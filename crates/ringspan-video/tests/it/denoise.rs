@@ -102,7 +102,10 @@ fn what_does_not_fit_is_refused_with_the_numbers() -> Result<()> {
     };
     words(message(folder.latents_of([80, 64, 64])), &["80 frames", "77", "81"]);
     words(message(folder.latents_of([81, 72, 64])), &["height 72", "16"]);
-    assert_eq!(folder.latents_of([81, 480, 832])?, [21, 60, 104]);
+    assert_eq!(folder.latents_of([81, 480, 512])?, [21, 60, 64]);
+    words(message(folder.latents_of([81, 480, 832])), &["[21, 30, 52]", "32 positions"]);
+    words(message(folder.latents_of([1, 1 << 40, 1 << 40])), &["too many"]);
+    words(message(folder.latents_of([1, 1 << 20, 1_048_576_000_000])), &["32 positions"]);
     let plan = |inputs: &DenoiseInputs, mesh: &VideoMesh, settings: &DenoiseSettings| {
         message(DenoisePlan::new(&folder, mesh, inputs, settings))
     };
