@@ -117,6 +117,13 @@ fn what_does_not_fit_is_refused_with_the_numbers() -> Result<()> {
         plan(&good, &VideoMesh { cfg_parallel: true, ..single.clone() }, &unguided),
         &["in parallel", "there is one"],
     );
+    words(plan(&good, &single, &DenoiseSettings { steps: 1001, ..guided }), &["1001 steps", "1000"]);
+    let narrow = DenoiseInputs { prompt_embeds: good.prompt_embeds.narrow(2, 0, 15)?, ..good.clone() };
+    words(plan(&narrow, &single, &guided), &["prompt_embeds", "15]", "16]"]);
+    let negative = DenoiseInputs { negative_prompt_embeds: Some(narrow.prompt_embeds), ..good.clone() };
+    words(plan(&negative, &single, &guided), &["negative_prompt_embeds", "15]", "16]"]);
+    let image = DenoiseInputs { image_embeds: Some(good.prompt_embeds.clone()), ..good.clone() };
+    words(plan(&image, &single, &guided), &["no image_dim"]);
     let odd = DenoiseInputs { latents: good.latents.narrow(3, 0, 7)?, ..good.clone() };
     words(plan(&odd, &single, &guided), &["7 rows"]);
     let controlled = DenoiseInputs { control: Some(good.latents.clone()), ..good.clone() };
@@ -130,10 +137,10 @@ fn what_does_not_fit_is_refused_with_the_numbers() -> Result<()> {
 fn the_cheapest_grid_has_no_rank_with_more_work_than_others() -> Result<()> {
     let mut config = WanConfig::default();
     config.num_attention_heads = 12;
-    let (grid, why) = cheapest_grid(&config, 1, 4096, 8)?;
+    let (grid, why) = cheapest_grid(&config, WeightType::F32, 1, 4096, 8)?;
     assert_eq!((grid.ring, grid.ulysses), (2, 4), "{why}");
     assert!(why.contains("not") && why.contains("ulysses 8 (2 heads"), "{why}");
-    let (grid, _) = cheapest_grid(&WanConfig::default(), 1, 4096, 8)?;
+    let (grid, _) = cheapest_grid(&WanConfig::default(), WeightType::F32, 1, 4096, 8)?;
     assert_eq!((grid.ring, grid.ulysses), (1, 8));
     Ok(())
 }
