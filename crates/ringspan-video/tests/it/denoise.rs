@@ -132,6 +132,30 @@ fn what_does_not_fit_is_refused_with_the_numbers() -> Result<()> {
     Ok(())
 }
 
+/// The formula of docs/video.md, with both types of computation, and with one guided stage of two.
+#[test]
+fn the_plan_counts_the_bytes_of_the_guide() -> Result<()> {
+    let (tensors, pipeline) = (reference("loops"), pipeline());
+    let inputs = inputs(&tensors, false);
+    let (ring, ulysses) = (2, 2);
+    for (weights, e) in [(WeightType::F32, 4), (WeightType::Bf16, 2)] {
+        let folder = DenoiseFolder::open(pipeline.path(), weights)?;
+        let config = folder.transformer(0).config();
+        let (heads, dim) = (config.num_attention_heads, config.attention_head_dim);
+        let (batch, _, frames, rows, columns) = inputs.latents.dims5()?;
+        let tokens = batch * frames * rows * columns / config.patch();
+        assert_eq!((tokens % (ring * ulysses), heads % ulysses), (0, 0));
+        let exchanged = heads * (ulysses - 1) / ulysses * (3 * dim * e + 4 * (dim + 2));
+        let of_block = tokens / (ring * ulysses) * (exchanged + 2 * heads * dim * e * (ring - 1));
+        let mesh = VideoMesh { ring, ulysses, ..VideoMesh::single() };
+        for (guidance, branches) in [([1.0, 1.0], 1), ([4.0, 3.0], 2), ([1.0, 3.0], 2)] {
+            let plan = DenoisePlan::new(&folder, &mesh, &inputs, &settings("unipc", guidance)?)?;
+            assert_eq!(plan.bytes(), (of_block * config.num_layers * branches) as u64, "{weights}, {guidance:?}");
+        }
+    }
+    Ok(())
+}
+
 /// 12 heads on 8 ranks: with 8 Ulysses ranks, some would have two heads and some one.
 #[test]
 fn the_cheapest_grid_has_no_rank_with_more_work_than_others() -> Result<()> {
