@@ -1,6 +1,6 @@
 //! The noise from which a video begins: a function of the seed and the shape alone, so that every rank and every mesh has the same.
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use candle_core::{Device, Tensor};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
@@ -10,9 +10,12 @@ use rand_chacha::rand_core::{RngCore, SeedableRng};
 /// # Errors
 /// A shape that does not fit in memory.
 pub fn noise(seed: u64, shape: &[usize]) -> Result<Tensor> {
+    let too_large = || Error::Input(format!("noise of shape {shape:?} does not fit in memory"));
+    let count = shape.iter().try_fold(1usize, |count, size| count.checked_mul(*size)).ok_or_else(too_large)?;
+    let mut values: Vec<f32> = Vec::new();
+    values.try_reserve_exact(count).map_err(|_| too_large())?;
     let mut random = ChaCha8Rng::seed_from_u64(seed);
-    let count = shape.iter().product();
-    let values: Vec<f32> = (0..count).map(|_| normal(&mut random) as f32).collect();
+    values.extend((0..count).map(|_| normal(&mut random) as f32));
     Ok(Tensor::from_vec(values, shape, &Device::Cpu)?)
 }
 
@@ -36,5 +39,13 @@ mod tests {
         assert_eq!(found, values(7)?);
         assert_ne!(found, values(8)?);
         Ok(())
+    }
+
+    #[test]
+    fn shapes_beyond_memory_are_refused() {
+        for shape in [[1 << 40, 1 << 40], [1 << 31, 1 << 31]] {
+            let refused = noise(0, &shape).expect_err("too large").to_string();
+            assert!(refused.contains(&shape[0].to_string()), "{refused}");
+        }
     }
 }

@@ -17,12 +17,12 @@ use std::path::{Path, PathBuf};
 #[derive(Debug)]
 pub struct TensorFolder {
     path: PathBuf,
-    tensors: BTreeMap<String, Place>,
+    tensors: BTreeMap<String, TensorLocation>,
 }
 
 /// The place of a tensor in its file.
 #[derive(Debug)]
-struct Place {
+struct TensorLocation {
     file: PathBuf,
     dtype: Dtype,
     shape: Vec<usize>,
@@ -48,7 +48,7 @@ impl TensorFolder {
                     return refuse(format!("tensor {name} is {:?}: possible are F32, BF16, F16", info.dtype));
                 }
                 let (dtype, shape, start) = (info.dtype, info.shape.clone(), data + info.data_offsets.0 as u64);
-                if tensors.insert(name.clone(), Place { file: file.clone(), dtype, shape, start }).is_some() {
+                if tensors.insert(name.clone(), TensorLocation { file: file.clone(), dtype, shape, start }).is_some() {
                     return refuse(format!("tensor {name} is in another file, too"));
                 }
             }
@@ -78,7 +78,7 @@ impl TensorFolder {
                     let problem = format!("tensor {name} {expected:?} is missing, which config.json asks for");
                     return Err(Error::Format { path: self.path.clone(), problem });
                 }
-                Some(Place { file, shape, .. }) if shape != expected => {
+                Some(TensorLocation { file, shape, .. }) if shape != expected => {
                     let problem = format!("tensor {name} has shape {shape:?}, but config.json asks for {expected:?}");
                     return Err(Error::Format { path: file.clone(), problem });
                 }
@@ -86,7 +86,7 @@ impl TensorFolder {
             }
         }
         match self.tensors.iter().find(|(name, _)| !wanted.contains_key(*name) && !ignored(name)) {
-            Some((name, Place { file, shape, .. })) => {
+            Some((name, TensorLocation { file, shape, .. })) => {
                 let problem =
                     format!("tensor {name} {shape:?} belongs to no part of the model that config.json describes");
                 Err(Error::Format { path: file.clone(), problem })
@@ -98,7 +98,7 @@ impl TensorFolder {
     /// Bytes of all tensors in their files.
     #[must_use]
     pub fn bytes(&self) -> u64 {
-        let of = |place: &Place| (place.shape.iter().product::<usize>() * place.dtype.bitsize() / 8) as u64;
+        let of = |place: &TensorLocation| (place.shape.iter().product::<usize>() * place.dtype.bitsize() / 8) as u64;
         self.tensors.values().map(of).sum()
     }
 
@@ -148,13 +148,13 @@ impl TensorFolder {
         Ok(Tensor::from_vec(place.widened(&bytes), (rows.len(), columns), &Device::Cpu)?)
     }
 
-    fn of(&self, name: &str) -> Result<&Place> {
+    fn of(&self, name: &str) -> Result<&TensorLocation> {
         let problem = || format!("there is no tensor {name}");
         self.tensors.get(name).ok_or_else(|| Error::Format { path: self.path.clone(), problem: problem() })
     }
 }
 
-impl Place {
+impl TensorLocation {
     fn read(&self) -> Result<Vec<u8>> {
         let mut bytes = vec![0; self.shape.iter().product::<usize>() * self.dtype.bitsize() / 8];
         let read = |bytes: &mut [u8]| {

@@ -2,9 +2,8 @@
 
 use crate::files::{TensorBytes, Tensors};
 use anyhow::{Context, Result, bail, ensure};
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use ringspan_video::denoise::{DenoiseFolder, DenoiseInputs};
-use ringspan_video::noise::noise;
 use safetensors::Dtype;
 use std::path::Path;
 
@@ -43,19 +42,16 @@ impl Input {
         })
     }
 
-    /// The inputs with the file's latents, or with noise for a video of these frames, height and width.
-    pub(super) fn with_noise(
-        self,
-        folder: &DenoiseFolder,
-        video: Option<[usize; 3]>,
-        seed: u64,
-    ) -> Result<DenoiseInputs> {
+    /// The inputs with the file's latents. For a video of these frames, height and width, the latents have the shape of the noise,
+    /// which is to be drawn once a plan has been made of it; they are one zero, broadcast, and take no memory.
+    pub(super) fn with_latents(self, folder: &DenoiseFolder, video: Option<[usize; 3]>) -> Result<DenoiseInputs> {
         let latents = match (self.latents, video) {
             (Some(latents), None) => latents,
             (None, Some(video)) => {
                 let [frames, height, width] = folder.latents_of(video)?;
                 let channels = folder.transformer(0).config().out_channels();
-                noise(seed, &[self.prompt_embeds.dim(0)?, channels, frames, height, width])?
+                let shape = [self.prompt_embeds.dim(0)?, channels, frames, height, width];
+                Tensor::zeros((), DType::F32, &Device::Cpu)?.broadcast_as(&shape)?
             }
             (Some(latents), Some(_)) => bail!(
                 "--frames, --height and --width have no effect: the file of --embeds has latents {:?}",

@@ -11,6 +11,7 @@ use input::Input;
 use progress::Progress;
 use ringspan::comm::ranks::Ranks;
 use ringspan_video::denoise::{DenoiseFolder, DenoisePlan, DenoiseSettings, VideoMesh, denoise};
+use ringspan_video::noise::noise;
 use ringspan_video::scheduler::{SchedulerConfig, SchedulerKind};
 use ringspan_video::transformer::WeightType;
 use safetensors::Dtype;
@@ -78,10 +79,13 @@ pub(crate) fn run(args: &DenoiseArgs, ranks: &Ranks) -> Result<()> {
     let folder = DenoiseFolder::open(&args.model, args.dtype).context("--model")?;
     let settings = args.settings(&folder)?;
     let video = args.frames.zip(args.height.zip(args.width)).map(|(frames, (height, width))| [frames, height, width]);
-    let inputs = Input::read(&args.embeds)?.with_noise(&folder, video, args.seed.unwrap_or(0))?;
+    let mut inputs = Input::read(&args.embeds)?.with_latents(&folder, video)?;
     let (ring, ulysses, cfg_parallel) = (args.mesh.ring, args.mesh.ulysses, args.cfg_parallel);
     let mesh = VideoMesh { ring, ulysses, cfg_parallel, threads, deadline: DEADLINE, ranks: ranks.clone() };
     output::note(DenoisePlan::new(&folder, &mesh, &inputs, &settings)?);
+    if video.is_some() {
+        inputs.latents = noise(args.seed.unwrap_or(0), inputs.latents.dims())?;
+    }
     let progress = Progress::new(settings.steps);
     let Some(latents) = denoise(&folder, &mesh, &inputs, &settings, |step| progress.stepped(step))? else {
         return Ok(());

@@ -61,7 +61,13 @@ impl DenoiseInputs {
                 self.latents.shape()
             ));
         }
-        self.grid(folder)?;
+        self.grid(folder)?.check_positions(config.rope_max_seq_len)?;
+        let negative = self.negative_prompt_embeds.iter().map(|text| ("negative_prompt_embeds", text));
+        for (name, text) in [("prompt_embeds", &self.prompt_embeds)].into_iter().chain(negative) {
+            for stage in 0..folder.stages() {
+                folder.transformer(stage).check_prompt(name, text, self.image_embeds.as_ref(), batch)?;
+            }
+        }
         let wanted = |name: &str, given: &Tensor, channels: usize, frames: usize| {
             let wanted = [batch, channels, frames, height, width];
             match given.dims() == wanted {
@@ -69,6 +75,13 @@ impl DenoiseInputs {
                 false => Err(Error::Input(format!("`{name}` is {:?}, expected {wanted:?}", given.shape()))),
             }
         };
+        let blocks = config.vace_layers.as_ref().map_or(0, Vec::len);
+        if let Some(scale) = self.control_scale.as_ref().filter(|scale| blocks > 0 && scale.len() != blocks) {
+            return refuse(format!(
+                "`control_scale` has {} factors, and the model {blocks} control blocks",
+                scale.len()
+            ));
+        }
         match (&self.control, config.vace_in_channels) {
             (Some(control), Some(channels)) => wanted("control", control, channels, frames)?,
             (None, Some(channels)) => {

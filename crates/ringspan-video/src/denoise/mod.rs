@@ -60,13 +60,15 @@ impl DenoiseSettings {
         if let Some(given) = guidance.iter().find(|guidance| !(guidance.is_finite() && **guidance >= 1.0)) {
             return refuse(format!("guidance {given}: it must be at least 1, which is without guidance"));
         }
-        let guided = (0..folder.stages()).any(|stage| self.is_guided(stage));
-        if guided && inputs.negative_prompt_embeds.is_none() {
+        let guided = (0..folder.stages()).find(|stage| self.is_guided(*stage));
+        if let Some(stage) = guided.filter(|_| inputs.negative_prompt_embeds.is_none()) {
+            let of = if stage == 0 { "" } else { " of transformer_2" };
             return refuse(format!(
-                "guidance {} needs `negative_prompt_embeds`, which are missing; guidance 1 does without",
-                guidance[0]
+                "guidance {}{of} needs `negative_prompt_embeds`, which are missing; guidance 1 does without",
+                guidance[stage]
             ));
         }
+        Scheduler::new(&self.scheduler, self.steps)?;
         if mesh.cfg_parallel && !(0..folder.stages()).all(|stage| self.is_guided(stage)) {
             return refuse(format!(
                 "the two branches of guidance cannot be computed in parallel: with guidance {guidance:?}, there is one"
@@ -89,7 +91,7 @@ fn on_rank(
     let mut latents = inputs.latents.clone();
     for (step, time) in scheduler.timesteps().to_vec().into_iter().enumerate() {
         let (input, times) = conditioned(&latents, inputs, conditioning, time, model.frame_tokens())?;
-        let velocity = model.velocity(folder.stage_of(time), &input, &times)?;
+        let velocity = model.velocity(folder.stage_of(time, &settings.scheduler), &input, &times)?;
         latents = scheduler.step(&latents, &velocity)?;
         if groups.rank() == 0 {
             stepped(step + 1);

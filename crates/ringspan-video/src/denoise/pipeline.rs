@@ -3,7 +3,8 @@
 use crate::error::{Error, Result};
 use crate::scheduler::SchedulerConfig;
 use crate::tensor_folder::read_json;
-use crate::transformer::{WanFolder, WanTransformer, WeightType};
+use crate::transformer::{TokenGrid, WanConfig, WanFolder, WanTransformer, WeightType};
+use crate::vae::VaeConfig;
 use ringspan_candle::StoredWeights;
 use serde_json::{Map, Value};
 use std::path::Path;
@@ -14,8 +15,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub struct DenoiseFolder {
     /// The transformer of high noise levels and, if there are two, that of low ones.
     stages: Vec<WanFolder>,
-    /// The time step from which on the second transformer computes.
-    boundary: f32,
+    /// The fraction of the training's time steps below which the second transformer computes.
+    boundary_ratio: f64,
     scheduler: Option<SchedulerConfig>,
     /// Pixels of a latent element's side, and frames of a latent frame.
     scale: [usize; 2],
@@ -33,9 +34,9 @@ impl DenoiseFolder {
         let refuse = |problem: String| Err(Error::Format { path: path.to_owned(), problem });
         if path.join("config.json").is_file() {
             let folder = WanFolder::open(path)?;
-            let scale = scale(None, &folder);
-            let (stages, boundary) = (vec![folder], 0.0);
-            return Ok(Self { stages, boundary, scheduler: None, scale, weight_type, loaded: Mutex::default() });
+            let scale = scale(None, &folder)?;
+            let (stages, boundary_ratio) = (vec![folder], 0.0);
+            return Ok(Self { stages, boundary_ratio, scheduler: None, scale, weight_type, loaded: Mutex::default() });
         }
         if !path.join("transformer/config.json").is_file() {
             return refuse(
@@ -50,7 +51,7 @@ impl DenoiseFolder {
         };
         let mut stages = vec![WanFolder::open(&path.join("transformer"))?];
         let ratio = index.get("boundary_ratio").and_then(Value::as_f64);
-        let mut boundary = 0.0;
+        let mut boundary_ratio = 0.0;
         if path.join("transformer_2/config.json").is_file() {
             let Some(ratio) = ratio.filter(|ratio| (0.0..=1.0).contains(ratio)) else {
                 return refuse(
@@ -59,13 +60,10 @@ impl DenoiseFolder {
                 );
             };
             stages.push(WanFolder::open(&path.join("transformer_2"))?);
-            boundary = ratio as f32 * 1000.0;
+            boundary_ratio = ratio;
             let [first, second] = [0, 1].map(|stage| stages[stage].transformer().config());
-            if (first.in_channels, first.out_channels()) != (second.in_channels, second.out_channels()) {
-                return refuse(format!(
-                    "transformer takes {} channels and transformer_2 {}",
-                    first.in_channels, second.in_channels
-                ));
+            if let Some((key, first, second)) = difference(first, second) {
+                return refuse(format!("transformer has {key} {first} and transformer_2 {second}: they must be equal"));
             }
         } else if let Some(ratio) = ratio {
             return refuse(format!("model_index.json has boundary_ratio {ratio}, but there is no transformer_2"));
@@ -74,8 +72,8 @@ impl DenoiseFolder {
             folder if folder.is_dir() => Some(SchedulerConfig::read(&folder)?),
             _ => None,
         };
-        let scale = scale(Some(path), &stages[0]);
-        Ok(Self { stages, boundary, scheduler, scale, weight_type, loaded: Mutex::default() })
+        let scale = scale(Some(path), &stages[0])?;
+        Ok(Self { stages, boundary_ratio, scheduler, scale, weight_type, loaded: Mutex::default() })
     }
 
     /// Number of transformers: 1 or 2.
@@ -90,10 +88,17 @@ impl DenoiseFolder {
         self.stages[stage].transformer()
     }
 
-    /// The stage that computes a time step.
+    /// The stage that computes a time step of a scheduler.
     #[must_use]
-    pub fn stage_of(&self, timestep: f32) -> usize {
-        usize::from(self.stages.len() > 1 && timestep < self.boundary)
+    pub fn stage_of(&self, timestep: f32, scheduler: &SchedulerConfig) -> usize {
+        let boundary = self.boundary_ratio * scheduler.train_timesteps as f64;
+        usize::from(self.stages.len() > 1 && f64::from(timestep) < boundary)
+    }
+
+    /// The type of weights in memory.
+    #[must_use]
+    pub fn weight_type(&self) -> WeightType {
+        self.weight_type
     }
 
     /// The scheduler of the pipeline, if it has one.
@@ -105,19 +110,22 @@ impl DenoiseFolder {
     /// The latents' frames, rows and columns of a video.
     ///
     /// # Errors
-    /// Frames that are not 4k + 1, sides that patches do not divide.
+    /// Frames that are not 4k + 1, sides that patches do not divide, more tokens on an axis than a transformer has positions.
     pub fn latents_of(&self, [frames, height, width]: [usize; 3]) -> Result<[usize; 3]> {
         let [side, each] = self.scale;
         if frames == 0 || !(frames - 1).is_multiple_of(each) {
             return Err(Error::Frames { frames, each });
         }
-        let [_, rows, columns] = self.transformer(0).config().patch_size;
+        let WanConfig { patch_size, rope_max_seq_len, .. } = self.transformer(0).config();
+        let [_, rows, columns] = *patch_size;
         for (name, size, patch) in [("height", height, rows), ("width", width, columns)] {
             if size == 0 || !size.is_multiple_of(side * patch) {
                 return Err(Error::Size { side: name, size, each: side * patch, patch, scale: side });
             }
         }
-        Ok([(frames - 1) / each + 1, height / side, width / side])
+        let latents = [(frames - 1) / each + 1, height / side, width / side];
+        TokenGrid::new(latents, *patch_size)?.check_positions(*rope_max_seq_len)?;
+        Ok(latents)
     }
 
     /// Bytes that the weights of a stage take in memory.
@@ -142,14 +150,30 @@ impl DenoiseFolder {
     }
 }
 
-/// Pixels of a latent element's side and frames of a latent frame, as the decoder's configuration says, or else as those of WAN are.
-fn scale(pipeline: Option<&Path>, transformer: &WanFolder) -> [usize; 2] {
-    let of_wan = [if transformer.transformer().config().out_channels() >= 48 { 16 } else { 8 }, 4];
-    let Some(file) = pipeline.map(|path| path.join("vae/config.json")).filter(|file| file.is_file()) else {
-        return of_wan;
+/// The first size in which two transformers of a pipeline differ though they compute the same tokens with the same inputs.
+fn difference(first: &WanConfig, second: &WanConfig) -> Option<(&'static str, String, String)> {
+    let sizes = |config: &WanConfig| {
+        [
+            ("in_channels", config.in_channels.to_string()),
+            ("out_channels", config.out_channels().to_string()),
+            ("num_attention_heads", config.num_attention_heads.to_string()),
+            ("attention_head_dim", config.attention_head_dim.to_string()),
+            ("patch_size", format!("{:?}", config.patch_size)),
+            ("rope_max_seq_len", config.rope_max_seq_len.to_string()),
+            ("text_dim", config.text_dim.to_string()),
+            ("image_dim", format!("{:?}", config.image_dim)),
+            ("vace_layers", format!("{:?}", config.vace_layers)),
+            ("vace_in_channels", format!("{:?}", config.vace_in_channels)),
+        ]
     };
-    let config = read_json::<Map<String, Value>>(&file).unwrap_or_default();
-    let key =
-        |name: &str, otherwise| config.get(name).and_then(Value::as_u64).map_or(otherwise, |found| found as usize);
-    [key("scale_factor_spatial", of_wan[0]).max(1), key("scale_factor_temporal", of_wan[1]).max(1)]
+    let pairs = sizes(first).into_iter().zip(sizes(second));
+    pairs.map(|((key, first), (_, second))| (key, first, second)).find(|(_, first, second)| first != second)
+}
+
+/// Pixels of a latent element's side and frames of a latent frame: those of the pipeline's decoder, or else of WAN's.
+fn scale(pipeline: Option<&Path>, transformer: &WanFolder) -> Result<[usize; 2]> {
+    match pipeline.map(|path| path.join("vae")).filter(|vae| vae.join("config.json").is_file()) {
+        Some(vae) => VaeConfig::read(&vae).map(|config| [config.space(), config.time()]),
+        None => Ok([if transformer.transformer().config().out_channels() >= 48 { 16 } else { 8 }, 4]),
+    }
 }

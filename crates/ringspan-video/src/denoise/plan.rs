@@ -3,7 +3,7 @@
 use super::{DenoiseFolder, DenoiseInputs, DenoiseSettings, VideoMesh};
 use crate::error::Result;
 use crate::scheduler::Scheduler;
-use crate::transformer::WanConfig;
+use crate::transformer::{WanConfig, WeightType};
 use ringspan::mesh::Grid;
 use ringspan::schedule::{HeadShare, Pass, Sizes};
 use ringspan::{Documents, Layout, LayoutKind, Mask, Schedule, StrategyKind};
@@ -36,7 +36,7 @@ struct GridCost {
     heads: usize,
 }
 
-fn cost(config: &WanConfig, batch: usize, tokens: usize, grid: Grid) -> Result<GridCost> {
+fn cost(config: &WanConfig, of: WeightType, batch: usize, tokens: usize, grid: Grid) -> Result<GridCost> {
     let heads = config.num_attention_heads;
     let shares = HeadShare::all(heads, heads, grid)?;
     let documents = Documents::batch(batch, tokens);
@@ -44,7 +44,7 @@ fn cost(config: &WanConfig, batch: usize, tokens: usize, grid: Grid) -> Result<G
     let layout = Layout::new(LayoutKind::Contiguous, &documents, ranks)?;
     let schedule = Schedule::new(StrategyKind::Ring, &layout, &layout, &Mask::full(), grid)?;
     let dim = config.attention_head_dim;
-    let sizes = Sizes { heads, kv_heads: heads, dim, v_dim: dim, wire: 4, bias_heads: 0 };
+    let sizes = Sizes { heads, kv_heads: heads, dim, v_dim: dim, wire: of.computed_bytes(), bias_heads: 0 };
     let mut bytes = 0;
     for rank in 0..ranks {
         bytes = bytes.max(schedule.bytes_sent(Pass::Forward, rank, &sizes)?);
@@ -57,11 +57,17 @@ fn cost(config: &WanConfig, batch: usize, tokens: usize, grid: Grid) -> Result<G
 ///
 /// # Errors
 /// No rank.
-pub fn cheapest_grid(config: &WanConfig, batch: usize, tokens: usize, ranks: usize) -> Result<(Grid, String)> {
+pub fn cheapest_grid(
+    config: &WanConfig,
+    weights: WeightType,
+    batch: usize,
+    tokens: usize,
+    ranks: usize,
+) -> Result<(Grid, String)> {
     let mut all = Vec::new();
     for ulysses in (1..=ranks.min(config.num_attention_heads)).filter(|ulysses| ranks.is_multiple_of(*ulysses)) {
         let grid = Grid::new(ranks / ulysses, ulysses);
-        let cost = cost(config, batch, tokens, grid)?;
+        let cost = cost(config, weights, batch, tokens, grid)?;
         // The work of the busiest rank: the queries of its ring rank, times its heads.
         let work = tokens.div_ceil(grid.ring) * cost.heads;
         all.push((work, cost.bytes, grid, cost.heads));
@@ -102,16 +108,18 @@ impl DenoisePlan {
         let layout = Layout::new(LayoutKind::Contiguous, &documents, mesh.branch_size())?;
         let mut steps = vec![0; folder.stages()];
         for time in Scheduler::new(&settings.scheduler, settings.steps)?.timesteps() {
-            steps[folder.stage_of(*time)] += 1;
+            steps[folder.stage_of(*time, &settings.scheduler)] += 1;
         }
         let blocks = config.num_layers + config.vace_layers.as_ref().map_or(0, Vec::len);
-        let branches = if settings.is_guided(0) && !mesh.cfg_parallel { 2 } else { 1 };
+        let is_guided = (0..folder.stages()).any(|stage| settings.is_guided(stage));
+        let branches = if is_guided && !mesh.cfg_parallel { 2 } else { 1 };
+        let weights = folder.weight_type();
         let is_uneven = shares.iter().any(|share| share.query.len() != shares[0].query.len());
         let otherwise = match is_uneven {
-            true => Some(cheapest_grid(config, batch, grid.tokens(), mesh.branch_size())?.1),
+            true => Some(cheapest_grid(config, weights, batch, grid.tokens(), mesh.branch_size())?.1),
             false => None,
         };
-        let of_block = cost(config, batch, grid.tokens(), of_mesh)?.bytes;
+        let of_block = cost(config, weights, batch, grid.tokens(), of_mesh)?.bytes;
         Ok(Self {
             mesh: mesh.to_string(),
             settings: *settings,

@@ -95,7 +95,10 @@ impl SchedulerConfig {
                 .filter(|number| *number > 0.0)
                 .ok_or_else(|| Error::Config(format!("{key} is {value}, expected a number above 0"))),
         };
-        let whole = |key: &str, default: f64| Ok::<_, Error>(number(key, default)?.round() as usize);
+        let whole = |key: &str, default: f64| match number(key, default)? {
+            whole if whole.fract() == 0.0 => Ok(whole as usize),
+            other => Err(Error::Config(format!("{key} is {other}, expected a whole number above 0"))),
+        };
         let solver_order = whole("solver_order", 2.0)?;
         if solver_order > 2 {
             return Err(Error::Config(format!("solver_order is {solver_order}; 1 and 2 are implemented")));
@@ -137,6 +140,8 @@ mod tests {
         for (json, words) in [
             (unipc("solver_type", json!("bh1")), "solver_type is \"bh1\""),
             (unipc("solver_order", json!(3)), "solver_order is 3"),
+            (unipc("solver_order", json!(0.4)), "solver_order is 0.4"),
+            (unipc("num_train_timesteps", json!(0.3)), "num_train_timesteps is 0.3"),
             (unipc("prediction_type", Value::Null), "prediction_type is null"),
             (unipc("flow_shift", json!(0)), "flow_shift is 0"),
             (json!({ "_class_name": UNIPC }), "prediction_type is \"epsilon\""),

@@ -60,13 +60,21 @@ impl Scheduler {
     /// A scheduler for a run of so many steps.
     ///
     /// # Errors
-    /// No step, and a shift that is not above 0.
+    /// No step, more steps than time steps of training, a shift that is not above 0, and an order other than 1 and 2.
     pub fn new(config: &SchedulerConfig, steps: usize) -> Result<Self> {
         let SchedulerConfig { kind, shift, train_timesteps, solver_order } = *config;
         if steps == 0 || !(shift > 0.0 && shift.is_finite()) {
             return Err(Error::Input(format!(
                 "{steps} steps with shift {shift}: steps must be at least 1, and shift above 0"
             )));
+        }
+        if steps > train_timesteps {
+            return Err(Error::Input(format!(
+                "{steps} steps, and the model was trained on {train_timesteps} time steps (num_train_timesteps)"
+            )));
+        }
+        if !(1..=2).contains(&solver_order) {
+            return Err(Error::Input(format!("solver_order is {solver_order}; 1 and 2 are implemented")));
         }
         Ok(match kind {
             SchedulerKind::Euler => Self::Euler(FlowMatchEuler::new(steps, shift, train_timesteps)),
@@ -145,6 +153,21 @@ mod tests {
     enum SchedulerName {
         Euler,
         Unipc,
+    }
+
+    #[test]
+    fn numbers_of_steps_and_orders_that_are_impossible_are_refused() {
+        let refused = |config: SchedulerConfig, steps: usize, words: &str| {
+            let found = Scheduler::new(&config, steps).expect_err("must be refused").to_string();
+            assert!(found.contains(words), "{found}");
+        };
+        for kind in [SchedulerKind::Euler, SchedulerKind::UniPc] {
+            let config = SchedulerConfig::new(kind);
+            refused(config, 0, "0 steps");
+            refused(config, 4_000_000_000, "4000000000 steps, and the model was trained on 1000");
+            refused(SchedulerConfig { solver_order: 0, ..config }, 4, "solver_order is 0");
+            refused(SchedulerConfig { train_timesteps: 0, ..config }, 1, "trained on 0");
+        }
     }
 
     /// Noise levels and time steps to the bit, and the way of a known velocity, with 1 to 50 steps.

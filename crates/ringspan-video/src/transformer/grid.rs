@@ -16,7 +16,7 @@ impl TokenGrid {
     /// The grid of latents `[B, C, F, H, W]` with these frames, rows and columns.
     ///
     /// # Errors
-    /// Sizes that patches do not divide, or without elements.
+    /// Sizes that patches do not divide, or without elements, or with more of them than can be counted.
     pub fn new(latents: [usize; 3], patch: [usize; 3]) -> Result<Self> {
         for (axis, (size, patch)) in ["frames", "rows", "columns"].into_iter().zip(latents.into_iter().zip(patch)) {
             if size == 0 || size % patch != 0 {
@@ -25,7 +25,25 @@ impl TokenGrid {
                 return Err(Error::Input(problem));
             }
         }
+        if latents.iter().try_fold(1usize, |count, size| count.checked_mul(*size)).is_none() {
+            return Err(Error::Input(format!("latents of {latents:?} frames, rows and columns are too many elements")));
+        }
         Ok(Self { size: std::array::from_fn(|axis| latents[axis] / patch[axis]), patch })
+    }
+
+    /// Checks that no axis has more tokens than a model has positions (`rope_max_seq_len`).
+    ///
+    /// # Errors
+    /// An axis with more, with the numbers.
+    pub fn check_positions(&self, positions: usize) -> Result<()> {
+        if self.size.iter().all(|size| *size <= positions) {
+            return Ok(());
+        }
+        let problem = format!(
+            "a grid of {:?} tokens, and the model has {positions} positions on an axis (rope_max_seq_len)",
+            self.size
+        );
+        Err(Error::Input(problem))
     }
 
     /// Number S of tokens.
@@ -141,5 +159,6 @@ mod tests {
         let refused = TokenGrid::new([3, 7, 8], [1, 2, 2]).expect_err("7 rows").to_string();
         assert!(refused.contains("7 rows") && refused.contains("has 2"), "{refused}");
         assert!(TokenGrid::new([0, 2, 2], [1, 2, 2]).is_err());
+        assert!(TokenGrid::new([1, 1 << 40, 1 << 40], [1, 2, 2]).is_err());
     }
 }

@@ -127,7 +127,7 @@ impl WanTransformer {
         image: Option<&Tensor>,
         video: &VideoContext,
     ) -> Result<Prompt> {
-        self.check_prompt(text, image, video)?;
+        self.check_prompt("the prompt's embeddings", text, image, video.batch())?;
         let pass = self.pass(weights, video);
         let dtype = self.patch_embedding.dtype(&pass)?;
         let text = cast(&self.condition_embedder.text(text, &pass)?, dtype)?;
@@ -140,12 +140,13 @@ impl WanTransformer {
         })
     }
 
-    fn check_prompt(&self, text: &Tensor, image: Option<&Tensor>, video: &VideoContext) -> Result<()> {
-        let (batch, WanConfig { text_dim, image_dim, pos_embed_seq_len, .. }) = (video.batch(), &self.config);
+    /// Checks the shapes of a prompt for `batch` videos, by which [`prompt`](Self::prompt) refuses it; errors call the text `name`.
+    pub(crate) fn check_prompt(&self, name: &str, text: &Tensor, image: Option<&Tensor>, batch: usize) -> Result<()> {
+        let WanConfig { text_dim, image_dim, pos_embed_seq_len, .. } = &self.config;
         let refuse = |problem: String| Err(Error::Input(problem));
         match text.dims() {
             [b, n, dim] if (*b, dim) == (batch, text_dim) && *n > 0 => {}
-            dims => return refuse(format!("the prompt's embeddings are {dims:?}, expected [{batch}, N, {text_dim}]")),
+            dims => return refuse(format!("{name} are {dims:?}, expected [{batch}, N, {text_dim}]")),
         }
         match (image.map(Tensor::dims), image_dim) {
             (None, None) => Ok(()),

@@ -1,4 +1,5 @@
-//! VACE (Jiang et al., 2025, arXiv:2503.07598): blocks beside the others carry a control, and add to the video what they compute.
+//! VACE (Jiang et al., 2025, arXiv:2503.07598): parallel control blocks whose projected outputs are added to the
+//! main stream.
 
 use super::block::{ConditionedBlock, WanBlock};
 use super::config::WanConfig;

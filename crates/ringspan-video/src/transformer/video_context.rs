@@ -39,11 +39,7 @@ impl VideoContext {
         batch: usize,
         grid: TokenGrid,
     ) -> Result<Self> {
-        let most = config.rope_max_seq_len;
-        if grid.size.iter().any(|size| *size > most) {
-            let problem = format!("a grid of {:?} tokens, and the model has {most} positions on an axis", grid.size);
-            return Err(Error::Input(problem));
-        }
+        grid.check_positions(config.rope_max_seq_len)?;
         let heads = config.num_attention_heads;
         ringspan::schedule::HeadShare::all(heads, heads, group.grid())?;
         let rank = group.rank();

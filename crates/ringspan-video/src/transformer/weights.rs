@@ -23,6 +23,17 @@ pub enum WeightType {
     AsStored,
 }
 
+impl WeightType {
+    /// Bytes of an element of queries, keys and values, which ranks send to each other in the type the model computes in.
+    #[must_use]
+    pub fn computed_bytes(self) -> usize {
+        match self {
+            Self::Bf16 => 2,
+            Self::F32 | Self::AsStored => 4,
+        }
+    }
+}
+
 impl FromStr for WeightType {
     type Err = Error;
 

@@ -32,13 +32,13 @@ impl Block {
 
     /// The same place with other values.
     pub(crate) fn with(&self, channels: usize, data: Vec<f32>) -> Self {
-        let Self { band, frames, rows, height, cols, .. } = self.clone_place();
+        let Self { band, frames, rows, height, cols, .. } = self.without_data();
         debug_assert_eq!(data.len(), frames.len() * rows.len() * cols * channels);
         Self { band, frames, rows, height, cols, channels, data }
     }
 
-    /// The place without the values.
-    pub(crate) fn clone_place(&self) -> Self {
+    /// The same frames, rows and columns without the values.
+    pub(crate) fn without_data(&self) -> Self {
         let Self { band, height, cols, channels, .. } = *self;
         Self { band, frames: self.frames.clone(), rows: self.rows.clone(), height, cols, channels, data: Vec::new() }
     }
@@ -46,7 +46,7 @@ impl Block {
     /// Splits off the first `count` frames.
     pub(crate) fn split_frames(mut self, count: usize) -> (Self, Self) {
         let middle = (self.frames.start + count).min(self.frames.end);
-        let mut rest = self.clone_place();
+        let mut rest = self.without_data();
         rest.data = self.data.split_off((middle - self.frames.start) * self.frame_len());
         rest.frames = middle..self.frames.end;
         self.frames.end = middle;

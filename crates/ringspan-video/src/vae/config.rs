@@ -1,7 +1,9 @@
 //! The configuration of WAN's autoencoder, as diffusers writes it to `config.json`.
 
 use crate::error::{Error, Result};
+use crate::tensor_folder::read_json;
 use serde::Deserialize;
+use std::path::Path;
 
 /// `AutoencoderKLWan`: names and defaults are those of diffusers.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -73,6 +75,23 @@ impl Default for VaeConfig {
 }
 
 impl VaeConfig {
+    /// Reads `config.json` of an autoencoder's folder.
+    ///
+    /// # Errors
+    /// No such file, another model's, and a configuration that is not supported.
+    pub fn read(folder: &Path) -> Result<Self> {
+        let path = folder.join("config.json");
+        let json: serde_json::Value = read_json(&path)?;
+        let format = |problem| Error::Format { path: path.clone(), problem };
+        let class = json.get("_class_name").and_then(serde_json::Value::as_str);
+        if let Some(class) = class.filter(|class| *class != "AutoencoderKLWan") {
+            return Err(format(format!("_class_name is {class}: AutoencoderKLWan is needed")));
+        }
+        let config: Self = serde_json::from_value(json).map_err(|error| format(error.to_string()))?;
+        config.check().map_err(|error| format(error.to_string()))?;
+        Ok(config)
+    }
+
     /// Checks that the numbers fit each other.
     ///
     /// # Errors

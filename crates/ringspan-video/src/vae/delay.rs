@@ -1,4 +1,4 @@
-//! Rows that wait until the output of a lagging convolution reaches them.
+//! Buffers rows of a residual branch until the convolution beside it, whose output lags one row, has produced the same rows.
 
 use super::block::Block;
 use std::collections::VecDeque;
@@ -14,11 +14,11 @@ impl Delay {
     /// Adds the rows of a block behind those that wait, and takes out the rows `rows`, which are the first of them.
     pub(crate) fn push(&mut self, block: Block, rows: Range<usize>) -> Block {
         let waiting = if block.band > 0 { self.waiting.pop_front() } else { None };
-        let old = waiting.unwrap_or_else(|| Block { rows: block.rows.start..block.rows.start, ..block.clone_place() });
+        let old = waiting.unwrap_or_else(|| Block { rows: block.rows.start..block.rows.start, ..block.without_data() });
         let all = old.rows.start..block.rows.end;
         if all == rows && old.rows.is_empty() {
             if rows.end < block.height {
-                self.waiting.push_back(Block { rows: rows.end..rows.end, ..block.clone_place() });
+                self.waiting.push_back(Block { rows: rows.end..rows.end, ..block.without_data() });
             }
             return block;
         }
@@ -44,5 +44,5 @@ fn part(above: &Block, below: &Block, rows: Range<usize>) -> Block {
             data.extend_from_slice(&block.data[at + start * row..at + end * row]);
         }
     }
-    Block { rows, data, ..below.clone_place() }
+    Block { rows, data, ..below.without_data() }
 }

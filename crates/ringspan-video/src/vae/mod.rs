@@ -31,7 +31,7 @@ pub use plan::Plan;
 pub use video_tensor::VideoTensor;
 
 use crate::error::{Error, Result};
-use crate::tensor_folder::{TensorFolder, read_json};
+use crate::tensor_folder::TensorFolder;
 use block::Video;
 use network::Network;
 use ringspan::Kernel;
@@ -71,16 +71,7 @@ impl VaeFolder {
     pub fn open(folder: &Path) -> Result<Self> {
         let inner = folder.join("vae");
         let folder = if inner.is_dir() { inner.as_path() } else { folder };
-        let path = folder.join("config.json");
-        let json: serde_json::Value = read_json(&path)?;
-        let format = |problem| Error::Format { path: path.clone(), problem };
-        let class = json.get("_class_name").and_then(serde_json::Value::as_str);
-        if let Some(class) = class.filter(|class| *class != "AutoencoderKLWan") {
-            return Err(format(format!("_class_name is {class}: AutoencoderKLWan is needed")));
-        }
-        let config: VaeConfig = serde_json::from_value(json).map_err(|error| format(error.to_string()))?;
-        config.check().map_err(|error| format(error.to_string()))?;
-        Ok(Self { config, tensors: TensorFolder::open(folder, "diffusion_pytorch_model")? })
+        Ok(Self { config: VaeConfig::read(folder)?, tensors: TensorFolder::open(folder, "diffusion_pytorch_model")? })
     }
 
     /// The sizes of the model.
@@ -116,8 +107,10 @@ impl Decoder {
     /// The sizes `[B, 3, F, H, W]` of the frames of latents `[B, C, F, H, W]`.
     ///
     /// # Errors
-    /// Latents with another number of channels than the model's.
-    pub fn frames(&self, [batch, channels, frames, height, width]: [usize; 5]) -> Result<[usize; 5]> {
+    /// Latents with another number of channels than the model's, or with an empty dim.
+    pub fn frames(&self, latents: [usize; 5]) -> Result<[usize; 5]> {
+        check_filled("latents", latents)?;
+        let [batch, channels, frames, height, width] = latents;
         if channels != self.config.z_dim {
             let problem =
                 format!("latents have {channels} channels, but the autoencoder has {} (z_dim)", self.config.z_dim);
@@ -134,6 +127,7 @@ impl Decoder {
     /// Latents that do not fit the model, and too little memory.
     pub fn plan(&self, latents: [usize; 5], ranks: usize, memory: Option<u64>) -> Result<Plan> {
         self.frames(latents)?;
+        check_ranks(ranks)?;
         let [_, channels, frames, height, width] = latents;
         let cols = ColumnSplit { width, ranks }.most();
         plan::choose(&self.network, 0, block::Shape { frames, height, cols, channels }, 1, memory)
@@ -146,6 +140,7 @@ impl Decoder {
     /// Latents that do not fit the model, or failures of any rank.
     pub fn decode(&self, latents: &VideoTensor, mesh: &Mesh, plan: &Plan) -> Result<Option<VideoTensor>> {
         let shape = self.frames(latents.shape())?;
+        check_ranks(mesh.size)?;
         let split = ColumnSplit { width: latents.shape()[4], ranks: mesh.size };
         let parts = run(mesh, split.width, |strip| {
             let mut out = Vec::new();
@@ -171,8 +166,11 @@ impl Encoder {
     /// The sizes `[B, C, F, H, W]` of the latents of frames `[B, 3, F, H, W]`.
     ///
     /// # Errors
-    /// Other channels than 3, a number of frames that no latents stand for, and a height or width that the model does not divide.
-    pub fn latents(&self, [batch, channels, frames, height, width]: [usize; 5]) -> Result<[usize; 5]> {
+    /// Other channels than 3, an empty dim, a number of frames that no latents stand for, and a height or width that the model
+    /// does not divide.
+    pub fn latents(&self, video: [usize; 5]) -> Result<[usize; 5]> {
+        check_filled("frames", video)?;
+        let [batch, channels, frames, height, width] = video;
         let (time, space) = (self.config.time(), self.config.space());
         if channels != 3 {
             return Err(Error::Input(format!("frames have {channels} channels: 3 are needed, red, green and blue")));
@@ -195,6 +193,7 @@ impl Encoder {
     /// Frames that do not fit the model, and too little memory.
     pub fn plan(&self, frames: [usize; 5], ranks: usize, memory: Option<u64>) -> Result<Plan> {
         let [.., latent_width] = self.latents(frames)?;
+        check_ranks(ranks)?;
         let (patch, [.., count, height, _]) = (self.config.patch(), frames);
         let cols = ColumnSplit { width: latent_width, ranks }.most() * self.config.space() / patch;
         let shape = block::Shape { frames: count, height: height / patch, cols, channels: self.config.in_channels };
@@ -208,6 +207,7 @@ impl Encoder {
     /// Frames that do not fit the model, or failures of any rank.
     pub fn encode(&self, frames: &VideoTensor, mesh: &Mesh, plan: &Plan) -> Result<Option<VideoTensor>> {
         let shape = self.latents(frames.shape())?;
+        check_ranks(mesh.size)?;
         let split = ColumnSplit { width: shape[4], ranks: mesh.size };
         let parts = run(mesh, split.width, |strip| {
             let mut out = Vec::new();
@@ -221,6 +221,17 @@ impl Encoder {
         let Some(parts) = parts else { return Ok(None) };
         VideoTensor::new(shape, pixels::join(&parts, shape, split, 1)?).map(Some)
     }
+}
+
+fn check_filled(name: &str, shape: [usize; 5]) -> Result<()> {
+    match shape.contains(&0) {
+        true => Err(Error::Input(format!("{name} of shape {shape:?} [B,C,F,H,W] are empty"))),
+        false => Ok(()),
+    }
+}
+
+fn check_ranks(ranks: usize) -> Result<()> {
+    if ranks == 0 { Err(Error::Mesh("0 ranks: at least 1 is needed".into())) } else { Ok(()) }
 }
 
 /// Runs `work` on every rank with its columns, and gathers the results on rank 0.

@@ -11,7 +11,7 @@ use std::fmt::{self, Display, Formatter};
 use std::ops::Range;
 
 /// The memory that blocks may take if the caller does not say: larger ones are hardly faster.
-const COMFORTABLE: u64 = 512 << 20;
+const DEFAULT_BLOCK_BYTES: u64 = 512 << 20;
 /// Positions of the latents that convolutions at the lowest resolution should have at once.
 const POSITIONS: usize = 1024;
 
@@ -67,7 +67,7 @@ impl Display for Pass {
 /// # Errors
 /// Memory that even the smallest blocks exceed.
 pub(super) fn choose(network: &Network, whole: usize, shape: Shape, unit: usize, memory: Option<u64>) -> Result<Plan> {
-    let limit = memory.unwrap_or(COMFORTABLE);
+    let limit = memory.unwrap_or(DEFAULT_BLOCK_BYTES);
     let mut least: Option<Plan> = None;
     for cuts in partitions(network.segments.len(), whole) {
         let (mut passes, mut input, mut unit) = (Vec::new(), shape, unit);

@@ -30,7 +30,7 @@ fn double_time(time: &mut StreamedConvolution, strip: &Strip, x: Block) -> Resul
     if begins {
         time.set_history(None);
     }
-    let place = x.clone_place();
+    let place = x.without_data();
     let frames = if begins { 0 } else { 2 * x.frames.start - 1 }..2 * x.frames.end.max(1) - 1;
     let (first, rest) = x.split_frames(usize::from(begins));
     let frame = rest.frame_len();
@@ -68,7 +68,7 @@ impl Downsample {
 /// Halves all frames but the first of the video, which passes unchanged.
 fn halve_time(time: &mut StreamedConvolution, strip: &Strip, x: Block) -> Result<Block> {
     let begins = x.frames.start == 0;
-    let place = x.clone_place();
+    let place = x.without_data();
     let frames = x.frames.start.div_ceil(2)..x.frames.end.div_ceil(2);
     let (first, rest) = x.split_frames(usize::from(begins));
     if begins {

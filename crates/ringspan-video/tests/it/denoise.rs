@@ -102,7 +102,10 @@ fn what_does_not_fit_is_refused_with_the_numbers() -> Result<()> {
     };
     words(message(folder.latents_of([80, 64, 64])), &["80 frames", "77", "81"]);
     words(message(folder.latents_of([81, 72, 64])), &["height 72", "16"]);
-    assert_eq!(folder.latents_of([81, 480, 832])?, [21, 60, 104]);
+    assert_eq!(folder.latents_of([81, 480, 512])?, [21, 60, 64]);
+    words(message(folder.latents_of([81, 480, 832])), &["[21, 30, 52]", "32 positions"]);
+    words(message(folder.latents_of([1, 1 << 40, 1 << 40])), &["too many"]);
+    words(message(folder.latents_of([1, 1 << 20, 1_048_576_000_000])), &["32 positions"]);
     let plan = |inputs: &DenoiseInputs, mesh: &VideoMesh, settings: &DenoiseSettings| {
         message(DenoisePlan::new(&folder, mesh, inputs, settings))
     };
@@ -114,6 +117,13 @@ fn what_does_not_fit_is_refused_with_the_numbers() -> Result<()> {
         plan(&good, &VideoMesh { cfg_parallel: true, ..single.clone() }, &unguided),
         &["in parallel", "there is one"],
     );
+    words(plan(&good, &single, &DenoiseSettings { steps: 1001, ..guided }), &["1001 steps", "1000"]);
+    let narrow = DenoiseInputs { prompt_embeds: good.prompt_embeds.narrow(2, 0, 15)?, ..good.clone() };
+    words(plan(&narrow, &single, &guided), &["prompt_embeds", "15]", "16]"]);
+    let negative = DenoiseInputs { negative_prompt_embeds: Some(narrow.prompt_embeds), ..good.clone() };
+    words(plan(&negative, &single, &guided), &["negative_prompt_embeds", "15]", "16]"]);
+    let image = DenoiseInputs { image_embeds: Some(good.prompt_embeds.clone()), ..good.clone() };
+    words(plan(&image, &single, &guided), &["no image_dim"]);
     let odd = DenoiseInputs { latents: good.latents.narrow(3, 0, 7)?, ..good.clone() };
     words(plan(&odd, &single, &guided), &["7 rows"]);
     let controlled = DenoiseInputs { control: Some(good.latents.clone()), ..good.clone() };
@@ -122,15 +132,39 @@ fn what_does_not_fit_is_refused_with_the_numbers() -> Result<()> {
     Ok(())
 }
 
+/// The formula of docs/video.md, with both types of computation, and with one guided stage of two.
+#[test]
+fn the_plan_counts_the_bytes_of_the_guide() -> Result<()> {
+    let (tensors, pipeline) = (reference("loops"), pipeline());
+    let inputs = inputs(&tensors, false);
+    let (ring, ulysses) = (2, 2);
+    for (weights, e) in [(WeightType::F32, 4), (WeightType::Bf16, 2)] {
+        let folder = DenoiseFolder::open(pipeline.path(), weights)?;
+        let config = folder.transformer(0).config();
+        let (heads, dim) = (config.num_attention_heads, config.attention_head_dim);
+        let (batch, _, frames, rows, columns) = inputs.latents.dims5()?;
+        let tokens = batch * frames * rows * columns / config.patch();
+        assert_eq!((tokens % (ring * ulysses), heads % ulysses), (0, 0));
+        let exchanged = heads * (ulysses - 1) / ulysses * (3 * dim * e + 4 * (dim + 2));
+        let of_block = tokens / (ring * ulysses) * (exchanged + 2 * heads * dim * e * (ring - 1));
+        let mesh = VideoMesh { ring, ulysses, ..VideoMesh::single() };
+        for (guidance, branches) in [([1.0, 1.0], 1), ([4.0, 3.0], 2), ([1.0, 3.0], 2)] {
+            let plan = DenoisePlan::new(&folder, &mesh, &inputs, &settings("unipc", guidance)?)?;
+            assert_eq!(plan.bytes(), (of_block * config.num_layers * branches) as u64, "{weights}, {guidance:?}");
+        }
+    }
+    Ok(())
+}
+
 /// 12 heads on 8 ranks: with 8 Ulysses ranks, some would have two heads and some one.
 #[test]
 fn the_cheapest_grid_has_no_rank_with_more_work_than_others() -> Result<()> {
     let mut config = WanConfig::default();
     config.num_attention_heads = 12;
-    let (grid, why) = cheapest_grid(&config, 1, 4096, 8)?;
+    let (grid, why) = cheapest_grid(&config, WeightType::F32, 1, 4096, 8)?;
     assert_eq!((grid.ring, grid.ulysses), (2, 4), "{why}");
     assert!(why.contains("not") && why.contains("ulysses 8 (2 heads"), "{why}");
-    let (grid, _) = cheapest_grid(&WanConfig::default(), 1, 4096, 8)?;
+    let (grid, _) = cheapest_grid(&WanConfig::default(), WeightType::F32, 1, 4096, 8)?;
     assert_eq!((grid.ring, grid.ulysses), (1, 8));
     Ok(())
 }

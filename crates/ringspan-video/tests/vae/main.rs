@@ -130,6 +130,10 @@ fn what_does_not_fit_is_refused_with_the_numbers() {
         let message = result.expect_err("must be refused").to_string();
         assert!(words.iter().all(|word| message.contains(word)), "{message}");
     };
+    refused(decoder.plan([1, 4, 0, 2, 3], 1, None), &["[1, 4, 0, 2, 3]", "empty"]);
+    refused(decoder.plan([1, 4, 3, 2, 3], 0, None), &["0 ranks"]);
+    refused(encoder.plan([1, 3, 0, 32, 48], 1, None), &["[1, 3, 0, 32, 48]", "empty"]);
+    refused(encoder.plan([1, 3, 9, 32, 48], 0, None), &["0 ranks"]);
     refused(decoder.plan([1, 5, 3, 2, 3], 1, None), &["5 channels", "has 4"]);
     refused(decoder.plan([1, 4, 3, 2, 3], 1, Some(1000)), &["1000 bytes", "2 x 3", "need"]);
     refused(encoder.plan([1, 3, 8, 32, 48], 1, None), &["8 frames", "5 and 9"]);
