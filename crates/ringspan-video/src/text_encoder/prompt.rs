@@ -29,7 +29,7 @@ impl PromptTokenizer {
     }
 
     /// The tokens of a prompt, with those that the tokenizer puts around a text. White space is reduced to single spaces, as
-    /// diffusers does. Of a prompt of more than `most` tokens the last ones are cut off, but its end token is kept.
+    /// diffusers does, but HTML entities such as `&amp;` stay as they are, and nothing is repaired as by ftfy. Of a prompt of more than `most` tokens the last ones are cut off, but its end token is kept.
     ///
     /// # Errors
     /// A tokenizer that fails, and a `most` of 0.
