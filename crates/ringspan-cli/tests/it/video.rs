@@ -138,7 +138,7 @@ fn encoded_frames_are_those_of_diffusers() {
 }
 
 #[test]
-fn text_embed_gives_the_rows_of_transformers() {
+fn text_embed_gives_the_same_rows_on_two_ranks() {
     let video = Video::new("text-embed", "text", "text", &["embeds.0"]);
     let one = video.results("--prompt a --negative b");
     assert_eq!(one["prompt_embeds"].shape, [1, 512, 20]);

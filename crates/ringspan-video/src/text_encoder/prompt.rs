@@ -29,7 +29,8 @@ impl PromptTokenizer {
     }
 
     /// The tokens of a prompt, with those that the tokenizer puts around a text. White space is reduced to single spaces, as
-    /// diffusers does, but HTML entities such as `&amp;` stay as they are, and nothing is repaired as by ftfy. Of a prompt of more than `most` tokens the last ones are cut off, but its end token is kept.
+    /// diffusers does, but HTML entities such as `&amp;` stay as they are, and nothing is repaired as by ftfy. A prompt of more than
+    /// `most` tokens loses its last ones, but keeps its end token.
     ///
     /// # Errors
     /// A tokenizer that fails, and a `most` of 0.
