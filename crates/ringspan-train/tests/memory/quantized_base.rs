@@ -59,9 +59,8 @@ fn stored_name(name: &str) -> String {
 fn a_run_beside_a_base_in_four_bits_takes_what_its_plan_predicts() {
     let s = || Settings { lora_rank: Some(16), lora_targets: Some("all-linear".into()), ..Settings::default() };
     let deep = config((4, 512, 16, 8, 1536, 512, false), None);
-    let runs: [Run; 3] = [
+    let runs: [Run; 2] = [
         ("4 bits", deep.clone(), (1, 512), s()),
-        ("4 bits, ring", deep.clone(), (1, 1024), Settings { ring: Some(2), ..s() }),
         ("4 bits, activations in bf16", deep, (1, 1024), Settings { activations: Some("bf16".into()), ..s() }),
     ];
     take_what_is_predicted_of(runs, in_four_bits);
