@@ -182,7 +182,7 @@ fn router(config: &Config, keys: &Keys) -> Result<Router> {
         }
     }
     let (scale, correction) = (keys.routed_scaling_factor.unwrap_or(1.0), scoring == Scoring::Sigmoid);
-    // The router's weight is not a linear layer in transformers, so PEFT attaches no adapter to it.
+    // The router's weight is not a linear layer in transformers.
     Ok(Router { scoring, normalised, scale, groups, correction, adaptable: false, ..Router::new(experts, top) })
 }
 

@@ -82,7 +82,7 @@ fn router(config: &Config, keys: &Keys) -> Result<Router> {
         let problem = format!("num_experts_per_tok is {top}; with {experts} experts possible are 1 to {experts}");
         return Err(Error::Config(problem));
     }
-    // The router's weight is not a linear layer in transformers, so PEFT attaches no adapter to it.
+    // The router's weight is not a linear layer in transformers.
     Ok(Router { normalised: true, bias: true, adaptable: false, ..Router::new(experts, top) })
 }
 

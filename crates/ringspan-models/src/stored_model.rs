@@ -6,7 +6,8 @@ use crate::folder::Folder;
 use crate::gguf::GgufModel;
 use ringspan_candle::{StoredWeights, Weight};
 
-/// A model on disk: its configuration, and its parameters on request. Ranks that share a model read only what they compute with.
+/// A model on disk: its configuration, and its parameters on request, so that a process reads only what it
+/// computes with.
 #[derive(Debug)]
 pub enum StoredModel {
     /// A folder in the layout of Hugging Face.

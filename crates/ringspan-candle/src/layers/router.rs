@@ -32,7 +32,7 @@ pub struct Router {
     /// Whether a correction bias for each expert, which is not trained by gradients, is added to its score while experts are
     /// chosen, but not to its weight (Wang et al., 2024, arXiv:2408.15664).
     pub correction: bool,
-    /// Whether the router can have an adapter.
+    /// Whether the router can have an adapter: PEFT attaches none where transformers' router is no linear layer.
     pub adaptable: bool,
 }
 
