@@ -12,8 +12,8 @@ use std::time::Instant;
 
 /// Decode latents to frames with WAN's autoencoder, over a mesh of ranks that share the columns
 ///
-/// Any mesh and any tiling give the same frames to 1e-5; nothing is blended. Only the number of ranks, R x U, counts here; ranks beyond the
-/// number of latent columns are idle.
+/// Any mesh and any tiling give the same frames to 1e-5; nothing is blended. Only the number of ranks, R x U, counts here; ranks
+/// beyond the number of latent columns are idle.
 #[derive(Debug, clap::Args)]
 pub(crate) struct DecodeLatentsArgs {
     #[command(flatten)]

@@ -18,8 +18,8 @@ use std::time::Instant;
 pub(crate) struct EncodeFramesArgs {
     #[command(flatten)]
     vae: VaeArgs,
-    /// The frames: a folder of PNG files, taken in the order of their names (2.png before 10.png); one PNG file; or a safetensors file with `frames`
-    /// [B,3,F,H,W] in [-1,1]
+    /// The frames: a folder of PNG files, taken in the order of their names (2.png before 10.png); one PNG file; or a safetensors
+    /// file with `frames` [B,3,F,H,W] in [-1,1]
     #[arg(long, value_name = "IN")]
     frames: PathBuf,
     /// The safetensors file for the latents

@@ -175,7 +175,7 @@ impl ServeArgs {
     }
 }
 
-/// What the engine has room for, in words. Where all layers see a window, the pages that only say which tokens are cached take no
+/// Describes how many tokens and requests the engine has room for. Where all layers see a window, the pages that only say which tokens are cached take no
 /// memory, and are not counted.
 fn summary(limits: &Limits) -> String {
     let Limits { ranks, page, pages_per_rank, window_pages_per_rank, .. } = limits;

@@ -25,7 +25,7 @@ pub(crate) struct TextEmbedArgs {
     /// The prompt
     #[arg(long, value_name = "TEXT")]
     prompt: String,
-    /// What the video should not show
+    /// Negative prompt, which says what the video should not show
     #[arg(long, value_name = "TEXT")]
     negative: Option<String>,
     /// The safetensors file for the embeddings

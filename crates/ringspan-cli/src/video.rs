@@ -26,7 +26,7 @@ impl VaeArgs {
         VaeFolder::open(&self.model).with_context(|| format!("--model {}", self.model.display()))
     }
 
-    /// What is about to run, in words.
+    /// Describes the mesh of a run: ranks, threads, and how many columns are cut over them.
     pub(crate) fn summary(&self, ranks: usize, threads: usize, columns: usize) -> String {
         // Each rank has as many columns as the first, as long as there are any.
         let active = columns.div_ceil(columns.div_ceil(ranks).max(1));

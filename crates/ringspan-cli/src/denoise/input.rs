@@ -7,7 +7,7 @@ use ringspan_video::denoise::{DenoiseFolder, DenoiseInputs};
 use safetensors::Dtype;
 use std::path::Path;
 
-/// What the file has; latents may be missing.
+/// The tensors of the file, of which the latents may be missing.
 pub(super) struct Input {
     prompt_embeds: Tensor,
     negative_prompt_embeds: Option<Tensor>,

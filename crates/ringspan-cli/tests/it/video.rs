@@ -38,7 +38,7 @@ impl Video {
         run.output().expect("the binary runs")
     }
 
-    /// What the run writes to standard error.
+    /// Runs the command, and returns its standard error.
     fn succeeds(&self, flags: &str) -> String {
         let output = self.run(flags);
         let said = String::from_utf8_lossy(&output.stderr).into_owned();

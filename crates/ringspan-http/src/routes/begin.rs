@@ -23,7 +23,7 @@ pub(crate) trait ConversationRequest: Sized + Send + 'static {
 /// long for long conversations.
 ///
 /// # Errors
-/// Those of [`ConversationRequest::read`] and of [`Conversation::start`].
+/// A body that cannot be read ([`ConversationRequest::read`]), and a conversation that cannot be started ([`Conversation::start`]).
 pub(crate) async fn begin<R: ConversationRequest>(app: &Arc<App>, body: Map<String, Value>) -> Result<(R, Reply)> {
     let begin = move |app: &Arc<App>| {
         let request = R::read(app, body)?;

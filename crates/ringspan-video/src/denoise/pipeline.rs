@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// What `denoise` reads of a folder.
+/// A folder with the transformers and the scheduler that a run reads.
 #[derive(Debug)]
 pub struct DenoiseFolder {
     /// The transformer of high noise levels and, if there are two, that of low ones.

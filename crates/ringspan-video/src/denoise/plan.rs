@@ -22,7 +22,7 @@ pub struct DenoisePlan {
     of_ranks: Vec<usize>,
     /// Heads of each Ulysses rank.
     heads: Vec<usize>,
-    /// What other ring and Ulysses sizes would cost, if heads are shared unequally.
+    /// The cost of the cheapest other ring and Ulysses sizes, if heads are shared unequally.
     otherwise: Option<String>,
     /// Bytes that the busiest rank sends in a step.
     bytes: u64,

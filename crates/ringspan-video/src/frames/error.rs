@@ -62,7 +62,7 @@ pub enum Error {
         width: usize,
         /// Height in pixels.
         height: usize,
-        /// What is wrong.
+        /// Says what is wrong.
         problem: String,
     },
     /// A tensor that is not one video.

@@ -59,22 +59,22 @@ pub fn read_pictures(folder: &Path) -> Result<VideoTensor> {
 
 /// A part of a file's name. Numbers are compared by size: without leading zeros, the one with more digits is larger.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Part {
+enum NamePart {
     Number { digits: usize, number: String },
     Text(String),
 }
 
-fn order(path: &Path) -> Vec<Part> {
+fn order(path: &Path) -> Vec<NamePart> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let chars: Vec<char> = name.chars().collect();
     let parts = chars.chunk_by(|a, b| a.is_ascii_digit() == b.is_ascii_digit());
     let part = |part: &[char]| {
         let text: String = part.iter().collect();
         if !part[0].is_ascii_digit() {
-            return Part::Text(text);
+            return NamePart::Text(text);
         }
         let number = text.trim_start_matches('0').to_owned();
-        Part::Number { digits: number.len(), number }
+        NamePart::Number { digits: number.len(), number }
     };
     parts.map(part).collect()
 }

@@ -19,7 +19,7 @@ pub(super) struct ControlBlock {
     number: usize,
 }
 
-/// What the control blocks pass on, `[T, C]`.
+/// The hidden states of the control blocks, `[T, C]`, which one block passes to the next.
 pub(super) struct ControlStream<'a> {
     stream: Tensor,
     /// The video before its first block, until the first control block has taken it.

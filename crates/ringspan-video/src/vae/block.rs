@@ -30,7 +30,7 @@ impl Block {
         self.rows.len() * self.row_len()
     }
 
-    /// The same place with other values.
+    /// A block at the same frames, rows and columns, with other values.
     pub(crate) fn with(&self, channels: usize, data: Vec<f32>) -> Self {
         let Self { band, frames, rows, height, cols, .. } = self.without_data();
         debug_assert_eq!(data.len(), frames.len() * rows.len() * cols * channels);

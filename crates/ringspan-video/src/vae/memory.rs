@@ -47,7 +47,7 @@ impl Tile {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PassMemory {
     tile: Tile,
-    /// What layers keep between blocks.
+    /// Elements that layers keep between blocks.
     states: usize,
     /// The most that is held while a layer computes.
     peak: usize,
