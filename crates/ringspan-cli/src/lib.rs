@@ -63,8 +63,9 @@ enum Command {
     TextEmbed(text_embed::TextEmbedArgs),
 }
 
-/// Lets mimalloc keep freed memory. By default it returns memory that was free for a while, and each training step requests and
-/// clears the same pages anew, which takes 8 % of the step.
+/// Lets mimalloc keep freed memory, except in a server, which would keep the most that any thread has needed for one prompt. By
+/// default it returns memory that was free for a second, and each training step requests and clears the same pages anew, which
+/// takes 8 % of the step.
 fn keep_memory() {
     /// The option `mi_option_purge_delay`, for which the crate has no constant.
     const PURGE_DELAY: libmimalloc_sys::mi_option_t = 15;
@@ -75,8 +76,10 @@ fn keep_memory() {
 /// Runs the command that the arguments of this process ask for.
 #[must_use]
 pub fn main() -> ExitCode {
-    keep_memory();
     let Cli { launch, command } = Cli::parse();
+    if !matches!(command, Command::Serve(_)) {
+        keep_memory();
+    }
     launch::run(launch, |ranks| {
         interrupt::install()?;
         run(command, ranks)

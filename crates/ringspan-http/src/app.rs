@@ -16,6 +16,7 @@ use std::hash::{BuildHasher, RandomState};
 use std::sync::{Arc, OnceLock};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use tokenizers::Tokenizer;
+use tokio::sync::Semaphore;
 
 /// A model to serve.
 pub struct ServedModel {
@@ -87,6 +88,8 @@ pub(crate) struct App {
     /// When the server started, in seconds since 1970.
     pub(crate) created: u64,
     grammars: OnceLock<std::result::Result<Grammars, String>>,
+    /// A permit for each processor, which a request needs to compute.
+    processors: Arc<Semaphore>,
     /// Makes ids of responses, which no client can guess.
     ids: RandomState,
 }
@@ -121,6 +124,7 @@ impl App {
             responses: ResponseStore::new(response_store, most_in_background),
             created: now(),
             grammars: OnceLock::new(),
+            processors: Arc::new(Semaphore::new(std::thread::available_parallelism().map_or(1, usize::from))),
             ids: RandomState::new(),
         }))
     }
@@ -179,13 +183,31 @@ impl App {
         format!("{prefix}{:016x}{:08x}", self.ids.hash_one(count), self.ids.hash_one((count, 1)) as u32)
     }
 
-    /// Runs work that takes long, such as tokenizing a long text, on a thread that serves no connections.
-    pub(crate) async fn work<T: Send + 'static>(
+    /// Computes what takes long, such as the tokens of a long text, on a thread that serves no connections. No more of these
+    /// run at a time than there are processors: a thread keeps the memory that it has used, so more threads hold more memory and
+    /// are not faster.
+    pub(crate) async fn compute<T: Send + 'static>(
         self: &Arc<Self>,
-        work: impl FnOnce(&Arc<Self>) -> Result<T> + Send + 'static,
+        compute: impl FnOnce(&Arc<Self>) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let permit = self.processors.clone().acquire_owned().await;
+        let permit = permit.map_err(|_| ApiError::failed("the server is ending"))?;
+        // The permit goes with the computation, which goes on when its client has left.
+        let compute = move |app: &Arc<Self>| {
+            let result = compute(app);
+            drop(permit);
+            result
+        };
+        self.wait(compute).await
+    }
+
+    /// Waits for what the engine answers only after some steps, on a thread that serves no connections.
+    pub(crate) async fn wait<T: Send + 'static>(
+        self: &Arc<Self>,
+        wait: impl FnOnce(&Arc<Self>) -> Result<T> + Send + 'static,
     ) -> Result<T> {
         let app = self.clone();
-        let done = tokio::task::spawn_blocking(move || work(&app)).await;
+        let done = tokio::task::spawn_blocking(move || wait(&app)).await;
         done.unwrap_or_else(|_| Err(ApiError::failed("the server has failed on this request")))
     }
 }

@@ -64,7 +64,7 @@ pub struct Server {
     drain: Duration,
 }
 
-/// Upper limit of threads that tokenize texts or wait for the engine; connections are served by others. A thread keeps the memory
+/// Upper limit of threads that compute for requests or wait for the engine; connections are served by others. A thread keeps the memory
 /// that it has used, so the hundreds of threads that tokio allows would hold far more memory than is in use at a time.
 const MOST_WORKERS: usize = 32;
 

@@ -22,7 +22,7 @@ pub(crate) async fn load(State(app): State<Arc<App>>, Body(body): Body) -> Resul
         app.engine.load_adapter(&name, &path)?;
         Ok(format!("the adapter `{name}` is loaded"))
     };
-    app.work(load).await
+    app.wait(load).await
 }
 
 pub(crate) async fn unload(State(app): State<Arc<App>>, Body(body): Body) -> Result<String> {
@@ -38,5 +38,5 @@ pub(crate) async fn unload(State(app): State<Arc<App>>, Body(body): Body) -> Res
         app.engine.unload_adapter(&name)?;
         Ok(format!("the adapter `{name}` is unloaded"))
     };
-    app.work(unload).await
+    app.wait(unload).await
 }

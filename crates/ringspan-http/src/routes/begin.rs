@@ -31,5 +31,5 @@ pub(crate) async fn begin<R: ConversationRequest>(app: &Arc<App>, body: Map<Stri
         let reply = conversation.start(app, target, sampling)?;
         Ok((request, reply))
     };
-    app.work(begin).await
+    app.compute(begin).await
 }

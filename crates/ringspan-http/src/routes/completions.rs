@@ -107,7 +107,7 @@ pub(crate) async fn create(State(app): State<Arc<App>>, Body(body): Body) -> Res
         let texts = generation::start(app, &request.target, &prompts, &request.sampling)?;
         Ok((request, texts))
     };
-    let (request, texts) = app.work(begin).await?;
+    let (request, texts) = app.compute(begin).await?;
     let prompt_tokens = request.prompts.iter().map(|prompt| prompt.tokens.len()).sum();
     let count = request.prompts.len() * request.sampling.n;
     let choices = (0..count).map(|_| Choice::default()).collect();

@@ -45,7 +45,7 @@ pub(crate) async fn create(State(app): State<Arc<App>>, Body(body): Body) -> Res
         fields.finish()?;
         Ok((target, inputs, base64, pooling, dimensions))
     };
-    let (target, inputs, base64, pooling, dimensions) = app.work(read).await?;
+    let (target, inputs, base64, pooling, dimensions) = app.compute(read).await?;
     let tokens: usize = inputs.iter().map(|input| input.tokens.len()).sum();
     let mut vectors = Vec::with_capacity(inputs.len());
     let mut inputs = inputs.into_iter();

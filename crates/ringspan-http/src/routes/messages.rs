@@ -176,7 +176,7 @@ pub(crate) async fn count_tokens(State(app): State<Arc<App>>, Body(body): Body) 
         fields.finish()?;
         Ok(conversation.prompt(app)?.len())
     };
-    let tokens = app.work(count).await?;
+    let tokens = app.compute(count).await?;
     Ok(Json(json!({"input_tokens": tokens})).into_response())
 }
 

@@ -18,7 +18,7 @@ const PAGE: &str = include_str!("../page.html");
 
 /// Passes a token through every rank; a rank that has died makes it 503.
 pub(crate) async fn health(State(app): State<Arc<App>>) -> Result<Json<Value>> {
-    app.work(|app| Ok(app.engine.check_health()?)).await?;
+    app.wait(|app| Ok(app.engine.check_health()?)).await?;
     Ok(Json(json!({"status": "ok"})))
 }
 

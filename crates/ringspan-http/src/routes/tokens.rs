@@ -36,7 +36,7 @@ pub(crate) async fn tokenize(State(app): State<Arc<App>>, Body(body): Body) -> R
         fields.finish()?;
         Ok((tokens, with_strings))
     };
-    let (tokens, with_strings) = app.work(read).await?;
+    let (tokens, with_strings) = app.compute(read).await?;
     let tokenizer = app.vocabulary.tokenizer();
     let strings: Option<Vec<_>> =
         with_strings.then(|| tokens.iter().map(|token| tokenizer.id_to_token(*token)).collect());
@@ -54,6 +54,6 @@ pub(crate) async fn detokenize(State(app): State<Arc<App>>, Body(body): Body) ->
         fields.finish()?;
         app.decode(&tokens, false)
     };
-    let prompt = app.work(read).await?;
+    let prompt = app.compute(read).await?;
     Ok(Json(json!({"prompt": prompt})).into_response())
 }
