@@ -55,7 +55,7 @@ pub(super) fn finish(mut child: Child, ranks: usize, said: &Path) -> Run {
     Run { good, stdout: of("stdout"), stderr: of("stderr") }
 }
 
-fn mpirun(groups: &[Group<'_>]) -> Run {
+pub(super) fn mpirun(groups: &[Group<'_>]) -> Run {
     let said = tempfile::tempdir().expect("a folder");
     finish(start(groups, said.path()), groups.iter().map(|group| group.0).sum(), said.path())
 }
