@@ -20,9 +20,6 @@ ROOT = Path(__file__).parent.parent
 
 # Folders whose modules still have circles, which are named but not refused.
 TOLERATED = {
-    "ringspan/kernel",
-    "ringspan-candle/experts",
-    "ringspan-models/folder",
     "ringspan-serve/engine",
     "ringspan-train/data",
 }

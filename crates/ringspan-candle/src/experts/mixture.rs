@@ -6,12 +6,13 @@
 use super::gated::RoutedGatedExpert;
 use super::stacked::RoutedStackedExpert;
 use super::{Expert, REMOTE_EXPERT, Routing, on_gpu};
+use crate::cast::cast;
 use crate::extra_parameters::{ExtraGradients, ExtraParameters};
 use crate::stored_activation::{Storage, StoredActivation};
 use crate::tape::{self, Reads};
 use crate::{gpu, number};
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp3, DType, Device, Layout, Result, Shape, Tensor, bail};
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
@@ -74,6 +75,9 @@ pub fn mixed_saving(
         // marked as filled all the same: ranks must agree whether this is a recomputation, since outputs are not sent back in
         // that case.
         memory.kept = memory.is_empty().then(Vec::new);
+        if routing.chosen.iter().all(|chosen| *chosen == REMOTE_EXPERT) {
+            return nothing_mixed(x, routing, expert);
+        }
         return on_gpu::mixed(x, routing, expert);
     }
     let (x, weights) = (x.contiguous()?, routing.weights.contiguous()?);
@@ -130,6 +134,14 @@ pub fn mixed_saving(
     let (links, gradients) = links.argument()?;
     let op = Mixed { top, parts, gradients, out: Mutex::new(out) };
     tape::apply(op, [&x, &weights, &links], Reads::Inputs)
+}
+
+/// The zeros of a GPU's rank without any chosen expert. There is nothing to compute, but x and the weights need a backward pass:
+/// other ranks may wait for this one in its collectives. The CPU's operation has one.
+fn nothing_mixed(x: &Tensor, routing: &Routing, expert: &dyn Fn(usize) -> Result<Expert>) -> Result<Tensor> {
+    let host = |tensor: &Tensor| cast(tensor, DType::F32)?.to_device(&Device::Cpu);
+    let on_cpu = Routing { weights: host(&routing.weights)?, ..routing.clone() };
+    cast(&mixed(&host(x)?, &on_cpu, expert)?.to_device(x.device())?, x.dtype())
 }
 
 /// The mixture as one operation of x `[T, C]`, the weights `[T, K]` and the links of all parameters.

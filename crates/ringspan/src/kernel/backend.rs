@@ -1,9 +1,8 @@
 //! The trait that devices with their own memory implement: what they compute, and how the library refers to memory that the
 //! CPU cannot read.
 
-use super::device::Progress;
 use super::device_array::{DeviceArray, DeviceMemory, DeviceSlice, DeviceSliceMut};
-use super::{DType, Data, Inputs, RowTarget, Saved, StateShape, Statistics, Sums, TensorSlice, Tile, View};
+use super::{DType, Data, Inputs, Progress, RowTarget, Saved, StateShape, Statistics, Sums, TensorSlice, Tile, View};
 use crate::error::Result;
 use std::any::Any;
 use std::fmt::Debug;
