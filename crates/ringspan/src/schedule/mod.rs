@@ -30,7 +30,7 @@ mod test;
 pub use draw::Cell;
 pub use estimate::{Choice, Estimate, Link, Machine};
 pub use heads::HeadShare;
-pub use merge::{Merge, MergeStep};
+pub use merge::{DecodeSchedule, Merge};
 pub use step::{Block, Compute, Pass, Plan, Rows, Step, Transfer, Transfers};
 pub use strategy::Strategy;
 pub use strategy_choice::StrategyChoice;
