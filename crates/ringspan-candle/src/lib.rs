@@ -58,7 +58,7 @@ mod tiled;
 pub mod transfers;
 mod weight;
 mod weight_matrix;
-mod weight_portion;
+mod weight_partition;
 
 pub use activation_store::{ActivationStore, CheckpointPolicy, Recompute};
 pub use attend::{Attend, AttentionInputs};
@@ -72,7 +72,7 @@ pub use model::{Model, StoredWeights, Unit, Weights};
 pub use offload::Offload;
 pub use precision::Precision;
 pub use router_balance::LoadBalancedExperts;
-pub use shard::{Heads, ParallelRank, Portion, ReplicaGroup, ShardError};
+pub use shard::{Heads, ParallelRank, Partition, ReplicaGroup, ShardError};
 pub use tensor_parallel::TensorParallel;
 pub use transfers::Transfers;
 pub use weight::Weight;

@@ -69,9 +69,9 @@ impl LinearLayer {
     /// # Errors
     /// Heads that cannot be distributed over so many ranks.
     pub fn sizes_on(&self, rank: ParallelRank) -> Result<[usize; 2], ShardError> {
-        let portions = self.shard.portions(&self.name, &[self.outputs, self.inputs], rank)?;
-        let inputs = portions.first().map_or(0, |portion| portion.columns.len());
-        Ok([portions.iter().map(|portion| portion.rows.len()).sum(), inputs])
+        let partitions = self.shard.partitions(&self.name, &[self.outputs, self.inputs], rank)?;
+        let inputs = partitions.first().map_or(0, |partition| partition.columns.len());
+        Ok([partitions.iter().map(|partition| partition.rows.len()).sum(), inputs])
     }
 }
 
