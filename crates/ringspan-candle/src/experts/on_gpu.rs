@@ -49,7 +49,7 @@ fn output(x: &Tensor, expert: &GatedExpert, dropout: Option<&InputDropout>) -> R
         return gated_mlp(x, gate, up, down, Activation::Silu);
     }
     let through = |x: &Tensor, weight: &Tensor, adapter: &Option<Adapter>| match adapter {
-        Some(adapter) => cast(&(linear_wide(x, weight)? + adapter.part(x, dropout)?)?, x.dtype()),
+        Some(adapter) => cast(&(linear_wide(x, weight)? + adapter.delta(x, dropout)?)?, x.dtype()),
         None => linear(x, weight, None),
     };
     let [of_gate, of_up, of_down] = adapters;

@@ -1,6 +1,6 @@
 //! Descriptions of a model's parameters, made before any values exist.
 
-use crate::lora::matrices;
+use crate::lora::weight_names;
 use crate::shard::{ParallelRank, ShardError, ShardSpec};
 
 /// A parameter of a model.
@@ -52,7 +52,7 @@ impl LinearLayer {
     /// The two matrices of its adapter of inner width `r`: A `[r, inputs]` and B `[outputs, r]`.
     #[must_use]
     pub fn adapter_parameters(&self, r: usize) -> [Parameter; 2] {
-        let [a, b] = matrices(&self.name);
+        let [a, b] = weight_names(&self.name);
         let [of_a, of_b] = self.shard.of_adapter();
         let parameter = |name, shape: [usize; 2], shard| Parameter {
             name,

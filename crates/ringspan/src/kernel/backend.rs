@@ -51,7 +51,7 @@ pub trait Backend: Any + Debug + Send + Sync {
     /// Packs the slices one after the other, each as `[rows, heads, dim]`, converted to `dtype`.
     fn pack(&self, dtype: DType, slices: &[TensorSlice]) -> Result<DeviceArray>;
 
-    /// Copies elements into `to`, behind its first `filled` elements.
+    /// Copies elements into `to`, after its first `filled` elements.
     fn append(&self, to: &mut DeviceArray, filled: usize, from: DeviceSlice) -> Result<()>;
 
     /// Adds consecutive f32 rows to rows of a sum.

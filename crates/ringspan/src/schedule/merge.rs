@@ -6,7 +6,7 @@
 
 use super::display::write_transfers;
 use super::validate::check_messages;
-use super::{Block, Plan, Rows, Sizes, Step, Traffic, Transfer};
+use super::{Block, Plan, RowRanges, Sizes, Step, Traffic, Transfer};
 use crate::error::{Error, Result};
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::fmt::{Display, Formatter};
@@ -90,7 +90,7 @@ impl DecodeSchedule {
 
     /// The transfer, to or from `peer`, of the state of `owner`'s copy of the queries.
     fn state(&self, owner: usize, peer: usize) -> Transfer {
-        Transfer { block: Block::Partial(owner), peer, rows: Rows::all(self.queries) }
+        Transfer { block: Block::Partial(owner), peer, rows: RowRanges::all(self.queries) }
     }
 
     /// The rows that a rank sends to others.

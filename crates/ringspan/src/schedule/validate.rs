@@ -1,11 +1,11 @@
 //! Checks the plans of a strategy: what is computed, and what is sent.
 
-use super::{Block, Compute, Pass, Plan, Rows, Schedule, Step, Transfer};
+use super::{Block, Compute, Pass, Plan, RowRanges, Schedule, Step, Transfer};
 use crate::error::{Error, Result};
 use std::collections::{HashMap, HashSet};
 
 /// A message: sender, receiver, block and rows.
-type Message = (usize, usize, Block, Rows);
+type Message = (usize, usize, Block, RowRanges);
 
 impl Schedule {
     /// Checks the plans of all ring ranks, forward and backward: every two ring ranks that see each other are computed once, with
@@ -172,7 +172,7 @@ mod tests {
             (|_, _| (), ""),
             (|plan, _| plan[1].compute = None, "no rank computes its queries with the keys of 0"),
             (|plan, _| plan[2].compute = plan[1].compute.clone(), "computes queries of 1 and keys of 0 a second time"),
-            (|plan, _| plan[1].compute.iter_mut().for_each(|it| it.rows = Rows::all(9)), "without row 9 of 0"),
+            (|plan, _| plan[1].compute.iter_mut().for_each(|it| it.rows = RowRanges::all(9)), "without row 9 of 0"),
             (|plan, _| plan[1].compute.iter_mut().for_each(|it| it.queries = 2), "both of others"),
             (|plan, _| plan[0].receive.clear(), "which does not receive it"),
             (|plan, _| plan[0].send.clear(), "which does not send it"),
