@@ -56,7 +56,7 @@ impl CustomOp1 for Activate {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cotangent;
+    use crate::backward_from;
     use candle_core::{Device, Var};
 
     #[test]
@@ -65,7 +65,7 @@ mod tests {
         let dy = Tensor::randn(0f32, 1.0, x.shape(), &Device::Cpu)?;
         for (activation, plain) in [(Activation::Silu, x.silu()?), (Activation::GeluTanh, x.gelu()?)] {
             let out = activate(&x, activation)?;
-            let of = |out: &Tensor| Ok::<_, candle_core::Error>(cotangent::backward(out, &dy)?.get(&x).cloned());
+            let of = |out: &Tensor| Ok::<_, candle_core::Error>(backward_from::backward(out, &dy)?.get(&x).cloned());
             let (Some(got), Some(wanted)) = (of(&out)?, of(&plain)?) else { panic!("{activation:?} has a gradient") };
             for (got, wanted) in [(out, plain), (got, wanted)] {
                 let far = (got - wanted)?.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>()?;

@@ -172,7 +172,7 @@ pub fn attention_saving(
     };
     let is_differentiated = delta.is_some();
     let readable = |tensor: &Tensor| loan::readable(group.kernel(), tensor);
-    let (d_sinks, d_bias) = (LinkedGradient::default(), LinkedGradient::default());
+    let (d_sinks, d_bias) = (SharedGradient::default(), SharedGradient::default());
     let op = Attention {
         group: group.clone(),
         schedule: schedule.clone(),
@@ -184,13 +184,17 @@ pub fn attention_saving(
         d_sinks: d_sinks.clone(),
         d_bias: d_bias.clone(),
     };
-    let mut linked = q.clone();
+    let mut q_passed = q.clone();
     for (extra, gradient) in [(sinks, d_sinks), (bias, d_bias)] {
         if let Some(extra) = extra.filter(|extra| extra.track_op() && q.dim(0).is_ok_and(|tokens| tokens > 0)) {
-            linked = tape::apply(Link { gradient }, [&linked.contiguous()?, &extra.contiguous()?], Reads::Nothing)?;
+            q_passed = tape::apply(
+                GradientPassthrough { gradient },
+                [&q_passed.contiguous()?, &extra.contiguous()?],
+                Reads::Nothing,
+            )?;
         }
     }
-    let inputs = [&readable(&linked)?, &readable(k)?, &readable(v)?];
+    let inputs = [&readable(&q_passed)?, &readable(k)?, &readable(v)?];
     if is_differentiated {
         if !tape::is_recording() {
             bail!("the output of this attention was differentiated, so that it has no values");
@@ -214,18 +218,19 @@ pub(crate) fn with_sinks(score: Score, sinks: Option<&Tensor>) -> Result<Score> 
     }
 }
 
-/// The gradient of the sinks or of the bias, handed from the backward pass of attention to that of its [`Link`].
-type LinkedGradient = Arc<Mutex<Option<Tensor>>>;
+/// The gradient of the sinks or of the bias, handed from the backward pass of attention to that of [`GradientPassthrough`].
+type SharedGradient = Arc<Mutex<Option<Tensor>>>;
 
 /// Returns q unchanged and connects the sinks or the bias to the graph. A candle operation has at most three arguments,
-/// which are q, k and v for attention, so attention's backward pass, which runs first, leaves their gradients behind.
-struct Link {
-    gradient: LinkedGradient,
+/// which are q, k and v for attention, so attention's backward pass, which runs first, stores the gradient of each
+/// here, and the backward pass of this operation returns it.
+struct GradientPassthrough {
+    gradient: SharedGradient,
 }
 
-impl CustomOp2 for Link {
+impl CustomOp2 for GradientPassthrough {
     fn name(&self) -> &'static str {
-        "link"
+        "gradient-passthrough"
     }
 
     fn cpu_fwd(&self, q: &CpuStorage, layout: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
@@ -258,8 +263,8 @@ struct Attention {
     /// The dot products of output and gradient, if they are known already; then the output has no values.
     delta: Mutex<Option<Floats>>,
     statistics: SharedStatistics,
-    d_sinks: LinkedGradient,
-    d_bias: LinkedGradient,
+    d_sinks: SharedGradient,
+    d_bias: SharedGradient,
 }
 
 impl Attention {
@@ -373,15 +378,15 @@ impl CustomOp3 for Attention {
         let delta = delta.map_err(candle_core::Error::wrap)?;
         let gradients = on_device::backward_with_delta(group, &self.schedule, &inputs, statistics, delta.data(), d_out)
             .map_err(candle_core::Error::wrap)?;
-        let leave = |link: &LinkedGradient, gradient| {
-            *link.lock().unwrap_or_else(PoisonError::into_inner) = Some(gradient);
+        let store = |shared: &SharedGradient, gradient| {
+            *shared.lock().unwrap_or_else(PoisonError::into_inner) = Some(gradient);
         };
         if !gradients.d_sinks.is_empty() {
             let heads = gradients.d_sinks.len();
-            leave(&self.d_sinks, Tensor::from_vec(gradients.d_sinks, heads, &Device::Cpu)?);
+            store(&self.d_sinks, Tensor::from_vec(gradients.d_sinks, heads, &Device::Cpu)?);
         }
         if let Some(bias) = &self.bias {
-            leave(&self.d_bias, loan::tensor(kernel, gradients.d_bias, bias.shape(), bias.device())?);
+            store(&self.d_bias, loan::tensor(kernel, gradients.d_bias, bias.shape(), bias.device())?);
         }
         let tensor = |values, like: &Tensor| {
             cast(&loan::tensor(kernel, values, like.shape(), like.device())?, like.dtype()).map(Some)

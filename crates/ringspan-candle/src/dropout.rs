@@ -142,7 +142,7 @@ mod tests {
         Tensor::from_vec(all, (tokens.len(), columns.len()), &Device::Cpu)
     }
 
-    /// Compares a low-rank adapter behind the dropout with candle's own operations and a mask.
+    /// Compares a low-rank adapter after the dropout with candle's own operations and a mask.
     #[test]
     fn results_and_gradients_are_those_of_a_mask() -> Result<()> {
         let tokens = vec![5, 0, 900_000_000_000, 7];
@@ -158,7 +158,7 @@ mod tests {
                 let dropped = InputDropout::new(3, tokens.clone()).apply(x.as_tensor(), 0.4, 11, 2)?;
                 linear(&linear(&dropped, &a, None)?, &b, None)?
             };
-            let gradients = crate::cotangent::backward(&y, &dy)?;
+            let gradients = crate::backward_from::backward(&y, &dy)?;
             let of = |v: &Var| gradients.get(v.as_tensor()).map_or(Ok(Vec::new()), |d| d.flatten_all()?.to_vec1());
             Ok(vec![y.flatten_all()?.to_vec1()?, of(&x)?, of(&a)?, of(&b)?])
         };

@@ -179,7 +179,7 @@ fn gather_rows(x: &Tensor, rows: Vec<u32>) -> Result<Tensor> {
         return device_ops::gather_rows(x, &rows);
     }
     let of = x.dim(0)?;
-    tape::apply(SelectRows { rows: Rows { rows, of }, back: false }, [&x.contiguous()?], Reads::Nothing)
+    tape::apply(SelectRows { rows: RowIndices { rows, of }, back: false }, [&x.contiguous()?], Reads::Nothing)
 }
 
 /// The transpose of [`gather_rows`]: adds each row to the row that it was selected from, `[rows, C]` to `[T, C]`.
@@ -187,16 +187,16 @@ fn scatter_add_rows(x: &Tensor, rows: Vec<u32>, of: usize) -> Result<Tensor> {
     if gpu::holds(x) {
         return device_ops::scatter_add_rows(x, &rows, of);
     }
-    tape::apply(SelectRows { rows: Rows { rows, of }, back: true }, [&x.contiguous()?], Reads::Nothing)
+    tape::apply(SelectRows { rows: RowIndices { rows, of }, back: true }, [&x.contiguous()?], Reads::Nothing)
 }
 
 /// Indices of selected rows, and the number of rows `of` that they were selected from.
-struct Rows {
+struct RowIndices {
     rows: Vec<u32>,
     of: usize,
 }
 
-impl Rows {
+impl RowIndices {
     fn pick<T: Number>(&self, from: &[T], width: usize) -> Vec<T> {
         let mut out = Vec::with_capacity(self.rows.len() * width);
         self.rows.iter().for_each(|row| out.extend_from_slice(&from[*row as usize * width..][..width]));
@@ -215,7 +215,7 @@ impl Rows {
 
 /// Selects rows or, with `back`, adds them to where they were selected from; each is the backward pass of the other.
 struct SelectRows {
-    rows: Rows,
+    rows: RowIndices,
     back: bool,
 }
 

@@ -34,7 +34,7 @@ pub fn gated_mlp(x: &Tensor, gate: &Tensor, up: &Tensor, down: &Tensor, activati
         check([x, gate, up, down])?;
         return on_gpu::forward(x, [gate, up, down], activation).map(|(out, _)| out);
     }
-    layer([x, gate, up, down], activation, Pass::Plain)
+    layer([x, gate, up, down], activation, PassKind::Plain)
 }
 
 /// Like [`gated_mlp`], and also returns gate and up of all tokens, which the backward pass of a recomputed layer would
@@ -58,7 +58,7 @@ pub fn gated_mlp_saving(
         ));
     }
     let gate_up = Arc::new(Mutex::new(None));
-    let out = layer([x, gate, up, down], activation, Pass::Store(storage, gate_up.clone()))?;
+    let out = layer([x, gate, up, down], activation, PassKind::Store(storage, gate_up.clone()))?;
     let kept = locked(&gate_up).take();
     Ok((out, GateUpActivations::Cpu(kept.unwrap_or_else(|| Tiles::new(storage)))))
 }
@@ -91,7 +91,7 @@ pub fn gated_mlp_recomputed(
         None => None,
     };
     let out = known.map(|known| known.values(x.dims())).transpose()?;
-    layer([x, gate, up, down], activation, Pass::Recompute(Mutex::new((out, gate_up))))
+    layer([x, gate, up, down], activation, PassKind::Recompute(Mutex::new((out, gate_up))))
 }
 
 fn locked<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -99,7 +99,7 @@ fn locked<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// The purpose of a pass through the layer.
-enum Pass {
+enum PassKind {
     /// A pass whose backward pass computes gate and up again.
     Plain,
     /// A pass that stores gate and up for the backward pass.
@@ -117,7 +117,7 @@ fn check([x, gate, up, down]: [&Tensor; 4]) -> Result<()> {
     Ok(())
 }
 
-fn layer(inputs: [&Tensor; 4], activation: Activation, pass: Pass) -> Result<Tensor> {
+fn layer(inputs: [&Tensor; 4], activation: Activation, pass: PassKind) -> Result<Tensor> {
     check(inputs)?;
     let [x, gate, up, down] = inputs;
     let [x, gate, up, down] = [x, gate, up, down].map(Tensor::contiguous);
@@ -125,7 +125,7 @@ fn layer(inputs: [&Tensor; 4], activation: Activation, pass: Pass) -> Result<Ten
     let share = Arc::new(Mutex::new(None));
     let trained = [&gate, &up, &down].map(Tensor::track_op);
     let inputs = tape::apply(Inputs { share: share.clone() }, [&x, &gate, &up], Reads::Nothing)?;
-    let is_unused = matches!(&pass, Pass::Recompute(known) if locked(known).0.is_none());
+    let is_unused = matches!(&pass, PassKind::Recompute(known) if locked(known).0.is_none());
     // These tensors are detached, since the graph refers to the layer: a reference back to the graph would be a cycle.
     let op = GatedMlp { x: x.detach(), gate: gate.detach(), up: up.detach(), activation, trained, share, pass };
     match is_unused {
@@ -184,7 +184,7 @@ struct GatedMlp {
     /// Says which of gate, up and down need gradients.
     trained: [bool; 3],
     share: SharedGradients,
-    pass: Pass,
+    pass: PassKind,
 }
 
 /// The matrices that forward and backward read.
@@ -295,9 +295,9 @@ impl CustomOp2 for GatedMlp {
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout, down: &CpuStorage, at: &Layout) -> Result<(CpuStorage, Shape)> {
         let keep = match &self.pass {
-            Pass::Plain => None,
-            Pass::Store(storage, _) => Some(*storage),
-            Pass::Recompute(known) => {
+            PassKind::Plain => None,
+            PassKind::Store(storage, _) => Some(*storage),
+            PassKind::Recompute(known) => {
                 let out = locked(known).0.take();
                 let out = out.unwrap_or_else(|| vec![0.0; self.x.elem_count()]);
                 return Ok((number::storage(out, self.x.dtype())?, self.x.shape().clone()));
@@ -308,7 +308,7 @@ impl CustomOp2 for GatedMlp {
                 self.with_layer::<T, _>(elements(down, at)?, |layer| Ok(layer.forward(self.activation, keep)))?;
             (T::to_cpu_storage_owned(out), kept)
         });
-        if let Pass::Store(_, gate_up) = &self.pass {
+        if let PassKind::Store(_, gate_up) = &self.pass {
             *locked(gate_up) = kept;
         }
         Ok((out, self.x.shape().clone()))
@@ -324,8 +324,8 @@ impl CustomOp2 for GatedMlp {
         let (tokens, hidden) = self.x.dims2()?;
         let d_out = d_out.contiguous()?;
         let kept = match &self.pass {
-            Pass::Recompute(known) => locked(known).1.take(),
-            Pass::Plain | Pass::Store(..) => None,
+            PassKind::Recompute(known) => locked(known).1.take(),
+            PassKind::Plain | PassKind::Store(..) => None,
         };
         let (dx, [d_gate, d_up, d_down]) = with_number!(self.x.dtype(), T => elements_of(&d_out, |d_out| {
             elements_of::<T, _>(down, |down| {

@@ -14,7 +14,7 @@ const B: &str = "lora_B.weight";
 
 /// The checkpoint names of the matrices A and B that adapt the linear layer `name`.
 #[must_use]
-pub fn matrices(name: &str) -> [String; 2] {
+pub fn weight_names(name: &str) -> [String; 2] {
     [format!("{name}.{A}"), format!("{name}.{B}")]
 }
 
@@ -26,7 +26,7 @@ pub fn layer_of(name: &str) -> Option<&str> {
 
 /// A number derived from a layer's name alone (FNV-1a), which seeds its dropout differently from that of other layers.
 #[must_use]
-pub fn stream(name: &str) -> u64 {
+pub fn dropout_stream(name: &str) -> u64 {
     name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
@@ -78,7 +78,7 @@ impl Adapters {
     pub(crate) fn adapter_of(&self, layer: &str) -> Option<AdapterSettings> {
         let AdapterSize { scale, .. } = self.size(layer)?;
         // Half of the 64-bit words are used, since the generator counts upwards from this number.
-        Some(AdapterSettings { scale, dropout: self.dropout, layer: (stream(layer) >> 1) as usize })
+        Some(AdapterSettings { scale, dropout: self.dropout, layer: (dropout_stream(layer) >> 1) as usize })
     }
 }
 
@@ -116,15 +116,15 @@ impl Adapter {
     ///
     /// # Errors
     /// Shapes that do not fit.
-    pub fn part(&self, x: &Tensor, dropout: Option<&InputDropout>) -> Result<Tensor> {
-        linear_wide(&self.narrow(x, dropout)?, &self.b)
+    pub fn delta(&self, x: &Tensor, dropout: Option<&InputDropout>) -> Result<Tensor> {
+        linear_wide(&self.down(x, dropout)?, &self.b)
     }
 
-    /// The input of B, `scale x A^T`: x `[T, in]` to `[T, R]`, with dropout as in [`Self::part`].
+    /// The input of B, `scale x A^T`: x `[T, in]` to `[T, R]`, with dropout as in [`Self::delta`].
     ///
     /// # Errors
     /// Shapes that do not fit.
-    pub fn narrow(&self, x: &Tensor, dropout: Option<&InputDropout>) -> Result<Tensor> {
+    pub fn down(&self, x: &Tensor, dropout: Option<&InputDropout>) -> Result<Tensor> {
         // Scaling the narrow product costs less than scaling the output; product and scale are rounded together.
         cast(&(linear_wide(&self.input(x, dropout)?, &self.a)? * self.scale)?, x.dtype())
     }

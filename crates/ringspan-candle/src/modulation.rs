@@ -330,7 +330,7 @@ impl CustomOp3 for GatedResidual {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cotangent;
+    use crate::backward_from;
     use candle_core::{Device, Var};
 
     fn random(shape: (usize, usize)) -> Result<Var> {
@@ -370,7 +370,7 @@ mod tests {
                 })??;
                 for (got, wanted) in got.iter().zip(&wanted) {
                     assert!(distance(got, wanted)? < 1e-5);
-                    let (got, wanted) = (cotangent::backward(got, &dy)?, cotangent::backward(wanted, &dy)?);
+                    let (got, wanted) = (backward_from::backward(got, &dy)?, backward_from::backward(wanted, &dy)?);
                     for variable in [&x, &y, &w, &b] {
                         let of = |all: &candle_core::backprop::GradStore| all.get(variable.as_tensor()).cloned();
                         match (of(&got), of(&wanted)) {

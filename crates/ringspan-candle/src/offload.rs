@@ -21,12 +21,12 @@ pub const RESIDENT_LAYERS: usize = 2;
 /// Offloads the activations of one rank, pass after pass; pinned buffers are used again by the next pass.
 pub struct Offload {
     mover: Arc<Mover>,
-    pass: Mutex<Pass>,
+    pass: Mutex<OffloadPass>,
 }
 
 /// One pass through the layers, forward and backward.
 #[derive(Default)]
-struct Pass {
+struct OffloadPass {
     /// The offloaded tensors of each layer, as long as something will read them.
     sent: Vec<Vec<Weak<Mutex<OffloadTransfer>>>>,
     /// The current layer.
@@ -55,7 +55,7 @@ impl Offload {
 
     /// Begins a new pass through this many layers. Pinned memory that the pass before did not use is freed.
     pub fn begin(&self, layers: usize) {
-        *self.pass() = Pass { sent: vec![Vec::new(); layers], at: 0 };
+        *self.pass() = OffloadPass { sent: vec![Vec::new(); layers], at: 0 };
         self.mover.begin();
     }
 
@@ -99,12 +99,12 @@ impl Offload {
         self.mover.held()
     }
 
-    fn pass(&self) -> MutexGuard<'_, Pass> {
+    fn pass(&self) -> MutexGuard<'_, OffloadPass> {
         lock(&self.pass)
     }
 }
 
-impl Pass {
+impl OffloadPass {
     /// The offloaded tensors of a layer, if there is such a layer, that something will read.
     fn sent(&self, layer: Option<usize>) -> impl Iterator<Item = Arc<Mutex<OffloadTransfer>>> {
         layer.and_then(|layer| self.sent.get(layer)).into_iter().flatten().filter_map(Weak::upgrade)

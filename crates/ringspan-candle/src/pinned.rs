@@ -51,7 +51,7 @@ impl Pinned {
         on.memcpy_dtoh(&view, &mut self.part(at..at + bytes)).map_err(failed("copy to the CPU"))
     }
 
-    /// Starts to copy the bytes from `at` on to GPU memory. The stream `on` must already be ordered behind the allocation of
+    /// Starts to copy the bytes from `at` on to GPU memory. The stream `on` must already be ordered after the allocation of
     /// that memory.
     ///
     /// # Errors

@@ -90,7 +90,7 @@ impl CustomOp2 for Residual {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cotangent;
+    use crate::backward_from;
     use candle_core::{Device, Var};
 
     #[test]
@@ -99,7 +99,7 @@ mod tests {
             let x = Var::ones((rows, 4), candle_core::DType::F32, &Device::Cpu)?;
             let y = Var::ones((rows, 4), candle_core::DType::F32, &Device::Cpu)?;
             let sum = residual(x.as_tensor(), y.as_tensor())?;
-            let gradients = cotangent::backward(&sum, &(sum.detach() * 3.0)?)?;
+            let gradients = backward_from::backward(&sum, &(sum.detach() * 3.0)?)?;
             for part in [&x, &y] {
                 let gradient =
                     gradients.get(part.as_tensor()).map(|d| d.flatten_all()?.to_vec1::<f32>()).transpose()?;

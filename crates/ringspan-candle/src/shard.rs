@@ -3,12 +3,12 @@
 
 mod error;
 mod heads;
-mod portion;
+mod partition;
 mod rank;
 
 pub use error::ShardError;
 pub use heads::{HeadCounts, Heads};
-pub use portion::Portion;
+pub use partition::Partition;
 pub use rank::{ParallelRank, ReplicaGroup};
 
 use crate::tensor_parallel::part;
@@ -121,35 +121,35 @@ impl ShardSpec {
         }
     }
 
-    /// The portions that a rank holds of a parameter of this shape: one, none of an expert of other ranks, or several if the
+    /// The partitions that a rank holds of a parameter of this shape: one, none of an expert of other ranks, or several if the
     /// parameter concatenates matrices.
     ///
     /// # Errors
     /// More ranks than the heads can be distributed over.
-    pub fn portions(&self, name: &str, whole: &[usize], rank: ParallelRank) -> Result<Vec<Portion>, ShardError> {
+    pub fn partitions(&self, name: &str, whole: &[usize], rank: ParallelRank) -> Result<Vec<Partition>, ShardError> {
         match self {
             // Without tensor parallelism, the rank holds the parameter as it is stored.
-            Self::Stacked(_) if rank.tp.1 == 1 => Self::Replicated.portions(name, whole, rank),
+            Self::Stacked(_) if rank.tp.1 == 1 => Self::Replicated.partitions(name, whole, rank),
             Self::Stacked(stack) => {
                 let (mut all, mut before, mut here) = (Vec::new(), 0, 0);
                 for (rows, split) in stack.parts() {
                     let of_part = [&[rows], &whole[1..]].concat();
-                    for portion in Self::Rows(split).portions(name, &of_part, rank)? {
-                        let rows = before + portion.rows.start..before + portion.rows.end;
+                    for partition in Self::Rows(split).partitions(name, &of_part, rank)? {
+                        let rows = before + partition.rows.start..before + partition.rows.end;
                         let stacked_at = Some(here);
                         here += rows.len();
-                        all.push(Portion { whole: whole.to_vec(), rows, stacked_at, ..portion });
+                        all.push(Partition { whole: whole.to_vec(), rows, stacked_at, ..partition });
                     }
                     before += rows;
                 }
                 Ok(all)
             }
             Self::Experts(width) => Ok(vec![of_experts(*width, name, whole, rank)]),
-            _ => Ok(self.portion(name, whole, rank)?.into_iter().collect()),
+            _ => Ok(self.partition(name, whole, rank)?.into_iter().collect()),
         }
     }
 
-    fn portion(&self, name: &str, whole: &[usize], rank: ParallelRank) -> Result<Option<Portion>, ShardError> {
+    fn partition(&self, name: &str, whole: &[usize], rank: ParallelRank) -> Result<Option<Partition>, ShardError> {
         let (all, width) = (0..whole[0], 0..whole[1..].iter().product());
         let size = match self {
             Self::Columns(_) => width.end,
@@ -161,7 +161,7 @@ impl ShardSpec {
             _ => (range, width),
         };
         let (name, whole) = (name.to_owned(), whole.to_vec());
-        Ok(Some(Portion { name, whole, dim: 1, rows, columns, stacked_at: None, replicas }))
+        Ok(Some(Partition { name, whole, dim: 1, rows, columns, stacked_at: None, replicas }))
     }
 
     /// This rank's range of the dim that is distributed, and the replica group; `None` for an expert of other ranks.
@@ -224,8 +224,8 @@ impl ShardSpec {
     }
 }
 
-/// This rank's portion of a tensor of all experts.
-fn of_experts(width: Option<WidthDim>, name: &str, whole: &[usize], rank: ParallelRank) -> Portion {
+/// This rank's partition of a tensor of all experts.
+fn of_experts(width: Option<WidthDim>, name: &str, whole: &[usize], rank: ParallelRank) -> Partition {
     let ParallelRank { ep, moe_tp, .. } = rank;
     let WidthDim { dim, each } = width.unwrap_or(WidthDim { dim: 1, each: 1 });
     let (in_row, trailing) = (whole[1..dim].iter().product::<usize>(), whole[dim + 1..].iter().product::<usize>());
@@ -234,7 +234,7 @@ fn of_experts(width: Option<WidthDim>, name: &str, whole: &[usize], rank: Parall
         None => 0..whole[dim] / each,
     };
     let experts = part(whole[0], ep.0, ep.1);
-    Portion {
+    Partition {
         name: name.to_owned(),
         whole: whole.to_vec(),
         dim,

@@ -18,7 +18,7 @@ mod recomputed;
 #[cfg(test)]
 mod test;
 
-use crate::cotangent;
+use crate::backward_from;
 use crate::sum::{add_in_place, sum};
 use candle_core::op::BackpropOp;
 use candle_core::{DType, Device, Result, Shape, Storage, Tensor, TensorId, Var, bail};
@@ -361,7 +361,7 @@ impl Gradients {
 
     fn through_graph(&mut self, end: &Tensor) -> Result<()> {
         let Some(d_end) = self.0.remove(&end.id()) else { return Ok(()) };
-        let of_graph = cotangent::backward(end, &d_end)?;
+        let of_graph = backward_from::backward(end, &d_end)?;
         drop(d_end);
         for id in of_graph.get_ids() {
             if let Some(gradient) = of_graph.get_id(*id) {

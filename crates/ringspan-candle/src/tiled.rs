@@ -39,7 +39,7 @@ pub(crate) trait RowFunction: Clone + Send + Sync + 'static {
 /// # Errors
 /// Errors of the function, and other types.
 pub(crate) fn tiled(x: &Tensor, function: impl RowFunction) -> Result<Tensor> {
-    apply(x, function, Pass::First)
+    apply(x, function, OutputSource::First)
 }
 
 /// Like [`tiled`], for the second pass of a recomputed layer: the output is the stored one, `known`, or zeros if nothing
@@ -54,15 +54,15 @@ pub(crate) fn tiled_recomputed(
 ) -> Result<Tensor> {
     let shape = [x.dim(0)?, function.width()?];
     let known = known.map(|known| known.values(&shape)).transpose()?;
-    apply(x, function, known.map_or(Pass::Unseen, |known| Pass::Known(Mutex::new(known))))
+    apply(x, function, known.map_or(OutputSource::Unseen, |known| OutputSource::Known(Mutex::new(known))))
 }
 
-fn apply<F: RowFunction>(x: &Tensor, mut function: F, pass: Pass) -> Result<Tensor> {
+fn apply<F: RowFunction>(x: &Tensor, mut function: F, pass: OutputSource) -> Result<Tensor> {
     let x = x.contiguous()?;
     let parameters = function.parameters();
-    let mut links = ExtraParameters::default();
-    parameters.iter().filter(|parameter| parameter.track_op()).try_for_each(|parameter| links.tie(parameter))?;
-    let (ties, gradients) = links.argument()?;
+    let mut extra = ExtraParameters::default();
+    parameters.iter().filter(|parameter| parameter.track_op()).try_for_each(|parameter| extra.tie(parameter))?;
+    let (ties, gradients) = extra.argument()?;
     let trained = parameters.iter().map(|parameter| parameter.track_op()).collect();
     // The graph refers to the operation, so the operation holds detached parameters, which do not refer to the graph.
     // Variables have no graph.
@@ -72,7 +72,7 @@ fn apply<F: RowFunction>(x: &Tensor, mut function: F, pass: Pass) -> Result<Tens
         }
     }
     let shape = (x.dim(0)?, function.width()?);
-    let is_unused = matches!(pass, Pass::Unseen);
+    let is_unused = matches!(pass, OutputSource::Unseen);
     let op = Tiled { x: x.detach(), function, trained, gradients, pass };
     match is_unused {
         true => tape::apply_unused(op, [&x, &ties], Reads::Nothing, (shape, x.dtype())),
@@ -86,11 +86,11 @@ struct Tiled<F> {
     /// Says for each of the function's parameters whether it needs a gradient.
     trained: Vec<bool>,
     gradients: ExtraGradients,
-    pass: Pass,
+    pass: OutputSource,
 }
 
 /// The source of the output values.
-enum Pass {
+enum OutputSource {
     /// The function computes them.
     First,
     /// They are the stored output.
@@ -168,12 +168,12 @@ impl<F: RowFunction> CustomOp2 for Tiled<F> {
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
         let shape = Shape::from((self.x.dim(0)?, self.function.width()?));
         let out = match &self.pass {
-            Pass::First => with_number!(self.x.dtype(), T => T::to_cpu_storage_owned(self.values::<T>()?)),
-            Pass::Known(known) => {
+            OutputSource::First => with_number!(self.x.dtype(), T => T::to_cpu_storage_owned(self.values::<T>()?)),
+            OutputSource::Known(known) => {
                 let known = std::mem::take(&mut *known.lock().unwrap_or_else(PoisonError::into_inner));
                 number::storage(known, self.x.dtype())?
             }
-            Pass::Unseen => number::storage(vec![0.0; shape.elem_count()], self.x.dtype())?,
+            OutputSource::Unseen => number::storage(vec![0.0; shape.elem_count()], self.x.dtype())?,
         };
         Ok((out, shape))
     }
@@ -187,7 +187,7 @@ impl<F: RowFunction> CustomOp2 for Tiled<F> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cotangent;
+    use crate::backward_from;
     use crate::stored_activation::Storage;
     use candle_core::Device;
 
@@ -232,7 +232,7 @@ mod tests {
                 let a = if trains_a { var_a.as_tensor().clone() } else { a.clone() };
                 let function = OfRows { a, b: b.as_tensor().clone() };
                 let plain = function.forward(x.as_tensor(), 0..rows, true)?;
-                let wanted = cotangent::backward(&plain, &dy)?;
+                let wanted = backward_from::backward(&plain, &dy)?;
                 let known = Some(StoredActivation::new(&plain.detach(), Storage::F32)?);
                 let all = [
                     tiled(x.as_tensor(), function.clone())?,
@@ -242,7 +242,7 @@ mod tests {
                 close(&all[0], &plain)?;
                 close(&all[1], &plain)?;
                 for out in all {
-                    let got = cotangent::backward(&out, &dy)?;
+                    let got = backward_from::backward(&out, &dy)?;
                     assert_eq!(got.get(var_a.as_tensor()).is_some(), trains_a);
                     for variable in [&x, &var_a, &b] {
                         if let Some(wanted) = wanted.get(variable.as_tensor()) {

@@ -1,4 +1,5 @@
-//! GPUs in a program that was built without them: none.
+//! Stands in for `ringspan-cuda` in a build without the feature `cuda`: the types and functions that the other files use, of which none
+//! can be made, since no GPU can be opened.
 
 use candle_core::{CudaDevice, CudaStorage, bail};
 use ringspan::comm::ranks::Ranks;

@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use ringspan_candle::activation::Activation;
 use ringspan_candle::gated_mlp::{TILE, gated_mlp};
 use ringspan_candle::tensor_parallel::NO_TENSOR_PARALLEL;
-use ringspan_candle::{cotangent, loss};
+use ringspan_candle::{backward_from, loss};
 use ringspan_testing::CountingAllocator;
 
 #[global_allocator]
@@ -26,7 +26,7 @@ fn memory_grows_with_tokens_by_the_outputs_of_layers_and_not_by_their_intermedia
         peak_of(|| {
             let (x, gate) = (Var::ones((tokens, hidden), DType::F32, &Device::Cpu)?, ones((wide, hidden))?);
             let y = gated_mlp(&x, &gate, &gate, &ones((hidden, wide))?, Activation::Silu)?;
-            cotangent::backward(&y, &ones((tokens, hidden))?).map(drop)
+            backward_from::backward(&y, &ones((tokens, hidden))?).map(drop)
         })
     };
     // The first product makes allocations that later ones use again, so one product is computed before memory is counted.

@@ -3,7 +3,7 @@
 use crate::cuda::{Cuda, count};
 use crate::job::Job;
 use crate::options::Options;
-use crate::tables::{Rows, ScoreTerms, Tables};
+use crate::tables::{BlockSide, ScoreTerms, Tables};
 use ringspan::Result;
 use ringspan::kernel::{FloatsMut, Inputs, Saved, Sums, Tile};
 
@@ -15,8 +15,8 @@ impl Cuda {
         let [q_view, k_view, v_view, d_out_view] = [self.view(q)?, self.view(k)?, self.view(v)?, self.view(d_out)?];
         let tensor = self.tensor_cores(&[(q, &q_view), (k, &k_view), (v, &v_view), (d_out, &d_out_view)]);
         let options = Options::backward(inputs, d_out, tensor, self.gpu.0.shared_memory);
-        let Some(queries) = Tables::new(self, inputs, tiles, Rows::Queries, options.rows)? else { return Ok(()) };
-        let Some(keys) = Tables::new(self, inputs, tiles, Rows::Keys, options.rows)? else { return Ok(()) };
+        let Some(queries) = Tables::new(self, inputs, tiles, BlockSide::Queries, options.rows)? else { return Ok(()) };
+        let Some(keys) = Tables::new(self, inputs, tiles, BlockSide::Keys, options.rows)? else { return Ok(()) };
         let terms = ScoreTerms::new(self, inputs.score)?;
         let d_table = self.zeros::<f64>(queries.blocks * sums.d_table.len())?;
         let job = Job {

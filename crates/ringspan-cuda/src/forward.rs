@@ -3,7 +3,7 @@
 use crate::cuda::{Cuda, count};
 use crate::job::Job;
 use crate::options::Options;
-use crate::tables::{Rows, ScoreTerms, Tables};
+use crate::tables::{BlockSide, ScoreTerms, Tables};
 use ringspan::Result;
 use ringspan::kernel::{DeviceArray, Inputs, Tile};
 
@@ -14,7 +14,7 @@ impl Cuda {
         let [q_view, k_view, v_view] = [self.view(q)?, self.view(k)?, self.view(v)?];
         let tensor = self.tensor_cores(&[(q, &q_view), (k, &k_view), (v, &v_view)]);
         let options = Options::forward(inputs, tensor, self.gpu.0.shared_memory);
-        let Some(tables) = Tables::new(self, inputs, tiles, Rows::Queries, options.rows)? else { return Ok(()) };
+        let Some(tables) = Tables::new(self, inputs, tiles, BlockSide::Queries, options.rows)? else { return Ok(()) };
         let terms = ScoreTerms::new(self, inputs.score)?;
         let rows = q.tokens * q.heads;
         let out = self.write(&mut state.all_mut())?;

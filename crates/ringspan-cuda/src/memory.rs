@@ -59,7 +59,7 @@ impl DeviceMemory for Memory {
 }
 
 impl Memory {
-    /// The memory behind an array, if it is of a GPU.
+    /// The memory of an array, if it is of a GPU.
     pub(crate) fn of<'a>(memory: &'a (dyn DeviceMemory + 'static)) -> Option<&'a Self> {
         (memory as &dyn Any).downcast_ref()
     }

@@ -116,7 +116,7 @@ impl Cuda {
     pub(crate) fn append(&self, all: &mut DeviceArray, filled: usize, message: DeviceSlice) -> Result<()> {
         let width = message.dtype().width();
         if all.data().dtype() != message.dtype() || filled + message.len() > all.len() {
-            return Err(self.wrong(format!("{message:?} behind {filled} of {all:?}")));
+            return Err(self.wrong(format!("{message:?} after {filled} of {all:?}")));
         }
         let (from, to) = (self.read(message)?, self.write(&mut all.all_mut())? + (filled * width) as u64);
         if message.is_empty() {

@@ -26,20 +26,26 @@ pub(crate) struct ScoreTerms {
 
 /// Whether blocks consist of queries or of keys.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Rows {
+pub(crate) enum BlockSide {
     Queries,
     Keys,
 }
 
 impl Tables {
     /// Makes the lists; `None` if nothing is visible in the tiles.
-    pub(crate) fn new(cuda: &Cuda, inputs: &Inputs, tiles: &[Tile], rows: Rows, block: usize) -> Result<Option<Self>> {
+    pub(crate) fn new(
+        cuda: &Cuda,
+        inputs: &Inputs,
+        tiles: &[Tile],
+        rows: BlockSide,
+        block: usize,
+    ) -> Result<Option<Self>> {
         // A band limited to its tile can be transposed without overflow.
         let cut = |tile: &Tile| Some(Tile { band: tile.band.clamp(tile.q.len(), tile.k.len())?, ..tile.clone() });
         let tiles: Vec<Tile> = tiles.iter().filter_map(cut).collect();
         let (own_tiles, own) = match rows {
-            Rows::Queries => (tiles.clone(), inputs.q.tokens),
-            Rows::Keys => (tiles.iter().map(turned).collect(), inputs.k.tokens),
+            BlockSide::Queries => (tiles.clone(), inputs.q.tokens),
+            BlockSide::Keys => (tiles.iter().map(turned).collect(), inputs.k.tokens),
         };
         let blocks = parts_of_blocks(&own_tiles, block, own)?;
         let (mut parts, mut parts_of) = (Vec::new(), vec![0]);

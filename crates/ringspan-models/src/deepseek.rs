@@ -130,9 +130,7 @@ fn check(config: &Config, keys: &Keys) -> Result<()> {
         return refuse(format!("{name} is 0; the least is 1"));
     }
     if let Some(every) = keys.moe_layer_freq.filter(|every| *every != 1) {
-        return refuse(format!(
-            "moe_layer_freq is {every}: possible is 1, experts in all layers behind the dense ones"
-        ));
+        return refuse(format!("moe_layer_freq is {every}: possible is 1, experts in all layers after the dense ones"));
     }
     if config.mlp_bias {
         return refuse("mlp_bias is true: possible is false, experts without biases".into());

@@ -3,6 +3,7 @@
 mod mxfp4;
 mod names;
 mod read;
+mod stored_parameter;
 mod write;
 
 pub use read::{Folder, open};

@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use names::{ALL_LINEAR, AdaptedLayers, LayerNames, Pattern};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
-use ringspan_candle::lora::{layer_of, stream};
+use ringspan_candle::lora::{dropout_stream, layer_of};
 use ringspan_candle::{AdapterSize, Weights};
 
 /// The linear layers that most models have; in sparse layers each expert has the last three.
@@ -130,7 +130,7 @@ impl Lora {
             return vec![0.0; count];
         }
         let mut random = ChaCha8Rng::seed_from_u64(seed);
-        random.set_stream(stream(name));
+        random.set_stream(dropout_stream(name));
         let bound = 1.0 / (shape.last().copied().unwrap_or(1).max(1) as f64).sqrt();
         let mut uniform = || (random.next_u64() >> 11) as f64 / (1u64 << 52) as f64 - 1.0;
         (0..count).map(|_| (uniform() * bound) as f32).collect()

@@ -68,7 +68,7 @@ impl Model {
     fn read_at(decoder: Decoder, read: &dyn Fn(&str) -> Result<Weight>, model_rank: ModelParallelRank) -> Result<Self> {
         let head_shape = decoder.shapes().remove(decoder.head_name()).unwrap_or_default();
         let vocabulary = head_shape.first().copied().unwrap_or(0);
-        let weights = portions(&decoder, &|name| read(name).map(Some), model_rank, true)?;
+        let weights = partitions(&decoder, &|name| read(name).map(Some), model_rank, true)?;
         let head = match model_rank.stage.1 {
             1 => None,
             _ => Some(rows(&read(decoder.head_name())?, model_rank.vocabulary(vocabulary), true)?),
@@ -84,8 +84,9 @@ impl Model {
     /// # Errors
     /// Sizes that the ranks cannot share, and quantized matrices that would be cut inside a block.
     pub(crate) fn shard(&self, model_rank: ModelParallelRank, copy: bool) -> Result<Self> {
-        let own =
-            |weights: &StoredWeights| portions(&self.decoder, &|name| Ok(weights.get(name).cloned()), model_rank, copy);
+        let own = |weights: &StoredWeights| {
+            partitions(&self.decoder, &|name| Ok(weights.get(name).cloned()), model_rank, copy)
+        };
         let weights = self.weights.iter().map(own).collect::<Result<_>>()?;
         let whole_head = || self.decoder.parameter(self.weights(0), self.decoder.head_name());
         let head = match model_rank.stage.1 {
@@ -102,7 +103,7 @@ impl Model {
     /// # Errors
     /// Matrices that the ranks cannot share.
     pub(crate) fn adapted(&self, decoder: Decoder, matrices: StoredWeights, devices: &Devices) -> Result<Self> {
-        let matrices = portions(&decoder, &|name| Ok(matrices.get(name).cloned()), self.model_rank, true)?;
+        let matrices = partitions(&decoder, &|name| Ok(matrices.get(name).cloned()), self.model_rank, true)?;
         let with_base = |(device, base): (_, &StoredWeights)| {
             let mut weights = base.clone();
             weights.extend(on_device(&matrices, device)?);
@@ -212,9 +213,9 @@ impl Model {
     }
 }
 
-/// The portions that a model-parallel rank computes with, of whole parameters that `whole` returns; those for which it
+/// The partitions that a model-parallel rank computes with, of whole parameters that `whole` returns; those for which it
 /// returns `None` are left out.
-fn portions(
+fn partitions(
     decoder: &Decoder,
     whole: &dyn Fn(&str) -> Result<Option<Weight>>,
     model_rank: ModelParallelRank,
@@ -227,27 +228,27 @@ fn portions(
         Unit::Head => model_rank.is_last(),
     };
     for unit in decoder.units().filter(is_here) {
-        let portions = decoder
+        let partitions = decoder
             .all_parameters()
-            .portions(unit, model_rank.shard)
+            .partitions(unit, model_rank.shard)
             .map_err(|error| Error::Mesh(error.to_string()))?;
-        // Portions of one parameter follow each other: it is read once.
+        // Partitions of one parameter follow each other: it is read once.
         let mut last: Option<(String, Option<Weight>)> = None;
-        for portion in portions {
+        for partition in partitions {
             // Stages hold rows of the head apart, since all of them compute logits.
-            if unit == Unit::Head && portion.name == decoder.head_name() && model_rank.stage.1 > 1 {
+            if unit == Unit::Head && partition.name == decoder.head_name() && model_rank.stage.1 > 1 {
                 continue;
             }
-            if last.as_ref().is_none_or(|(name, _)| *name != portion.name) {
-                last = Some((portion.name.clone(), whole(&portion.name)?));
+            if last.as_ref().is_none_or(|(name, _)| *name != partition.name) {
+                last = Some((partition.name.clone(), whole(&partition.name)?));
             }
             let Some((_, Some(whole))) = &last else { continue };
-            let part = whole.portion(&portion, copy)?;
-            let part = match own.remove(&portion.name) {
+            let part = whole.partition(&partition, copy)?;
+            let part = match own.remove(&partition.name) {
                 Some(above) => above.above(&part)?,
                 None => part,
             };
-            own.insert(portion.name, part);
+            own.insert(partition.name, part);
         }
     }
     Ok(own)

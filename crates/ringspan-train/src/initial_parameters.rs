@@ -5,7 +5,7 @@ use crate::{
     data::fingerprint,
     error::{Error, Result, model_error},
     optimizer::{Optimizer, OptimizerConfig, OptimizerState, state_names},
-    shards::{PortionShard, Shards, StoredFormats},
+    shards::{PartitionShard, Shards, StoredFormats},
 };
 use ringspan_candle::quantized::QuantizedMatrix;
 use ringspan_candle::{StoredWeights, Weight, Weights};
@@ -86,8 +86,8 @@ impl InitialParameters {
     }
 
     /// The values of a shard.
-    pub(crate) fn read(&self, decoder: &Decoder, shard: &PortionShard<'_>) -> Result<Vec<f32>> {
-        let (name, shape) = (&shard.portion.name, &shard.portion.whole);
+    pub(crate) fn read(&self, decoder: &Decoder, shard: &PartitionShard<'_>) -> Result<Vec<f32>> {
+        let (name, shape) = (&shard.partition.name, &shard.partition.whole);
         if let Some(checkpoint) = self.checkpoint.as_ref().filter(|_| decoder.trains(name)) {
             return checkpoint.tensors.read(name, &shard.region());
         }
@@ -180,14 +180,15 @@ impl InitialParameters {
     pub(crate) fn optimizer(&self, method: OptimizerConfig, shards: &Shards) -> Result<Optimizer> {
         let Some(checkpoint) = &self.checkpoint else { return Ok(Optimizer::new(method)) };
         let mut state = OptimizerState::new();
-        for shard in shards.portion_shards() {
+        for shard in shards.partition_shards() {
             for state_name in state_names(&method) {
                 let values =
-                    checkpoint.tensors.read(&format!("{state_name}.{}", shard.portion.name), &shard.region())?;
-                state.insert(format!("{state_name}.{}", shard.portion.key()), Arc::new(values));
+                    checkpoint.tensors.read(&format!("{state_name}.{}", shard.partition.name), &shard.region())?;
+                state.insert(format!("{state_name}.{}", shard.partition.key()), Arc::new(values));
             }
         }
-        let sizes: Vec<_> = shards.portion_shards().map(|shard| (shard.portion.key(), shard.in_shard.len())).collect();
+        let sizes: Vec<_> =
+            shards.partition_shards().map(|shard| (shard.partition.key(), shard.in_shard.len())).collect();
         Optimizer::resume(method, state, sizes.iter().map(|(key, size)| (&**key, *size)))
     }
 

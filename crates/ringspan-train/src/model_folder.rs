@@ -8,7 +8,7 @@ use crate::{
     initial_model::InitialModel,
     model_identity::{check_same_configuration, identity},
     settings::{Settings, TrainArgs},
-    shards::whole_portion,
+    shards::whole_partition,
 };
 use candle_core::{Device, Tensor};
 use ringspan_candle::{ParallelRank, Unit, Weights};
@@ -108,12 +108,12 @@ pub fn export(run: &Path, step: Option<u64>, out: Option<&Path>, dtype: Option<S
     }
     let single_rank = ParallelRank { tp: (0, 1), ep: (0, 1), moe_tp: (0, 1) };
     let gather_unit = |unit| {
-        let portions = decoder.all_parameters().portions(unit, single_rank).map_err(model_error)?;
-        let tensor = |portion: &ringspan_candle::Portion| {
-            let values = parameters.read(&decoder, &whole_portion(portion))?;
-            Ok((portion.name.clone(), Tensor::from_vec(values, portion.whole.clone(), &Device::Cpu)?))
+        let partitions = decoder.all_parameters().partitions(unit, single_rank).map_err(model_error)?;
+        let tensor = |partition: &ringspan_candle::Partition| {
+            let values = parameters.read(&decoder, &whole_partition(partition))?;
+            Ok((partition.name.clone(), Tensor::from_vec(values, partition.whole.clone(), &Device::Cpu)?))
         };
-        portions.iter().map(tensor).collect()
+        partitions.iter().map(tensor).collect()
     };
     write(&config, &decoder, &initial_model.json, true, gather_unit)?;
     companion_files::write(&config, tokenizer.as_ref(), &initial_model.json, end)?;

@@ -75,7 +75,7 @@ impl Context {
         let ranks = layout.ranks();
         let counts: Vec<usize> = (0..ranks).map(|rank| layout.tokens(rank)).collect();
         let all = all_gather_of(self.group.cp(), &x.contiguous()?, counts.clone())?;
-        // One row of zeros behind the tokens stands for padding.
+        // One row of zeros after the tokens stands for padding.
         let zeros = Tensor::zeros([&[1], &x.dims()[1..]].concat(), x.dtype(), x.device())?;
         let mut source = vec![counts.iter().sum::<usize>() as u32; layout.documents().size()];
         let gathered = (0..ranks).flat_map(|rank| layout.rows(rank));

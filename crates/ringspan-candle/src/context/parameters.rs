@@ -49,9 +49,9 @@ impl Context {
         self.group.cp().all_reduce(&mut sums).map_err(candle_core::Error::wrap)?;
         let mut rest = sums.as_slice();
         for (_, var) in parameters {
-            let (own, behind) = rest.split_at(var.elem_count());
+            let (own, others) = rest.split_at(var.elem_count());
             gradients.insert(var.as_tensor(), like(own, var)?);
-            rest = behind;
+            rest = others;
         }
         Ok(())
     }

@@ -65,7 +65,7 @@ impl RoutedGatedExpert {
     fn adapted(&self, x: &Tensor, weight: &Weight, adapter: Option<&Adapter>) -> Result<Tensor> {
         let y = through(x, weight)?;
         match adapter {
-            Some(adapter) => y + adapter.part(x, self.dropout.as_ref())?,
+            Some(adapter) => y + adapter.delta(x, self.dropout.as_ref())?,
             None => Ok(y),
         }
     }

@@ -6,12 +6,13 @@
 use super::gated::RoutedGatedExpert;
 use super::stacked::RoutedStackedExpert;
 use super::{Expert, REMOTE_EXPERT, Routing, on_gpu};
+use crate::cast::cast;
 use crate::extra_parameters::{ExtraGradients, ExtraParameters};
 use crate::stored_activation::{Storage, StoredActivation};
 use crate::tape::{self, Reads};
 use crate::{gpu, number};
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp3, DType, Device, Layout, Result, Shape, Tensor, bail};
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
@@ -74,6 +75,9 @@ pub fn mixed_saving(
         // marked as filled all the same: ranks must agree whether this is a recomputation, since outputs are not sent back in
         // that case.
         memory.kept = memory.is_empty().then(Vec::new);
+        if routing.chosen.iter().all(|chosen| *chosen == REMOTE_EXPERT) {
+            return nothing_mixed(x, routing, expert);
+        }
         return on_gpu::mixed(x, routing, expert);
     }
     let (x, weights) = (x.contiguous()?, routing.weights.contiguous()?);
@@ -93,25 +97,25 @@ pub fn mixed_saving(
     }
     let first = known.is_none();
     let mut known = known.into_iter().flatten();
-    let (mut out, mut parts, mut links) = (vec![0.0f32; tokens * width], Vec::new(), ExtraParameters::default());
-    let mut stack_linked = None;
+    let (mut out, mut parts, mut extra) = (vec![0.0f32; tokens * width], Vec::new(), ExtraParameters::default());
+    let mut stack_tied = None;
     for index in order {
         let (expert, slots) = (expert(index as usize)?, slots.remove(&index).unwrap_or_default());
-        let first_link = match (&expert, stack_linked) {
-            (Expert::Stacked(_), Some(first_link)) => first_link,
-            _ => links.len(),
+        let first_parameter = match (&expert, stack_tied) {
+            (Expert::Stacked(_), Some(first_parameter)) => first_parameter,
+            _ => extra.len(),
         };
         let part = match &expert {
             Expert::Gated(expert) => {
-                expert.parameters().try_for_each(|parameter| links.tie(parameter))?;
+                expert.parameters().try_for_each(|parameter| extra.tie(parameter))?;
                 RoutedExpert::Gated(RoutedGatedExpert::new(expert, routing.dropout.as_ref(), slots, top))
             }
             Expert::Stacked(expert) => {
                 // All experts of a stack share the same parameters, which are linked once.
-                if stack_linked.is_none() {
-                    stack_linked = Some(first_link);
+                if stack_tied.is_none() {
+                    stack_tied = Some(first_parameter);
                     for parameter in expert.stack.parameters().into_iter().flatten() {
-                        links.tie(parameter)?;
+                        extra.tie(parameter)?;
                     }
                 }
                 RoutedExpert::Stacked(RoutedStackedExpert::new(expert, slots, top))
@@ -121,31 +125,39 @@ pub fn mixed_saving(
             Some(products) => products.of(part.gate_up_shape()?)?,
             None => part.compute(&inputs, &factors, &mut out, memory.storage)?,
         };
-        parts.push(Linked { part, products, first_link });
+        parts.push(TiedExpert { part, products, first_parameter });
     }
     if first {
         memory.kept = Some(parts.iter().map(|linked| linked.products.clone()).collect());
     }
     // A rank without tokens needs a backward pass, too, since other ranks wait for it in their collectives.
-    let (links, gradients) = links.argument()?;
+    let (extra, gradients) = extra.argument()?;
     let op = Mixed { top, parts, gradients, out: Mutex::new(out) };
-    tape::apply(op, [&x, &weights, &links], Reads::Inputs)
+    tape::apply(op, [&x, &weights, &extra], Reads::Inputs)
 }
 
-/// The mixture as one operation of x `[T, C]`, the weights `[T, K]` and the links of all parameters.
+/// The zeros of a GPU's rank without any chosen expert. There is nothing to compute, but x and the weights need a backward pass:
+/// other ranks may wait for this one in its collectives. The CPU's operation has one.
+fn nothing_mixed(x: &Tensor, routing: &Routing, expert: &dyn Fn(usize) -> Result<Expert>) -> Result<Tensor> {
+    let host = |tensor: &Tensor| cast(tensor, DType::F32)?.to_device(&Device::Cpu);
+    let on_cpu = Routing { weights: host(&routing.weights)?, ..routing.clone() };
+    cast(&mixed(&host(x)?, &on_cpu, expert)?.to_device(x.device())?, x.dtype())
+}
+
+/// The mixture as one operation of x `[T, C]`, the weights `[T, K]` and the extra of all parameters.
 struct Mixed {
     top: usize,
-    parts: Vec<Linked>,
+    parts: Vec<TiedExpert>,
     gradients: ExtraGradients,
     out: Mutex<Vec<f32>>,
 }
 
 /// An expert with its tokens, the stored products that its backward pass reads, and the number of its first parameter among
-/// the links.
-struct Linked {
+/// the extra.
+struct TiedExpert {
     part: RoutedExpert,
     products: Products,
-    first_link: usize,
+    first_parameter: usize,
 }
 
 /// An expert with the tokens that were routed to it.
@@ -223,7 +235,7 @@ impl CustomOp3 for Mixed {
         &self,
         x: &Tensor,
         weights: &Tensor,
-        links: &Tensor,
+        extra: &Tensor,
         _out: &Tensor,
         d_out: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
@@ -233,28 +245,28 @@ impl CustomOp3 for Mixed {
         let factors = weights.flatten_all()?.to_vec1::<f32>()?;
         let d_out = d_out.contiguous()?;
         let (mut dx, mut d_factors) = (vec![0.0; tokens * width], vec![0.0; tokens * self.top]);
-        let leave = |first_link: usize, gradients: Vec<Option<Tensor>>| {
-            let known = (first_link..).zip(gradients).filter_map(|(number, gradient)| Some((number, gradient?)));
+        let leave = |first_parameter: usize, gradients: Vec<Option<Tensor>>| {
+            let known = (first_parameter..).zip(gradients).filter_map(|(number, gradient)| Some((number, gradient?)));
             known.for_each(|(number, gradient)| self.gradients.leave(number, gradient));
         };
         let mut of_stack = None;
-        for Linked { part, products, first_link } in &self.parts {
+        for TiedExpert { part, products, first_parameter } in &self.parts {
             match (part, &products.0[..]) {
                 (RoutedExpert::Gated(part), [gate, up]) => {
                     let of_part = part.backward([gate, up], x, &factors, &d_out, &mut dx, &mut d_factors)?;
-                    leave(*first_link, of_part);
+                    leave(*first_parameter, of_part);
                 }
                 (RoutedExpert::Stacked(part), [both]) => {
-                    let (_, gradients) = of_stack.get_or_insert_with(|| (*first_link, part.gradients()));
+                    let (_, gradients) = of_stack.get_or_insert_with(|| (*first_parameter, part.gradients()));
                     part.backward(both, x, &factors, &d_out, (&mut dx, &mut d_factors), gradients)?;
                 }
                 (_, products) => bail!("an expert has {} products that wait for its backward", products.len()),
             }
         }
-        if let Some((first_link, gradients)) = of_stack {
-            leave(first_link, gradients.tensors()?);
+        if let Some((first_parameter, gradients)) = of_stack {
+            leave(first_parameter, gradients.tensors()?);
         }
         let tensor = |values, like: &Tensor| number::tensor(values, like.dtype(), like).map(Some);
-        Ok((tensor(dx, x)?, tensor(d_factors, weights)?, Some(links.zeros_like()?)))
+        Ok((tensor(dx, x)?, tensor(d_factors, weights)?, Some(extra.zeros_like()?)))
     }
 }

@@ -10,23 +10,16 @@ use crate::gated_mlp::gated_mlp;
 use crate::linear::{linear, linear_wide};
 use crate::lora::Adapter;
 use crate::swiglu::swiglu;
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 use std::collections::BTreeMap;
 
 /// Like [`mixed`](super::mixed), on a GPU: x `[T, C]`, f32 or bf16, weights `[T, K]`, f32. Outputs are weighted and added in
-/// f32.
+/// f32. At least one expert is on this rank.
 pub(super) fn mixed(x: &Tensor, routing: &Routing, expert: &dyn Fn(usize) -> Result<Expert>) -> Result<Tensor> {
     let (top, device) = (routing.weights.dim(1)?, x.device());
     let mut slots: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
     for (slot, &chosen) in routing.chosen.iter().enumerate().filter(|(_, chosen)| **chosen != REMOTE_EXPERT) {
         slots.entry(chosen).or_default().push(slot as u32);
-    }
-    if slots.is_empty() {
-        // There is nothing to compute, but x and the weights need a backward pass: other ranks may wait for this one in its
-        // collectives.
-        let host = |tensor: &Tensor| cast(tensor, DType::F32)?.to_device(&Device::Cpu);
-        let routing = Routing { weights: host(&routing.weights)?, ..routing.clone() };
-        return cast(&super::mixed(&host(x)?, &routing, expert)?.to_device(device)?, x.dtype());
     }
     let all: Vec<u32> = slots.values().flatten().copied().collect();
     let tokens: Vec<u32> = all.iter().map(|slot| slot / top as u32).collect();
@@ -56,7 +49,7 @@ fn output(x: &Tensor, expert: &GatedExpert, dropout: Option<&InputDropout>) -> R
         return gated_mlp(x, gate, up, down, Activation::Silu);
     }
     let through = |x: &Tensor, weight: &Tensor, adapter: &Option<Adapter>| match adapter {
-        Some(adapter) => cast(&(linear_wide(x, weight)? + adapter.part(x, dropout)?)?, x.dtype()),
+        Some(adapter) => cast(&(linear_wide(x, weight)? + adapter.delta(x, dropout)?)?, x.dtype()),
         None => linear(x, weight, None),
     };
     let [of_gate, of_up, of_down] = adapters;

@@ -120,12 +120,12 @@ mod tests {
             return;
         }
         let layers = [
-            (Layer::Norm, size_of::<norm::on_gpu::Job>()),
-            (Layer::Rope, size_of::<rope::on_gpu::Job>()),
-            (Layer::Gate(Activation::Silu), size_of::<swiglu::on_gpu::Job>()),
-            (Layer::Gate(Activation::GeluTanh), size_of::<swiglu::on_gpu::Job>()),
-            (Layer::Loss, size_of::<loss::on_gpu::Job>()),
-            (Layer::Sum, size_of::<residual::on_gpu::Job>()),
+            (Layer::Norm, size_of::<norm::on_gpu::NormArguments>()),
+            (Layer::Rope, size_of::<rope::on_gpu::RopeArguments>()),
+            (Layer::Gate(Activation::Silu), size_of::<swiglu::on_gpu::SwigluArguments>()),
+            (Layer::Gate(Activation::GeluTanh), size_of::<swiglu::on_gpu::SwigluArguments>()),
+            (Layer::Loss, size_of::<loss::on_gpu::LossArguments>()),
+            (Layer::Sum, size_of::<residual::on_gpu::ResidualArguments>()),
         ];
         let types = [DType::F32, DType::BF16];
         for architecture in ["sm_80", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120"] {

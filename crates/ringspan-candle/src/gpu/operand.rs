@@ -72,14 +72,14 @@ pub(crate) fn on_gpu(storage: &Storage) -> Result<&CudaStorage> {
 
 /// A tensor as rows of its last dim, each with contiguous elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Rows {
+pub(crate) struct StridedRows {
     pub(crate) count: usize,
     pub(crate) width: usize,
     /// The distance from one row to the next, in elements.
     pub(crate) stride: usize,
 }
 
-impl Rows {
+impl StridedRows {
     /// The rows of a layout; `None` if rows do not lie at equal distances, or their elements are not contiguous.
     pub(crate) fn of(layout: &Layout) -> Option<Self> {
         let (width, elements) = (layout.dims().last().copied().unwrap_or(1), layout.shape().elem_count());
@@ -113,7 +113,7 @@ impl Rows {
 
 /// The tensor as it is if it consists of rows, otherwise a contiguous copy.
 pub(crate) fn in_rows(x: &Tensor) -> Result<Tensor> {
-    if Rows::of(x.layout()).is_some() { Ok(x.clone()) } else { x.contiguous() }
+    if StridedRows::of(x.layout()).is_some() { Ok(x.clone()) } else { x.contiguous() }
 }
 
 #[cfg(test)]
@@ -124,7 +124,8 @@ mod tests {
     #[test]
     fn rows_are_found_in_strides() -> Result<()> {
         let x = Tensor::zeros((4, 3, 8), DType::F32, &Device::Cpu)?;
-        let rows = |x: &Tensor| Rows::of(x.layout()).map(|Rows { count, width, stride }| (count, width, stride));
+        let rows =
+            |x: &Tensor| StridedRows::of(x.layout()).map(|StridedRows { count, width, stride }| (count, width, stride));
         assert_eq!(rows(&x), Some((12, 8, 8)));
         assert_eq!(rows(&x.narrow(2, 2, 5)?), Some((12, 5, 8)));
         assert_eq!(rows(&x.narrow(1, 1, 1)?), Some((4, 8, 24)));

@@ -35,7 +35,7 @@ pub(crate) fn product((a, a_at): Factor, (b, b_at): Factor, to: Output, into: Ac
     }
     let (device, dtype) = (a.device().clone(), to.of.dtype());
     if to.first + m * n > length(to.of)? {
-        bail!("a product of {m} x {n} does not fit behind {} elements", to.first);
+        bail!("a product of {m} x {n} does not fit after {} elements", to.first);
     }
     if m * n * k == 0 {
         return Ok(());

@@ -2,7 +2,7 @@
 
 use super::ForwardPass;
 use crate::attend::AttentionInputs;
-use crate::lora::stream;
+use crate::lora::dropout_stream;
 use crate::parameters::{Init, Scope};
 use crate::shard::{HeadCounts, ShardSpec, Split};
 use crate::tape;
@@ -29,7 +29,7 @@ impl Attention {
     /// The attention of layer `index`; its parameters and its name are in `scope`.
     #[must_use]
     pub fn new(scope: &Scope, index: usize, heads: HeadCounts, mask: Mask, score: Score) -> Self {
-        let stream = stream(scope.name());
+        let stream = dropout_stream(scope.name());
         Self { index, heads, mask, score, dropout: 0.0, stream, sinks: None, head_dims: None }
     }
 

@@ -3,7 +3,7 @@
 use super::ForwardPass;
 use crate::dropout::InputDropout;
 use crate::linear_adapted::FrozenLinear;
-use crate::lora::{Adapter, matrices};
+use crate::lora::{Adapter, weight_names};
 use crate::parameters::{Init, Scope};
 use crate::residual::residual;
 use crate::shard::{ShardSpec, Split};
@@ -51,7 +51,15 @@ impl Projection {
         // Where ranks sum over shards of the columns, the whole bias is added once.
         let of_bias = if columns.is_some() { ShardSpec::Replicated } else { shard };
         let bias = bias.map(|init| scope.parameter("bias", &[outputs], of_bias, init));
-        Self { name: scope.name().into(), weight, bias, adapter: matrices(scope.name()), inputs, columns, replicated }
+        Self {
+            name: scope.name().into(),
+            weight,
+            bias,
+            adapter: weight_names(scope.name()),
+            inputs,
+            columns,
+            replicated,
+        }
     }
 
     /// The name of the layer, without `.weight`.
@@ -97,7 +105,7 @@ impl Projection {
         }
         let adapter = self.adapter(pass)?;
         if let (Some(adapter), Some(frozen)) = (&adapter, FrozenLinear::new(weight, bias)) {
-            let narrow = adapter.narrow(x, self.dropout(pass).as_deref())?;
+            let narrow = adapter.down(x, self.dropout(pass).as_deref())?;
             return match pass.store() {
                 Some(store) => store.adapted(&self.name, x, frozen, [&narrow, &adapter.b], needs_values),
                 None => frozen.with_adapter(x, &narrow, &adapter.b),
@@ -108,7 +116,7 @@ impl Projection {
             None => weight.linear(x, bias)?,
         };
         match adapter {
-            Some(adapter) => residual(&out, &adapter.part(x, self.dropout(pass).as_deref())?),
+            Some(adapter) => residual(&out, &adapter.delta(x, self.dropout(pass).as_deref())?),
             None => Ok(out),
         }
     }
@@ -178,7 +186,7 @@ impl LinearWithWeights {
     /// x `[T, in]` to `[T, out]`. Unless `needs_values`, nothing reads the output values, only gradients.
     pub(super) fn forward(&self, x: &Tensor, dropout: Option<&InputDropout>, needs_values: bool) -> Result<Tensor> {
         if let (Some(adapter), Some(frozen)) = (&self.adapter, FrozenLinear::new(&self.weight, self.bias.as_ref())) {
-            let narrow = adapter.narrow(x, dropout)?;
+            let narrow = adapter.down(x, dropout)?;
             return match needs_values {
                 true => frozen.with_adapter(x, &narrow, &adapter.b),
                 false => frozen.with_adapter_recomputed(x, &narrow, &adapter.b, None),
@@ -189,7 +197,7 @@ impl LinearWithWeights {
             false => self.weight.linear_recomputed(x, self.bias.as_ref(), None)?,
         };
         match &self.adapter {
-            Some(adapter) => residual(&out, &adapter.part(x, dropout)?),
+            Some(adapter) => residual(&out, &adapter.delta(x, dropout)?),
             None => Ok(out),
         }
     }

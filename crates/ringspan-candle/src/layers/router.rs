@@ -193,7 +193,7 @@ impl RouterLayer {
             Some(adapter) => {
                 let adapter = Adapter { a: exact(&adapter.a)?, b: exact(&adapter.b)?, ..adapter };
                 let name = format!("{}.lora_B", self.gate.name());
-                logits + product(&name, &adapter.narrow(x, dropout)?, adapter.b.clone())?
+                logits + product(&name, &adapter.down(x, dropout)?, adapter.b.clone())?
             }
             None => Ok(logits),
         }

@@ -24,11 +24,11 @@ pub(super) struct Chunk<'a, T> {
 }
 
 /// Rows of logits and the targets of these rows.
-type Rows<'a> = (&'a mut [f32], &'a [u32]);
+type LogitRows<'a> = (&'a mut [f32], &'a [u32]);
 
 impl<T: Number> Chunk<'_, T> {
     /// The logits and targets of the chunk, split for the threads.
-    fn parts<'b>(&'b self, logits: &'b mut [f32]) -> Vec<Rows<'b>> {
+    fn parts<'b>(&'b self, logits: &'b mut [f32]) -> Vec<LogitRows<'b>> {
         let part = pool::part(self.targets.len(), self.vocabulary);
         logits.chunks_mut(part * self.vocabulary).zip(self.targets.chunks(part)).collect()
     }

@@ -19,7 +19,7 @@ use std::ops::Range;
 /// The arguments of a kernel launch, laid out as in `gpu/source/loss.cu`.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-pub(crate) struct Job {
+pub(crate) struct LossArguments {
     logits: u64,
     gradient: u64,
     targets: u64,
@@ -32,7 +32,7 @@ pub(crate) struct Job {
 }
 
 // SAFETY: the struct consists of plain numbers and is laid out as in C.
-unsafe impl DeviceRepr for Job {}
+unsafe impl DeviceRepr for LossArguments {}
 
 /// Bytes of shared memory for a block: two numbers for each warp.
 const SHARED_BYTES: usize = 2 * 4 * THREADS / 32;
@@ -195,14 +195,14 @@ impl<'a> Chunks<'a> {
             let targets = self.targets.narrow(0, rows.start, rows.len())?;
             let (targets_held, targets_at) = targets.storage_and_layout();
             let targets = Operand::read_whole(on_gpu(&targets_held)?, targets_at, &stream)?;
-            let job = Job {
+            let job = LossArguments {
                 logits: logits.at,
                 targets: targets.at,
                 sums: written.at,
                 width: at.dims()[1] as i64,
                 first: self.first as i64,
                 softcap: self.softcap,
-                ..Job::default()
+                ..LossArguments::default()
             };
             let options = options(&at, self.hidden.dtype(), &[logits.at]);
             // SAFETY: logits of these rows, as many targets, and memory for three numbers for each row are there.
@@ -227,7 +227,7 @@ impl<'a> Chunks<'a> {
         let totals = Operand::read(on_gpu(&totals_held)?, totals_at, &stream)?;
         let logits = Operand::written(&mut self.logits, &stream)?;
         let narrow = self.narrow.as_mut().map(|narrow| Operand::written(narrow, &stream)).transpose()?;
-        let job = Job {
+        let job = LossArguments {
             logits: logits.at,
             gradient: narrow.as_ref().map_or(logits.at, |narrow| narrow.at),
             targets: targets.at,
@@ -261,5 +261,5 @@ impl<'a> Chunks<'a> {
 
 /// Compile options for logits of this layout, f32, and their gradient.
 fn options(at: &Layout, gradient: DType, addresses: &[u64]) -> Options {
-    Options::new::<Job>(Layer::Loss, [DType::F32, gradient], addresses, &[at.dims()[1]])
+    Options::new::<LossArguments>(Layer::Loss, [DType::F32, gradient], addresses, &[at.dims()[1]])
 }

@@ -1,7 +1,7 @@
 //! The norm on a GPU, for rows that may lie apart. The backward pass recomputes what it needs from x.
 
 use crate::gpu::kernels::{Layer, Options, THREADS, launch};
-use crate::gpu::operand::{Operand, Rows, in_rows, on_gpu, tensor, unwritten};
+use crate::gpu::operand::{Operand, StridedRows, in_rows, on_gpu, tensor, unwritten};
 use crate::gpu::zeros;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda::cudarc::driver::DeviceRepr;
@@ -19,7 +19,7 @@ const CHUNK: usize = 64;
 /// The arguments of a kernel launch, laid out as in `gpu/source/norm.cu`.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-pub(crate) struct Job {
+pub(crate) struct NormArguments {
     x: u64,
     y: u64,
     d: u64,
@@ -40,7 +40,7 @@ pub(crate) struct Job {
 }
 
 // SAFETY: the struct consists of plain numbers and is laid out as in C.
-unsafe impl DeviceRepr for Job {}
+unsafe impl DeviceRepr for NormArguments {}
 
 /// The number of threads for a row of this many reads: all of a block, or a power of two up to a warp.
 fn lanes(pieces: usize) -> usize {
@@ -83,13 +83,13 @@ fn written(
     eps: f64,
     mut out: CudaStorage,
 ) -> Result<CudaStorage> {
-    let (rows, device) = (Rows::expected(x_at)?, x.device());
+    let (rows, device) = (StridedRows::expected(x_at)?, x.device());
     let stream = device.cuda_stream();
     {
         let (x_read, w_read) = (Operand::read(x, x_at, &stream)?, Operand::read(w, w_at, &stream)?);
         let out = Operand::written(&mut out, &stream)?;
         let (mut addresses, mut sizes) = (vec![x_read.at, w_read.at, out.at], vec![rows.width, rows.stride]);
-        let mut job = Job {
+        let mut job = NormArguments {
             x: x_read.at,
             weight: w_read.at,
             out: out.at,
@@ -97,23 +97,23 @@ fn written(
             width: rows.width as i64,
             x_stride: rows.stride as i64,
             eps: eps as f32,
-            ..Job::default()
+            ..NormArguments::default()
         };
         let mut name = "rms_norm";
         // The operands must live until the kernel is started.
         let mut held = None;
         if let Some(((y, y_at), sum)) = added {
             let (y_rows, y, sum) =
-                (Rows::expected(y_at)?, Operand::read(y, y_at, &stream)?, Operand::written(sum, &stream)?);
+                (StridedRows::expected(y_at)?, Operand::read(y, y_at, &stream)?, Operand::written(sum, &stream)?);
             addresses.extend([y.at, sum.at]);
             sizes.push(y_rows.stride);
-            job = Job { y: y.at, sum: sum.at, y_stride: y_rows.stride as i64, ..job };
+            job = NormArguments { y: y.at, sum: sum.at, y_stride: y_rows.stride as i64, ..job };
             name = "rms_norm_of_sum";
             held = Some((y, sum));
         }
-        let options = Options::new::<Job>(Layer::Norm, [x.dtype(), w.dtype()], &addresses, &sizes);
+        let options = Options::new::<NormArguments>(Layer::Norm, [x.dtype(), w.dtype()], &addresses, &sizes);
         let lanes = lanes(rows.width.div_ceil(options.at_once));
-        let (job, blocks) = (Job { lanes: lanes as i32, ..job }, rows.count.div_ceil(THREADS / lanes));
+        let (job, blocks) = (NormArguments { lanes: lanes as i32, ..job }, rows.count.div_ceil(THREADS / lanes));
         // SAFETY: x, the tensor that is added and the tensors that are written have as many rows, and the weight is as wide.
         unsafe { launch(device, &options, name, &job, (blocks, 1), SHARED_BYTES)? };
         drop(held);
@@ -140,7 +140,8 @@ pub(crate) fn backward(
     let ((x_held, x_at), (w_held, w_at), (d_held, d_at)) =
         (x.storage_and_layout(), w.storage_and_layout(), d.storage_and_layout());
     let other_gradient_held = other_gradient.as_ref().map(Tensor::storage_and_layout);
-    let (rows, d_rows, device) = (Rows::expected(x_at)?, Rows::expected(d_at)?, on_gpu(&x_held)?.device());
+    let (rows, d_rows, device) =
+        (StridedRows::expected(x_at)?, StridedRows::expected(d_at)?, on_gpu(&x_held)?.device());
     let (mut dx, stream) = (unwritten(device, x.shape(), x.dtype())?, device.cuda_stream());
     let mut inverse = unwritten(device, &Shape::from(rows.count), DType::F32)?;
     let chunk = rows.count.div_ceil(CHUNKS).max(CHUNK);
@@ -163,9 +164,10 @@ pub(crate) fn backward(
         };
         let other_gradient_at = other_gradient.as_ref().map_or(0, |other_gradient| other_gradient.at);
         let sizes = [rows.width, rows.stride, d_rows.stride];
-        let options = Options::new::<Job>(Layer::Norm, types, &[x.at, w.at, d.at, dx.at, other_gradient_at], &sizes);
+        let options =
+            Options::new::<NormArguments>(Layer::Norm, types, &[x.at, w.at, d.at, dx.at, other_gradient_at], &sizes);
         let lanes = lanes(rows.width.div_ceil(options.at_once));
-        let job = Job {
+        let job = NormArguments {
             x: x.at,
             d: d.at,
             other_gradient: other_gradient_at,
@@ -179,21 +181,21 @@ pub(crate) fn backward(
             chunk: chunk as i64,
             lanes: lanes as i32,
             eps: eps as f32,
-            ..Job::default()
+            ..NormArguments::default()
         };
         let blocks = rows.count.div_ceil(THREADS / lanes);
         // SAFETY: x, d, the further gradient and the tensors that are written have as many rows, and the weight is as wide.
         unsafe { launch(device, &options, "rms_norm_backward", &job, (blocks, 1), SHARED_BYTES)? };
         if let Some((dw, sums)) = &mut weight {
             let (dw, sums) = (Operand::written(dw, &stream)?, Operand::written(sums, &stream)?);
-            let options = Options::new::<Job>(Layer::Norm, types, &[x.at, d.at, dw.at, sums.at], &sizes);
+            let options = Options::new::<NormArguments>(Layer::Norm, types, &[x.at, d.at, dw.at, sums.at], &sizes);
             let pieces = rows.width.div_ceil(options.at_once);
             let lanes = pieces.next_power_of_two().min(WARP);
             let (blocks, shared_bytes) = (pieces.div_ceil(lanes), 4 * THREADS * options.at_once);
-            let job = Job { sums: sums.at, lanes: lanes as i32, ..job };
+            let job = NormArguments { sums: sums.at, lanes: lanes as i32, ..job };
             // SAFETY: as above; the sums have a row for each chunk.
             unsafe { launch(device, &options, "rms_norm_weight", &job, (blocks, chunks), shared_bytes)? };
-            let job = Job { rows: chunks as i64, out: dw.at, ..job };
+            let job = NormArguments { rows: chunks as i64, out: dw.at, ..job };
             // SAFETY: as above; the gradient is as wide as the sums.
             unsafe { launch(device, &options, "rms_norm_weight_sum", &job, (blocks, 1), shared_bytes)? };
         }

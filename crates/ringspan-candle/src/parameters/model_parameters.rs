@@ -1,7 +1,7 @@
 //! All parameters of a model, and how ranks share them.
 
 use super::{LinearLayer, Parameter, Unit, UnitParameters};
-use crate::shard::{ParallelRank, Portion, ReplicaGroup, ShardError, ShardSpec, replica_groups};
+use crate::shard::{ParallelRank, Partition, ReplicaGroup, ShardError, ShardSpec, replica_groups};
 use std::collections::BTreeMap;
 
 /// The parameters of a model by unit.
@@ -46,10 +46,10 @@ impl ModelParameters {
     ///
     /// # Errors
     /// More ranks than the heads can be distributed over.
-    pub fn portions(&self, unit: Unit, rank: ParallelRank) -> Result<Vec<Portion>, ShardError> {
+    pub fn partitions(&self, unit: Unit, rank: ParallelRank) -> Result<Vec<Partition>, ShardError> {
         let mut all = Vec::new();
         for Parameter { name, shape, shard, .. } in self.of_unit(unit) {
-            all.extend(shard.portions(name, shape, rank)?);
+            all.extend(shard.partitions(name, shape, rank)?);
         }
         Ok(all)
     }

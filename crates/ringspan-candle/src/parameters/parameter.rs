@@ -1,6 +1,6 @@
 //! Descriptions of a model's parameters, made before any values exist.
 
-use crate::lora::matrices;
+use crate::lora::weight_names;
 use crate::shard::{ParallelRank, ShardError, ShardSpec};
 
 /// A parameter of a model.
@@ -52,7 +52,7 @@ impl LinearLayer {
     /// The two matrices of its adapter of inner width `r`: A `[r, inputs]` and B `[outputs, r]`.
     #[must_use]
     pub fn adapter_parameters(&self, r: usize) -> [Parameter; 2] {
-        let [a, b] = matrices(&self.name);
+        let [a, b] = weight_names(&self.name);
         let [of_a, of_b] = self.shard.of_adapter();
         let parameter = |name, shape: [usize; 2], shard| Parameter {
             name,
@@ -69,9 +69,9 @@ impl LinearLayer {
     /// # Errors
     /// Heads that cannot be distributed over so many ranks.
     pub fn sizes_on(&self, rank: ParallelRank) -> Result<[usize; 2], ShardError> {
-        let portions = self.shard.portions(&self.name, &[self.outputs, self.inputs], rank)?;
-        let inputs = portions.first().map_or(0, |portion| portion.columns.len());
-        Ok([portions.iter().map(|portion| portion.rows.len()).sum(), inputs])
+        let partitions = self.shard.partitions(&self.name, &[self.outputs, self.inputs], rank)?;
+        let inputs = partitions.first().map_or(0, |partition| partition.columns.len());
+        Ok([partitions.iter().map(|partition| partition.rows.len()).sum(), inputs])
     }
 }
 

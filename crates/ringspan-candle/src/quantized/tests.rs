@@ -2,7 +2,7 @@ use super::blocks::{Block, with_block};
 use super::dots;
 use super::lanes::{Lanes, VectorWork, f16_to_f32, on_each};
 use super::{Format, QuantizedMatrix, linear_quantized, linear_quantized_recomputed};
-use crate::cotangent::backward;
+use crate::backward_from::backward;
 use crate::linear::linear;
 use crate::pool;
 use crate::stored_activation::{Storage, StoredActivation};

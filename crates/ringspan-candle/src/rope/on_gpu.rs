@@ -11,7 +11,7 @@ use candle_core::{CudaStorage, DType, Device, Layout, Result, Shape, Tensor};
 /// The arguments of a kernel launch, laid out as in `gpu/source/rope.cu`.
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub(crate) struct Job {
+pub(crate) struct RopeArguments {
     x: u64,
     out: u64,
     cos: u64,
@@ -26,7 +26,7 @@ pub(crate) struct Job {
 }
 
 // SAFETY: the struct consists of plain numbers and is laid out as in C.
-unsafe impl DeviceRepr for Job {}
+unsafe impl DeviceRepr for RopeArguments {}
 
 impl RotaryTable {
     /// Cosines and sines on a device, `[T, D/2]`.
@@ -63,8 +63,8 @@ pub(super) fn turned(x: &CudaStorage, at: &Layout, rotation: &RotaryTable, back:
         let apart = if stride == 1 { half } else { 1 };
         let addresses = [x_read.at, cos.at, sin.at, written.at];
         let sizes = [half, token_stride, head_stride, apart];
-        let options = Options::new::<Job>(Layer::Rope, [x.dtype(), DType::F32], &addresses, &sizes);
-        let job = Job {
+        let options = Options::new::<RopeArguments>(Layer::Rope, [x.dtype(), DType::F32], &addresses, &sizes);
+        let job = RopeArguments {
             x: x_read.at,
             out: written.at,
             cos: cos.at,

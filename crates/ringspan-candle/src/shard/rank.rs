@@ -17,7 +17,7 @@ impl Default for ParallelRank {
     }
 }
 
-/// The replica group of a parameter: ranks that hold the same portion of it. Its gradient is the sum over them.
+/// The replica group of a parameter: ranks that hold the same partition of it. Its gradient is the sum over them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum ReplicaGroup {
     /// All ranks.

@@ -3,7 +3,7 @@
 
 use crate::activation::Activation;
 use crate::gpu::kernels::{Layer, Options, THREADS, launch};
-use crate::gpu::operand::{Operand, Rows, in_rows, on_gpu, tensor, unwritten};
+use crate::gpu::operand::{Operand, StridedRows, in_rows, on_gpu, tensor, unwritten};
 use crate::gpu::zeros;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda::cudarc::driver::DeviceRepr;
@@ -12,7 +12,7 @@ use candle_core::{CudaStorage, Layout, Result, Shape, Tensor, bail};
 /// The arguments of a kernel launch, laid out as in `gpu/source/gate.cu`.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-pub(crate) struct Job {
+pub(crate) struct SwigluArguments {
     gate: u64,
     up: u64,
     d: u64,
@@ -27,7 +27,7 @@ pub(crate) struct Job {
 }
 
 // SAFETY: the struct consists of plain numbers and is laid out as in C.
-unsafe impl DeviceRepr for Job {}
+unsafe impl DeviceRepr for SwigluArguments {}
 
 /// Computes the activation as an operation returns it: gate and up consist of rows.
 pub(super) fn forward(
@@ -35,7 +35,7 @@ pub(super) fn forward(
     (up, up_at): (&CudaStorage, &Layout),
     activation: Activation,
 ) -> Result<(CudaStorage, Shape)> {
-    let (gate_rows, up_rows, shape) = (Rows::expected(gate_at)?, Rows::expected(up_at)?, gate_at.shape());
+    let (gate_rows, up_rows, shape) = (StridedRows::expected(gate_at)?, StridedRows::expected(up_at)?, gate_at.shape());
     if gate.dtype() != up.dtype() {
         bail!("a gate of {:?} for {:?}: the types differ", gate.dtype(), up.dtype());
     }
@@ -49,8 +49,8 @@ pub(super) fn forward(
         let written = Operand::written(&mut out, &stream)?;
         let sizes = [gate_rows.width, gate_rows.stride, up_rows.stride];
         let addresses = [gate.at, up.at, written.at];
-        let options = Options::new::<Job>(Layer::Gate(activation), [dtype; 2], &addresses, &sizes);
-        let job = Job {
+        let options = Options::new::<SwigluArguments>(Layer::Gate(activation), [dtype; 2], &addresses, &sizes);
+        let job = SwigluArguments {
             gate: gate.at,
             up: up.at,
             out: written.at,
@@ -58,7 +58,7 @@ pub(super) fn forward(
             width: gate_rows.width as i64,
             gate_stride: gate_rows.stride as i64,
             up_stride: up_rows.stride as i64,
-            ..Job::default()
+            ..SwigluArguments::default()
         };
         let blocks = (shape.elem_count() / options.at_once).div_ceil(THREADS);
         // SAFETY: gate and up are read in their rows, and the result has as many elements.
@@ -78,7 +78,8 @@ pub(super) fn backward(gate: &Tensor, up: &Tensor, d: &Tensor, activation: Activ
     }
     let ((gate_held, gate_at), (up_held, up_at), (d_held, d_at)) =
         (gate.storage_and_layout(), up.storage_and_layout(), d.storage_and_layout());
-    let (gate_rows, up_rows, d_rows) = (Rows::expected(gate_at)?, Rows::expected(up_at)?, Rows::expected(d_at)?);
+    let (gate_rows, up_rows, d_rows) =
+        (StridedRows::expected(gate_at)?, StridedRows::expected(up_at)?, StridedRows::expected(d_at)?);
     let device = on_gpu(&gate_held)?.device();
     let (mut d_gate, mut d_up) = (unwritten(device, shape, dtype)?, unwritten(device, shape, dtype)?);
     let stream = device.cuda_stream();
@@ -89,8 +90,8 @@ pub(super) fn backward(gate: &Tensor, up: &Tensor, d: &Tensor, activation: Activ
         let (d_gate, d_up) = (Operand::written(&mut d_gate, &stream)?, Operand::written(&mut d_up, &stream)?);
         let sizes = [gate_rows.width, gate_rows.stride, up_rows.stride, d_rows.stride];
         let addresses = [gate.at, up.at, d.at, d_gate.at, d_up.at];
-        let options = Options::new::<Job>(Layer::Gate(activation), [dtype; 2], &addresses, &sizes);
-        let job = Job {
+        let options = Options::new::<SwigluArguments>(Layer::Gate(activation), [dtype; 2], &addresses, &sizes);
+        let job = SwigluArguments {
             gate: gate.at,
             up: up.at,
             d: d.at,
@@ -101,7 +102,7 @@ pub(super) fn backward(gate: &Tensor, up: &Tensor, d: &Tensor, activation: Activ
             gate_stride: gate_rows.stride as i64,
             up_stride: up_rows.stride as i64,
             d_stride: d_rows.stride as i64,
-            ..Job::default()
+            ..SwigluArguments::default()
         };
         let blocks = (shape.elem_count() / options.at_once).div_ceil(THREADS);
         // SAFETY: gate, up and d are read in their rows, and the gradients have as many elements.

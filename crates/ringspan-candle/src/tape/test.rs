@@ -36,7 +36,7 @@ fn gradients_are_those_of_candles_graph() -> Result<()> {
         let inputs = [&x?, &weight?, &factor?];
         let dy = wave(&[tokens, 6], 0.9)?;
         let plain = mixed(inputs)?;
-        let wanted = cotangent::backward(&plain, &dy)?;
+        let wanted = backward_from::backward(&plain, &dy)?;
         let mut recorded = vec![];
         for (taped, tape) in [Tape::record(|| mixed(inputs))?, Tape::record_without_norms(|| mixed(inputs))?] {
             assert_eq!(numbers(&taped)?, numbers(&plain)?);
@@ -84,7 +84,7 @@ fn an_output_without_values_can_be_reshaped() -> Result<()> {
     let [x, weight] = [wave(&[3, 4], 0.7)?, wave(&[4, 4], 1.3)?].map(|it| Var::from_tensor(&it).map(Var::into_inner));
     let (x, weight) = (x?, weight?);
     let dy = wave(&[3, 2, 2], 0.9)?;
-    let wanted = cotangent::backward(&linear(&x, &weight, None)?.reshape((3, 2, 2))?, &dy)?;
+    let wanted = backward_from::backward(&linear(&x, &weight, None)?.reshape((3, 2, 2))?, &dy)?;
     let (output, tape) = Tape::record(|| {
         let sum = residual_unseen(&x, &linear(&x, &weight, None)?)?;
         reshape(&sum, (3, 2, 2))

@@ -344,7 +344,7 @@ mod tests {
         let end = lane.device.cuda_stream().record_event(None).map_err(failed("mark"))?;
         let there = lane.upload(Some(reserved), &unit(&values), Precision::F32)?;
         lane.up.synchronize().map_err(failed("copy"))?;
-        assert!(!end.is_complete(), "a unit came behind work on the one before it");
+        assert!(!end.is_complete(), "a unit came after work on the one before it");
         assert_eq!(there[2].to_vec1::<f32>()?, unit(&values)[2].parts.concat());
         assert_eq!(work.to_vec1::<f32>()?, [2.0; 50]);
 
@@ -353,7 +353,7 @@ mod tests {
         let more = (Tensor::ones(50, DType::F32, &device)? * 4.0)?;
         let end = lane.device.cuda_stream().record_event(None).map_err(failed("mark"))?;
         assert_eq!(coming.take("a", |_, values| values.iter().sum::<f32>())?, Some(9000.0));
-        assert!(!end.is_complete(), "gradients came behind work on the next ones");
+        assert!(!end.is_complete(), "gradients came after work on the next ones");
         assert_eq!(more.to_vec1::<f32>()?, [4.0; 50]);
 
         // In the backward pass, gradients of the unit before wait for its work, and the next unit does not wait for them.
@@ -363,7 +363,7 @@ mod tests {
         let mut coming = lane.download([("a".to_owned(), work)].into())?;
         let there = lane.upload(Some(reserved), &unit(&values), Precision::F32)?;
         lane.up.synchronize().map_err(failed("copy"))?;
-        assert!(!end.is_complete(), "a unit came behind gradients of the one before it");
+        assert!(!end.is_complete(), "a unit came after gradients of the one before it");
         assert_eq!(there[0].to_vec1::<f32>()?, unit(&values)[0].parts.concat());
         assert_eq!(coming.take("a", |_, values| values.iter().sum::<f32>())?, Some(250.0));
 

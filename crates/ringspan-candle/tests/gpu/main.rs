@@ -26,7 +26,9 @@ use ringspan_candle::residual::residual;
 use ringspan_candle::rope::{RotaryTable, rope};
 use ringspan_candle::stored_activation::{Storage, StoredActivation};
 use ringspan_candle::swiglu::{geglu, swiglu};
-use ringspan_candle::{Adapter, Expert, Experts, GatedExpert, InputDropout, Precision, RankDevice, Routing, cotangent};
+use ringspan_candle::{
+    Adapter, Expert, Experts, GatedExpert, InputDropout, Precision, RankDevice, Routing, backward_from,
+};
 use ringspan_cuda::Gpu;
 use std::sync::Arc;
 use support::{BF16, F32, assert_within, numbers, random};
@@ -71,7 +73,7 @@ fn results(
     assert!(y.device().same_device(device.tensors()), "the value is on {:?}", y.device());
     assert_eq!(y.dtype(), device.precision().dtype());
     let d = on(&random(y.dims(), 99)).expect("a gradient");
-    let gradients = cotangent::backward(&y, &d).expect("gradients");
+    let gradients = backward_from::backward(&y, &d).expect("gradients");
     let of = |var: &Var| {
         let gradient = gradients.get(var.as_tensor());
         assert!(gradient.is_none_or(|d| d.dtype() == var.dtype()), "a gradient has the type of what it is of");

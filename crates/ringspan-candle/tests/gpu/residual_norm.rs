@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use ringspan_candle::cast::cast;
 use ringspan_candle::norm::rms_norm;
 use ringspan_candle::residual::{residual, residual_norm};
-use ringspan_candle::{RankDevice, cotangent};
+use ringspan_candle::{RankDevice, backward_from};
 
 const EPS: f64 = 1e-5;
 
@@ -174,7 +174,7 @@ fn a_second_way_back_has_the_gradients_of_its_own() -> Result<()> {
         let (x, y, weight) = (x?, y?, weight?);
         let (sum, normed) = residual_norm(&x, &y, &weight, EPS)?;
         let of = |result: &Tensor| -> Result<Vec<u32>> {
-            let gradients = cotangent::backward(result, &gpu.parameter(&random(result.dims(), 9))?)?;
+            let gradients = backward_from::backward(result, &gpu.parameter(&random(result.dims(), 9))?)?;
             Ok([&x, &y].into_iter().flat_map(|x| gradients.get(x).map(bits).expect("a gradient")).collect())
         };
         let (both, alone) = (Tensor::cat(&[&sum, &normed], 0)?, of(&sum)?);
@@ -198,7 +198,7 @@ fn gradients_in_bf16_are_rounded_once() -> Result<()> {
     let gradient = |device: &RankDevice| -> Result<Tensor> {
         let x = Var::from_tensor(&device.parameter(&x)?)?;
         let out = both(&x, &device.parameter(&y)?, &device.parameter(&weight)?)?;
-        let gradients = cotangent::backward(&out, &device.parameter(&random(out.dims(), 9))?)?;
+        let gradients = backward_from::backward(&out, &device.parameter(&random(out.dims(), 9))?)?;
         Ok(gradients.get(&x).expect("a gradient").clone())
     };
     let (got, wanted) = (gradient(&gpu)?, gradient(&RankDevice::CPU)?);

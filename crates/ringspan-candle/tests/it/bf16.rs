@@ -17,8 +17,8 @@ use ringspan_candle::swiglu::{geglu, swiglu};
 use ringspan_candle::tensor_parallel::NO_TENSOR_PARALLEL;
 use ringspan_candle::transfers::{Parameter, Reserved};
 use ringspan_candle::{
-    Adapter, Expert, Experts, GatedExpert, InputDropout, Precision, RankDevice, Routing, Transfers, Weight, cotangent,
-    pool,
+    Adapter, Expert, Experts, GatedExpert, InputDropout, Precision, RankDevice, Routing, Transfers, Weight,
+    backward_from, pool,
 };
 use std::sync::Arc;
 
@@ -48,7 +48,7 @@ fn results(
     let y = f(&tensors).expect("a value");
     assert_eq!(y.dtype(), precision.dtype());
     let d = device.parameter(&random(y.dims(), 99)).expect("a gradient");
-    let gradients = cotangent::backward(&y, &d).expect("gradients");
+    let gradients = backward_from::backward(&y, &d).expect("gradients");
     let of = |var: &Var| {
         let gradient = gradients.get(var.as_tensor());
         assert!(gradient.is_none_or(|d| d.dtype() == var.dtype()), "a gradient has the type of what it is of");
@@ -93,7 +93,7 @@ fn sums_are_rounded_once() -> Result<()> {
     assert_eq!(numbers(&loss::logits(&x, &ones)?), [263.0], "logits are not rounded");
     let bias = Var::from_tensor(&Tensor::zeros(1, DType::BF16, &Device::Cpu)?)?;
     let y = linear(&ones.t()?, &Tensor::ones((1, 1), DType::BF16, &Device::Cpu)?, Some(bias.as_tensor()))?;
-    let gradients = cotangent::backward(&y, &x.t()?)?;
+    let gradients = backward_from::backward(&y, &x.t()?)?;
     assert_eq!(gradients.get(&bias).map(numbers), Some(vec![264.0]), "the gradient of a bias");
     Ok(())
 }

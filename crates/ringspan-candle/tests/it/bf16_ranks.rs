@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use ringspan::attention::{Group, Tokens};
 use ringspan::comm::threads::{Options, run};
 use ringspan::{Documents, Error, Kernel, Layout, LayoutKind, Mask, Run, Score, StrategyKind};
-use ringspan_candle::{Attend, AttentionInputs, Context, Precision, RankDevice, collective, cotangent};
+use ringspan_candle::{Attend, AttentionInputs, Context, Precision, RankDevice, backward_from, collective};
 use std::sync::Arc;
 
 fn text(error: candle_core::Error) -> Error {
@@ -39,7 +39,7 @@ fn attended(precision: Precision, (ring, ulysses): (usize, usize), again: bool) 
                 out = context.attention_saving(&mut memory, 0, &inputs, &mask, &score)?;
             }
             assert_eq!(out.dtype(), precision.dtype());
-            let gradients = cotangent::backward(&out, &shard(4, 9)?)?;
+            let gradients = backward_from::backward(&out, &shard(4, 9)?)?;
             let of = |x: &Var| gradients.get(x.as_tensor()).map(numbers).expect("a gradient");
             Ok(([numbers(&out), of(&q), of(&k), of(&v)].to_vec(), sent))
         };
@@ -128,9 +128,9 @@ fn collectives_move_words_and_sum_in_f32() {
                 assert_eq!(y.dtype(), DType::BF16);
             }
             // The gradient of a sum over ranks is the sum of the ranks' gradients.
-            let gradients = cotangent::backward(&sum, &x.as_detached_tensor())?;
+            let gradients = backward_from::backward(&sum, &x.as_detached_tensor())?;
             assert!(gradients.get(&x).map(numbers).expect("a gradient").iter().all(|d| *d == 264.0));
-            let gradients = cotangent::backward(&exchanged, &exchanged.detach())?;
+            let gradients = backward_from::backward(&exchanged, &exchanged.detach())?;
             assert_eq!(gradients.get(&x).map(numbers), Some(numbers(&x)));
             Ok(())
         };

@@ -8,7 +8,7 @@ use ringspan_candle::norm::rms_norm;
 use ringspan_candle::rope::{RotaryTable, rope};
 use ringspan_candle::swiglu::{geglu, swiglu};
 use ringspan_candle::tensor_parallel::NO_TENSOR_PARALLEL;
-use ringspan_candle::{cotangent, gated_mlp, pool};
+use ringspan_candle::{backward_from, gated_mlp, pool};
 
 /// Numbers between -1 and 1 without a pattern, so that sums of them do not cancel.
 fn random(shape: &[usize], seed: usize) -> Tensor {
@@ -243,7 +243,7 @@ fn layers_of_no_tokens_have_no_tokens_and_gradients_of_zero() -> Result<()> {
         swiglu(x, x)?,
     ] {
         assert_eq!(y.dims(), [0, 4]);
-        let gradients = cotangent::backward(&y, &y.zeros_like()?)?;
+        let gradients = backward_from::backward(&y, &y.zeros_like()?)?;
         for weight in [&square, &bias].into_iter().filter_map(|weight| gradients.get(weight)) {
             assert_eq!(weight.abs()?.sum_all()?.to_scalar::<f32>()?, 0.0);
         }
@@ -266,7 +266,7 @@ fn layers_compute_alike_on_any_number_of_threads() -> Result<()> {
                 &rms_norm(&x, &w, 1e-5)?,
                 &rope(&x.reshape((tokens, 4, 6))?, &rotation)?.reshape((tokens, 24))?,
             )?;
-            let gradients = cotangent::backward(&y, &x.sin()?)?;
+            let gradients = backward_from::backward(&y, &x.sin()?)?;
             let of = |var: &Var| gradients.get(var).cloned().expect("tracked");
             Ok(vec![y.detach(), of(&x), of(&w)])
         })?
@@ -288,10 +288,10 @@ fn a_backward_from_a_given_gradient_equals_that_of_the_product() -> Result<()> {
     let (x, dy) = (Var::from_tensor(&random(&[3, 4], 1))?, random(&[3, 4], 2));
     let y = x.sin()?;
     let wanted = (&y * &dy)?.sum_all()?.backward()?;
-    let got = cotangent::backward(&y, &dy)?;
+    let got = backward_from::backward(&y, &dy)?;
     let of = |gradients: &candle_core::backprop::GradStore| gradients.get(&x).cloned().expect("tracked");
     assert!(relative_l2(&of(&got), &of(&wanted))? < 1e-15);
-    assert!(cotangent::backward(&y, &dy.t()?).is_err());
+    assert!(backward_from::backward(&y, &dy.t()?).is_err());
     Ok(())
 }
 

@@ -209,7 +209,7 @@ fn score_refuses_tokens_that_do_not_fit_and_leaves_the_old_result() {
     assert!(refusal(&[good(), ("lengths", Tensor::i32(&[2], &[1, 1]))]).contains("[2]"));
 }
 
-/// The portions of fused matrices (Phi-3's `qkv_proj` and `gate_up_proj`) are gathered, updated and joined correctly.
+/// The partitions of fused matrices (Phi-3's `qkv_proj` and `gate_up_proj`) are gathered, updated and joined correctly.
 #[test]
 fn verify_passes_where_matrices_are_stored_as_one() {
     let bench = bench();

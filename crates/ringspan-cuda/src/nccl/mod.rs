@@ -9,7 +9,7 @@ use crate::memory::Memory;
 use crate::source::GpuSource;
 use cudarc::driver::CudaEvent;
 use library::{Comm, NAMES, Nccl, NcclTransfer, UniqueId};
-use ringspan::comm::direct::{self, Lane, Transfer};
+use ringspan::comm::direct::{self, Channel, Transfer};
 use ringspan::comm::{Buffer, Communicator, OnDevice, Pending};
 use ringspan::kernel::{DType, DeviceArray};
 use ringspan::{Error, Result};
@@ -98,7 +98,7 @@ struct Flight {
     transfers: Vec<Transfer>,
 }
 
-/// The lane of a rank: an NCCL communicator, and the stream of its flights.
+/// The channel of a rank: an NCCL communicator, and the stream of its flights.
 struct Link {
     cuda: Cuda,
     /// The communicator; `None` once it was aborted.
@@ -262,7 +262,7 @@ impl Link {
     }
 }
 
-impl Lane for Link {
+impl Channel for Link {
     fn type_code(&self, elements: &dyn OnDevice) -> Result<u64> {
         Ok(match self.source(elements)?.dtype {
             DType::F32 => 0,

@@ -1,7 +1,7 @@
 //! Matrices in MXFP4 (Open Compute Project, 2023) as files of gpt-oss store them: a parameter has its 4-bit codes in a tensor
 //! whose name ends in `_blocks`, and its exponents in one whose name ends in `_scales`.
 
-use super::read::StoredParameter;
+use super::stored_parameter::StoredParameter;
 use crate::error::{Error, Result};
 use ringspan_candle::quantized::QuantizedMatrix;
 use safetensors::Dtype;

@@ -2,6 +2,7 @@
 
 use super::mxfp4;
 use super::names::parts;
+use super::stored_parameter::StoredParameter;
 use super::{CONFIG, INDEX, SINGLE, parse};
 use crate::config::Config;
 use crate::decoder::Decoder;
@@ -30,18 +31,6 @@ pub struct Folder {
     stored: BTreeMap<String, StoredParameter>,
     /// The parameters that layers can compute with in their stored type.
     matrices: BTreeSet<String>,
-}
-
-/// The location of a parameter: its file, and its offset there.
-#[derive(Debug, Clone)]
-pub(super) struct StoredParameter {
-    pub(super) file: PathBuf,
-    pub(super) dtype: Dtype,
-    /// Offset of its first byte in the file.
-    pub(super) start: u64,
-    pub(super) shape: Vec<usize>,
-    /// For a parameter in MXFP4: the location of its exponents; its codes are at `start`.
-    pub(super) exponents: Option<Box<Self>>,
 }
 
 /// Opens a model's folder: reads its configuration and the headers of its files.

@@ -36,7 +36,7 @@ pub(super) struct GgufFamily {
     /// Parameters of a layer that files store in two tensors.
     pub(super) split: &'static [TwoTensors],
     /// Which two elements of a head the rotary embedding rotates together.
-    pub(super) pairs: Pairs,
+    pub(super) pairs: RotaryPairs,
     /// Whether the norms' weights in the file have 1 added.
     pub(super) norms_plus_one: bool,
     /// Whether the rotary embedding may cover only a part of each head, so that its width says nothing of the head's.
@@ -45,7 +45,7 @@ pub(super) struct GgufFamily {
 
 /// Which rows of the query and key matrices form a pair that is rotated together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Pairs {
+pub(super) enum RotaryPairs {
     /// The same rows as in the Hugging Face model.
     Unchanged,
     /// Neighbouring rows, where the Hugging Face model has rows that are half a head apart.
@@ -167,7 +167,7 @@ impl GgufFamily {
 }
 
 /// Adds no key, for families whose keys are those of all models.
-fn no_more(_: &Metadata, _: &mut Value) -> Result<()> {
+fn no_extra_keys(_: &Metadata, _: &mut Value) -> Result<()> {
     Ok(())
 }
 

@@ -148,7 +148,7 @@ impl GgufFile {
         let length = self.file.metadata().map_err(io)?.len();
         let start = self.data.checked_add(offset).filter(|start| start.checked_add(count as u64) <= Some(length));
         let Some(start) = start else {
-            let problem = format!("not a whole GGUF file: tensor {name} of {count} bytes ends behind its {length}");
+            let problem = format!("not a whole GGUF file: tensor {name} of {count} bytes ends after its {length}");
             return Err(broken(&self.path, &problem));
         };
         let mut bytes = vec![0; count];

@@ -1,6 +1,6 @@
 //! A model in a GGUF file, whose tensors are read when they are asked for.
 
-use super::family::{GgufFamily, Pairs, StoredTensor};
+use super::family::{GgufFamily, RotaryPairs, StoredTensor};
 use super::file::GgufFile;
 use super::joined::{self, Joined};
 use super::metadata::Metadata;
@@ -144,8 +144,8 @@ fn sources(file: &GgufFile, family: &GgufFamily, parameters: usize) -> Result<BT
             StoredTensor::Parameter(name) => name,
         };
         match (name.split_once("{}"), file.shape(stored)) {
-            (Some((before, behind)), Some(&[experts, _, _])) => {
-                let each = |expert| (format!("{before}{expert}{behind}"), Source::Expert(stored.clone(), expert));
+            (Some((before, after)), Some(&[experts, _, _])) => {
+                let each = |expert| (format!("{before}{expert}{after}"), Source::Expert(stored.clone(), expert));
                 // A damaged file may speak of any number of experts.
                 sources.extend((0..experts.min(parameters + 1)).map(each));
             }
@@ -164,7 +164,7 @@ fn converted(family: &GgufFamily, config: &Config, name: &str, weight: Weight) -
         return Ok((weight.to_tensor()? - 1.0)?.into());
     }
     let heads = match () {
-        () if family.pairs == Pairs::Unchanged => return Ok(weight),
+        () if family.pairs == RotaryPairs::Unchanged => return Ok(weight),
         () if name.contains(".q_proj.") => config.num_attention_heads,
         () if name.contains(".k_proj.") => config.num_key_value_heads(),
         () => return Ok(weight),

@@ -25,7 +25,7 @@ fn stacked() -> Decoder {
 
 /// Every element of every parameter is held by one replica group, and by all of its ranks.
 #[test]
-fn the_portions_of_all_ranks_are_the_model() {
+fn the_partitions_of_all_ranks_are_the_model() {
     for (heads, kv_heads, tp, ep, moe_tp) in
         [(6, 3, 1, 1, 1), (6, 3, 2, 3, 1), (6, 2, 3, 1, 3), (6, 2, 5, 5, 2), (4, 1, 4, 2, 2), (6, 3, 3, 1, 1)]
     {
@@ -39,15 +39,15 @@ fn the_portions_of_all_ranks_are_the_model() {
                 for at in 0..tp * ep * moe_tp {
                     let (t, e, m) = (at / (ep * moe_tp), at / moe_tp % ep, at % moe_tp);
                     let rank = ParallelRank { tp: (t, tp), ep: (e, ep), moe_tp: (m, moe_tp) };
-                    let portions = decoder.all_parameters().portions(unit, rank).expect("possible");
-                    for portion in portions.iter().filter(|portion| portion.name == name) {
+                    let partitions = decoder.all_parameters().partitions(unit, rank).expect("possible");
+                    for partition in partitions.iter().filter(|partition| partition.name == name) {
                         let groups = decoder.all_parameters().replica_groups(rank).expect("possible");
-                        assert!(groups.contains(&portion.replicas), "{name}");
-                        assert!(!portion.is_empty(), "{name} at {rank:?}");
-                        for row in portion.rows.clone() {
-                            for column in portion.columns.clone() {
-                                let before = held[row * portion.width() + column].replace(portion.replicas);
-                                assert!(before.is_none_or(|before| before == portion.replicas), "{name}");
+                        assert!(groups.contains(&partition.replicas), "{name}");
+                        assert!(!partition.is_empty(), "{name} at {rank:?}");
+                        for row in partition.rows.clone() {
+                            for column in partition.columns.clone() {
+                                let before = held[row * partition.width() + column].replace(partition.replicas);
+                                assert!(before.is_none_or(|before| before == partition.replicas), "{name}");
                             }
                         }
                     }

@@ -8,7 +8,7 @@ use ringspan::comm::threads::{self, Options};
 use ringspan::{Documents, Kernel, Layout, LayoutKind, StrategyKind};
 use ringspan_candle::experts::Local;
 use ringspan_candle::{
-    Attend, Context, ExpertParallel, InputDropout, ParallelRank, Portion, TensorParallel, Unit, Weights,
+    Attend, Context, ExpertParallel, InputDropout, ParallelRank, Partition, TensorParallel, Unit, Weights,
 };
 use ringspan_models::{Decoder, Error};
 use std::collections::{BTreeMap, BTreeSet};
@@ -104,7 +104,7 @@ pub(crate) fn on_ranks(
                 None => context,
             };
             let parallel_rank = test_mesh.parallel_rank(rank);
-            let own_weights = portions_of(decoder, weights, parallel_rank)?;
+            let own_weights = partitions_of(decoder, weights, parallel_rank)?;
             let shard = |all: &[u32]| layout.shard(rank / tp, all, 1).map_err(candle_core::Error::wrap);
             let (tokens, targets) = (shard(&batch.tokens)?, shard(&batch.targets())?);
             let (own, order) =
@@ -128,15 +128,15 @@ pub(crate) fn on_ranks(
     answer.into_inner().expect("no panics")
 }
 
-/// The portions of whole weights that a rank computes with.
-fn portions_of(decoder: &Decoder, weights: &Weights, rank: ParallelRank) -> Result<Weights, Error> {
+/// The partitions of whole weights that a rank computes with.
+fn partitions_of(decoder: &Decoder, weights: &Weights, rank: ParallelRank) -> Result<Weights, Error> {
     let mut own = Weights::new();
     for unit in decoder.units() {
-        for portion in decoder.all_parameters().portions(unit, rank)? {
-            let Portion { name, rows, columns, stacked_at, .. } = &portion;
-            let matrix = weights[name].reshape(((), portion.width()))?;
+        for partition in decoder.all_parameters().partitions(unit, rank)? {
+            let Partition { name, rows, columns, stacked_at, .. } = &partition;
+            let matrix = weights[name].reshape(((), partition.width()))?;
             let part = matrix.narrow(0, rows.start, rows.len())?.narrow(1, columns.start, columns.len())?;
-            let part = part.contiguous()?.reshape(portion.shape())?;
+            let part = part.contiguous()?.reshape(partition.shape())?;
             let part = match stacked_at.filter(|row| *row > 0) {
                 Some(_) => Tensor::cat(&[&own[name], &part], 0)?,
                 None => part,
@@ -169,16 +169,16 @@ fn add_gradients(
 ) -> Result<(), Error> {
     let mut taken = BTreeSet::new();
     for unit in decoder.units() {
-        for portion in
-            decoder.all_parameters().portions(unit, rank)?.iter().filter(|portion| decoder.trains(&portion.name))
+        for partition in
+            decoder.all_parameters().partitions(unit, rank)?.iter().filter(|partition| decoder.trains(&partition.name))
         {
             let (values, width) =
-                (own.get(&portion.name).expect("every parameter has a gradient"), portion.columns.len());
-            taken.insert(portion.name.clone());
-            let sum = sums.get_mut(&portion.name).expect("a known name");
-            let values = values.chunks_exact(width).skip(portion.stacked_at.unwrap_or(0));
-            for (row, values) in portion.rows.clone().zip(values) {
-                let at = row * portion.width() + portion.columns.start;
+                (own.get(&partition.name).expect("every parameter has a gradient"), partition.columns.len());
+            taken.insert(partition.name.clone());
+            let sum = sums.get_mut(&partition.name).expect("a known name");
+            let values = values.chunks_exact(width).skip(partition.stacked_at.unwrap_or(0));
+            for (row, values) in partition.rows.clone().zip(values) {
+                let at = row * partition.width() + partition.columns.start;
                 sum[at..at + width].iter_mut().zip(values).for_each(|(sum, x)| *sum += x);
             }
         }

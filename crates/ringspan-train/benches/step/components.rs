@@ -15,7 +15,7 @@ use ringspan_candle::norm::rms_norm;
 use ringspan_candle::rope::{RotaryTable, rope};
 use ringspan_candle::stored_activation::{Storage, StoredActivation};
 use ringspan_candle::tensor_parallel::NO_TENSOR_PARALLEL;
-use ringspan_candle::{Attend, AttentionInputs, Context, RankDevice, Recompute, cotangent, loss, pool};
+use ringspan_candle::{Attend, AttentionInputs, Context, RankDevice, Recompute, backward_from, loss, pool};
 use ringspan_models::Config;
 use ringspan_train::{Optimizer, OptimizerConfig, UpdateArguments};
 use std::sync::Arc;
@@ -133,7 +133,7 @@ fn of_rank(case: &Case, config: &Config) -> Result<Vec<Component>> {
                 true => linear_recomputed(x, &weight, None, Some(StoredActivation::new(&first, storage)?))?,
                 false => linear(x, &weight, None)?,
             };
-            Ok(cotangent::backward(&again, &dy).map(drop)?)
+            Ok(backward_from::backward(&again, &dy).map(drop)?)
         })?;
     }
 
@@ -149,7 +149,7 @@ fn of_rank(case: &Case, config: &Config) -> Result<Vec<Component>> {
             false => gated_mlp(&x_first, g, u, d, act).map(|_| None)?,
         };
         let again = gated_mlp_recomputed(&x, weights, act, kept, None)?;
-        Ok(cotangent::backward(&again, &dy).map(drop)?)
+        Ok(backward_from::backward(&again, &dy).map(drop)?)
     })?;
 
     // A rank's queries meet as many keys as all ranks hold, so its own keys are attended to once for each rank.
@@ -171,7 +171,7 @@ fn of_rank(case: &Case, config: &Config) -> Result<Vec<Component>> {
                 if recompute == Recompute::Full {
                     attend()?;
                 }
-                Ok(cotangent::backward(&attend()?, &dy).map(drop)?)
+                Ok(backward_from::backward(&attend()?, &dy).map(drop)?)
             })
         };
         let done = pool::run_with_isa(case.threads, case.isa, || run().map_err(|error| error.to_string()));
@@ -187,7 +187,7 @@ fn of_rank(case: &Case, config: &Config) -> Result<Vec<Component>> {
     let scale = random(&[hidden])?;
     clock.component("norm", 2.0 * layers, 0.0, || {
         rms_norm(&x.detach(), &scale, 1e-6)?;
-        Ok(cotangent::backward(&rms_norm(&x, &scale, 1e-6)?, &dy).map(drop)?)
+        Ok(backward_from::backward(&rms_norm(&x, &scale, 1e-6)?, &dy).map(drop)?)
     })?;
     let positions: Vec<usize> = (0..tokens).collect();
     let rotation = RotaryTable::new(&positions, &vec![0.1; dim / 2], 1.0);
@@ -195,7 +195,7 @@ fn of_rank(case: &Case, config: &Config) -> Result<Vec<Component>> {
         let dy = ones_like(heads)?;
         clock.component("rope", layers, 0.0, || {
             rope(&heads.detach(), &rotation)?;
-            Ok(cotangent::backward(&rope(heads, &rotation)?, &dy).map(drop)?)
+            Ok(backward_from::backward(&rope(heads, &rotation)?, &dy).map(drop)?)
         })?;
     }
 

@@ -5,8 +5,8 @@ use ringspan_candle::{ParallelRank, Unit};
 use ringspan_models::Config;
 use std::collections::BTreeSet;
 
-/// Numbers of elements on a rank. A portion is the part of a parameter that the rank computes with (its tensor- or
-/// expert-parallel shard); a shard is the part of a portion that it keeps (as in FSDP).
+/// Numbers of elements on a rank. A partition is the part of a parameter that the rank computes with (its tensor- or
+/// expert-parallel shard); a shard is the part of a partition that it keeps (as in FSDP).
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct ParameterCounts {
     /// The rank's shards of all parameters.
@@ -16,7 +16,7 @@ pub(super) struct ParameterCounts {
     pub(super) layer_shard: u64,
     pub(super) head_shard: u64,
     pub(super) embedding_shard: u64,
-    /// The rank's portions: of the largest layer, of that layer's trained parameters, of the head, of the embedding.
+    /// The rank's partitions: of the largest layer, of that layer's trained parameters, of the head, of the embedding.
     pub(super) layer: u64,
     pub(super) layer_trained: u64,
     /// The same of the largest layer without experts.
@@ -25,7 +25,7 @@ pub(super) struct ParameterCounts {
     pub(super) head: u64,
     pub(super) embedding: u64,
     /// The rank's part of the gathered copies of the same units in the CPU's memory. Ranks that are threads of one process and gather
-    /// the same portions have one copy together; else the part is the whole.
+    /// the same partitions have one copy together; else the part is the whole.
     pub(super) layer_copy: u64,
     pub(super) dense_layer_copy: u64,
     pub(super) head_copy: u64,
@@ -75,16 +75,16 @@ impl ParameterCounts {
                 Unit::Embedding if model.tie_word_embeddings => 2,
                 Unit::Embedding | Unit::Head => 1,
             };
-            // Elements in all portions, in the rank's part of gathered copies, in trained portions and in trained shards.
-            let (mut portions, mut copies, mut trained_portions, mut trained_shards) = (0, 0, 0, 0);
+            // Elements in all partitions, in the rank's part of gathered copies, in trained partitions and in trained shards.
+            let (mut partitions, mut copies, mut trained_partitions, mut trained_shards) = (0, 0, 0, 0);
             for trained in [true, false] {
                 for (replica_group, flat) in placement.flats(decoder, unit, rank, trained)?.iter().enumerate() {
                     let (whole, ranks) = (flat.len() as u64, placement.shard(rank, replica_group).1 as u64);
                     let shard = whole.div_ceil(ranks);
-                    portions += whole;
-                    // Portions that a rank concatenates to one tensor are a copy of its own.
-                    let concatenated = flat.portions().filter(|portion| portion.stacked_at.is_some());
-                    let concatenated: u64 = concatenated.map(|portion| portion.len() as u64).sum();
+                    partitions += whole;
+                    // Partitions that a rank concatenates to one tensor are a copy of its own.
+                    let concatenated = flat.partitions().filter(|partition| partition.stacked_at.is_some());
+                    let concatenated: u64 = concatenated.map(|partition| partition.len() as u64).sum();
                     copies += concatenated + (whole - concatenated).div_ceil(sharers(ranks));
                     own.parameters += shard;
                     own.gathered += times * shard * (ranks - 1);
@@ -92,11 +92,11 @@ impl ParameterCounts {
                         own.gathered_by_layers += shard * (ranks - 1);
                     }
                     if trained {
-                        trained_portions += whole;
+                        trained_partitions += whole;
                         trained_shards += shard;
                         own.cut += whole - whole / ranks;
-                        let holders = placement.holders(rank, replica_group).len() as u64;
-                        let same = setup.mesh.topology.world() as u64 / placement.ranks() as u64 * (holders / ranks);
+                        let members = placement.members(rank, replica_group).len() as u64;
+                        let same = setup.mesh.topology.world() as u64 / placement.ranks() as u64 * (members / ranks);
                         // An all-reduce sends each element twice, but for one rank's share.
                         own.summed += 2 * shard * (same - 1) / same;
                     }
@@ -119,25 +119,25 @@ impl ParameterCounts {
             match unit {
                 Unit::Layer(index) => {
                     if !decoder.is_sparse(index) {
-                        own.dense_layer = own.dense_layer.max(portions);
+                        own.dense_layer = own.dense_layer.max(partitions);
                         own.dense_layer_copy = own.dense_layer_copy.max(copies);
-                        own.dense_layer_trained = own.dense_layer_trained.max(trained_portions);
+                        own.dense_layer_trained = own.dense_layer_trained.max(trained_partitions);
                     }
                     own.stores_layers |= stores;
                     own.stored_layer = own.stored_layer.max(copied);
-                    own.layer = own.layer.max(portions);
+                    own.layer = own.layer.max(partitions);
                     own.layer_copy = own.layer_copy.max(copies);
-                    own.layer_trained = own.layer_trained.max(trained_portions);
+                    own.layer_trained = own.layer_trained.max(trained_partitions);
                     own.layer_shard = own.layer_shard.max(trained_shards);
                 }
                 Unit::Head => {
                     own.stores_head |= stores;
-                    (own.head, own.head_shard, own.stored_head) = (portions, trained_shards, copied);
+                    (own.head, own.head_shard, own.stored_head) = (partitions, trained_shards, copied);
                     own.head_copy = copies;
                 }
                 Unit::Embedding => {
                     own.stores_head |= stores && model.tie_word_embeddings;
-                    (own.embedding, own.embedding_shard, own.stored_embedding) = (portions, trained_shards, copied);
+                    (own.embedding, own.embedding_shard, own.stored_embedding) = (partitions, trained_shards, copied);
                     own.embedding_copy = copies;
                 }
             }

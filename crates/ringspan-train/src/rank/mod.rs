@@ -16,7 +16,7 @@ use crate::{
     optimizer::Optimizer,
     peak_memory::{PeakAllocated, PeakGpuMemory},
     setup::Setup,
-    shards::{PortionShard, Shards, SharedGathers},
+    shards::{PartitionShard, Shards, SharedGathers},
     watchdog::Watchdog,
 };
 use groups::Groups;
@@ -84,7 +84,7 @@ impl<'a> Rank<'a> {
         let timed = Arc::new(Timed::new(world));
         let world: Arc<dyn Communicator> = timed.clone();
         let groups = Groups::new(config, mesh, decoder.experts(), device, &world)?;
-        let read = |portion_shard: &PortionShard<'_>| setup.initial_parameters.read(decoder, portion_shard);
+        let read = |partition_shard: &PartitionShard<'_>| setup.initial_parameters.read(decoder, partition_shard);
         let mut read_stored =
             |name: &str, rows, columns| setup.initial_parameters.read_stored_matrix(name, rows, columns);
         let device_and_shared = (device, shared_gathers);

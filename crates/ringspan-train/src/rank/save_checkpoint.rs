@@ -61,13 +61,13 @@ impl Rank<'_> {
     /// may change them before it has [written](Self::written).
     fn writer(&self, step: u64, own: usize) -> Result<JoinHandle<Result<()>>> {
         let mut slices = self.shards.slices();
-        for portion_shard in self.shards.kept() {
-            // A parameter may have several portions, each with a state of its own; in the checkpoint they are slices of one
+        for partition_shard in self.shards.kept() {
+            // A parameter may have several partitions, each with a state of its own; in the checkpoint they are slices of one
             // tensor.
-            let key = portion_shard.portion.key();
+            let key = partition_shard.partition.key();
             slices.extend(self.optimizer.parameter_state(&key).map(|(name, values)| {
                 let kind = name.strip_suffix(&*key).unwrap_or(name);
-                portion_shard.slice(format!("{kind}{}", portion_shard.portion.name), values.clone())
+                partition_shard.slice(format!("{kind}{}", partition_shard.partition.name), values.clone())
             }));
         }
         let (checkpoints, ranks) = (self.checkpoints.clone(), self.writers.len());

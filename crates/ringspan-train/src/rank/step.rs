@@ -119,11 +119,11 @@ impl Rank<'_> {
         self.written()?;
         let clip = clip_scale(norm, self.config.grad_clip);
         let optimizer = &mut self.optimizer;
-        self.shards.update(gradients, |portion_shard, values, gradient| {
+        self.shards.update(gradients, |partition_shard, values, gradient| {
             // Biases and norms are vectors, and do not decay: pulling them to 0 regularises nothing.
-            let has_weight_decay = portion_shard.portion.whole.len() > 1;
+            let has_weight_decay = partition_shard.partition.whole.len() > 1;
             optimizer.update(
-                &portion_shard.portion.key(),
+                &partition_shard.partition.key(),
                 UpdateArguments { step, lr, scale: clip, has_weight_decay },
                 values,
                 gradient,

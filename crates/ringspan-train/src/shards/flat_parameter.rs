@@ -1,74 +1,74 @@
-//! Portions of a unit's parameters laid end to end, and cut into one shard per rank.
+//! Partitions of a unit's parameters laid end to end, and cut into one shard per rank.
 
 use crate::{
     checkpoint::{Columns, Region, SharedValues, Slice},
     error::{Error, Result},
 };
-use ringspan_candle::Portion;
+use ringspan_candle::Partition;
 use ringspan_candle::transfers::{Download, Parameter};
 use std::ops::Range;
 
-/// Portions of a unit's parameters as one row of elements. Shards have the same size to within one element: nothing has to
+/// Partitions of a unit's parameters as one row of elements. Shards have the same size to within one element: nothing has to
 /// divide.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct FlatParameter {
-    /// The portions, each with its range in the row.
-    portions: Vec<(Portion, Range<usize>)>,
+    /// The partitions, each with its range in the row.
+    partitions: Vec<(Partition, Range<usize>)>,
     len: usize,
     ranks: usize,
 }
 
-/// The part of a portion that lies in a shard.
+/// The part of a partition that lies in a shard.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct PortionShard<'a> {
-    pub(crate) portion: &'a Portion,
-    /// Range of the portion shard in the portion.
-    pub(crate) in_portion: Range<usize>,
+pub(crate) struct PartitionShard<'a> {
+    pub(crate) partition: &'a Partition,
+    /// Range of the partition shard in the partition.
+    pub(crate) in_partition: Range<usize>,
     /// Range of the same elements in the shard.
     pub(crate) in_shard: Range<usize>,
 }
 
-/// The portion shard that is all of a portion.
-pub(crate) fn whole_portion(portion: &Portion) -> PortionShard<'_> {
-    PortionShard { portion, in_portion: 0..portion.len(), in_shard: 0..portion.len() }
+/// The partition shard that is all of a partition.
+pub(crate) fn whole_partition(partition: &Partition) -> PartitionShard<'_> {
+    PartitionShard { partition, in_partition: 0..partition.len(), in_shard: 0..partition.len() }
 }
 
-impl PortionShard<'_> {
-    /// The portion shard's elements as a region of the whole parameter.
+impl PartitionShard<'_> {
+    /// The partition shard's elements as a region of the whole parameter.
     pub(crate) fn region(&self) -> Region {
-        let Portion { rows, columns, .. } = self.portion;
+        let Partition { rows, columns, .. } = self.partition;
         let before = rows.start * columns.len();
-        let elements = before + self.in_portion.start..before + self.in_portion.end;
-        match self.portion.width() {
+        let elements = before + self.in_partition.start..before + self.in_partition.end;
+        match self.partition.width() {
             width if width == columns.len() => Region { columns: None, elements },
             width => Region { columns: Some(Columns { range: columns.clone(), of: width }), elements },
         }
     }
 
-    /// The contiguous ranges of the portion shard, one per row: its range in the portion shard, and the index of its first element in the
+    /// The contiguous ranges of the partition shard, one per row: its range in the partition shard, and the index of its first element in the
     /// whole parameter.
     fn rows(&self) -> impl Iterator<Item = (Range<usize>, usize)> {
-        let Portion { rows, columns, .. } = self.portion;
-        let (wide, width) = (columns.len().max(1), self.portion.width());
-        let of = self.in_portion.clone();
+        let Partition { rows, columns, .. } = self.partition;
+        let (wide, width) = (columns.len().max(1), self.partition.width());
+        let of = self.in_partition.clone();
         (of.start / wide..of.end.div_ceil(wide)).map(move |row| {
             let (from, to) = (of.start.max(row * wide), of.end.min((row + 1) * wide));
             (from - of.start..to - of.start, (rows.start + row) * width + columns.start + from - row * wide)
         })
     }
 
-    /// Copies the portion shard's values to their elements of the whole parameter.
+    /// Copies the partition shard's values to their elements of the whole parameter.
     pub(crate) fn scatter_into(&self, values: &[f32], whole: &mut [f32]) {
         for (own, at) in self.rows() {
             whole[at..at + own.len()].copy_from_slice(&values[own]);
         }
     }
 
-    /// Picks the portion shard's values from `rows`, which are rows of the whole parameter from row `first` on, at least
+    /// Picks the partition shard's values from `rows`, which are rows of the whole parameter from row `first` on, at least
     /// [`Self::row_range`].
     pub(crate) fn gather_from(&self, first: usize, rows: &[f32]) -> Vec<f32> {
-        let mut values = Vec::with_capacity(self.in_portion.len());
-        let before = first * self.portion.whole[1..].iter().product::<usize>();
+        let mut values = Vec::with_capacity(self.in_partition.len());
+        let before = first * self.partition.whole[1..].iter().product::<usize>();
         for (own, at) in self.rows() {
             let at = at - before;
             values.extend_from_slice(&rows[at..at + own.len()]);
@@ -76,15 +76,15 @@ impl PortionShard<'_> {
         values
     }
 
-    /// The range of the whole parameter's first dimension in which the portion shard has elements.
+    /// The range of the whole parameter's first dimension in which the partition shard has elements.
     pub(crate) fn row_range(&self) -> Range<usize> {
-        let Portion { whole, dim, rows, columns, .. } = self.portion;
+        let Partition { whole, dim, rows, columns, .. } = self.partition;
         let (wide, in_first) = (columns.len().max(1), whole[1..*dim].iter().product::<usize>().max(1));
-        let (from, to) = (self.in_portion.start / wide, self.in_portion.end.div_ceil(wide));
+        let (from, to) = (self.in_partition.start / wide, self.in_partition.end.div_ceil(wide));
         (rows.start + from) / in_first..(rows.start + to).div_ceil(in_first)
     }
 
-    /// The portion shard's values as a slice of a checkpoint, under a name.
+    /// The partition shard's values as a slice of a checkpoint, under a name.
     pub(crate) fn slice(&self, name: String, values: SharedValues) -> Slice {
         let Region { columns, elements } = self.region();
         Slice { name, columns, start: elements.start, values }
@@ -92,15 +92,15 @@ impl PortionShard<'_> {
 }
 
 impl FlatParameter {
-    pub(crate) fn new(portions: Vec<Portion>, ranks: usize) -> Self {
+    pub(crate) fn new(partitions: Vec<Partition>, ranks: usize) -> Self {
         let mut len = 0;
-        let range = |portion: Portion| {
+        let range = |partition: Partition| {
             let start = len;
-            len += portion.len();
-            (portion, start..len)
+            len += partition.len();
+            (partition, start..len)
         };
-        let portions = portions.into_iter().map(range).collect();
-        Self { portions, len, ranks }
+        let partitions = partitions.into_iter().map(range).collect();
+        Self { partitions, len, ranks }
     }
 
     /// Whether the row has no elements.
@@ -119,22 +119,22 @@ impl FlatParameter {
         at(rank)..at(rank + 1)
     }
 
-    /// The portion shards of portions that the shard of a rank consists of, in its order.
-    pub(crate) fn portion_shards(&self, rank: usize) -> impl Iterator<Item = PortionShard<'_>> {
-        self.portions.iter().filter_map(move |(portion, range)| {
-            let (in_portion, in_shard) = self.common(range, rank)?;
-            Some(PortionShard { portion, in_portion, in_shard })
+    /// The partition shards of partitions that the shard of a rank consists of, in its order.
+    pub(crate) fn partition_shards(&self, rank: usize) -> impl Iterator<Item = PartitionShard<'_>> {
+        self.partitions.iter().filter_map(move |(partition, range)| {
+            let (in_partition, in_shard) = self.common(range, rank)?;
+            Some(PartitionShard { partition, in_partition, in_shard })
         })
     }
 
-    /// The elements that a portion at `range` and the shard of a rank share: their range in the portion, and in the shard.
+    /// The elements that a partition at `range` and the shard of a rank share: their range in the partition, and in the shard.
     fn common(&self, range: &Range<usize>, rank: usize) -> Option<(Range<usize>, Range<usize>)> {
         let shard = self.shard(rank);
         let (start, end) = (range.start.max(shard.start), range.end.min(shard.end));
         (start < end).then(|| (start - range.start..end - range.start, start - shard.start..end - shard.start))
     }
 
-    /// The portions, in the order of the row, put together from the shards of all ranks.
+    /// The partitions, in the order of the row, put together from the shards of all ranks.
     pub(crate) fn whole<'s>(&self, shards: &[&'s [f32]]) -> Result<Vec<Parameter<'s>>> {
         for (rank, shard) in shards.iter().enumerate() {
             let expected = self.shard(rank).len();
@@ -142,36 +142,36 @@ impl FlatParameter {
                 return Err(Error::Model(format!("rank {rank} sent {} numbers of a shard of {expected}", shard.len())));
             }
         }
-        let parameter = |(portion, range): &(Portion, Range<usize>)| {
+        let parameter = |(partition, range): &(Partition, Range<usize>)| {
             let part = |(rank, shard): (usize, &&'s [f32])| Some(&shard[self.common(range, rank)?.1]);
             let parts = shards.iter().enumerate().filter_map(part).collect();
-            Parameter { parts, shape: portion.shape().into() }
+            Parameter { parts, shape: partition.shape().into() }
         };
-        Ok(self.portions.iter().map(parameter).collect())
+        Ok(self.partitions.iter().map(parameter).collect())
     }
 
-    /// The portions, in the order of the row.
-    pub(crate) fn portions(&self) -> impl Iterator<Item = &Portion> {
-        self.portions.iter().map(|(portion, _)| portion)
+    /// The partitions, in the order of the row.
+    pub(crate) fn partitions(&self) -> impl Iterator<Item = &Partition> {
+        self.partitions.iter().map(|(partition, _)| partition)
     }
 
-    /// Number of elements in each portion.
+    /// Number of elements in each partition.
     pub(crate) fn sizes(&self) -> impl Iterator<Item = usize> {
-        self.portions.iter().map(|(portion, _)| portion.len())
+        self.partitions.iter().map(|(partition, _)| partition.len())
     }
 
-    /// Takes the gradients of the portions and cuts them into shards, one for each rank.
+    /// Takes the gradients of the partitions and cuts them into shards, one for each rank.
     pub(crate) fn cut(&self, gradients: &mut Download) -> Result<Vec<Vec<f32>>> {
         let mut shards: Vec<Vec<f32>> =
             (0..self.ranks).map(|rank| Vec::with_capacity(self.shard(rank).len())).collect();
-        for (portion, range) in &self.portions {
-            let (name, shape) = (portion.key(), portion.shape());
+        for (partition, range) in &self.partitions {
+            let (name, shape) = (partition.key(), partition.shape());
             // Sums over passes and ranks are f32, whatever type a gradient comes in.
             let fits = gradients.take(&name, |dims, values| {
                 let fits = dims == shape;
                 for (rank, shard) in shards.iter_mut().enumerate().filter(|_| fits) {
-                    if let Some((in_portion, _)) = self.common(range, rank) {
-                        shard.extend_from_slice(&values[in_portion]);
+                    if let Some((in_partition, _)) = self.common(range, rank) {
+                        shard.extend_from_slice(&values[in_partition]);
                     }
                 }
                 fits
@@ -198,11 +198,11 @@ mod tests {
     }
 
     fn flat(ranks: usize) -> FlatParameter {
-        let portion = |(name, whole): (String, Vec<usize>)| {
+        let partition = |(name, whole): (String, Vec<usize>)| {
             let (rows, columns) = (0..whole[0], 0..whole.get(1).copied().unwrap_or(1));
-            Portion { name, whole, dim: 1, rows, columns, stacked_at: None, replicas: ReplicaGroup::All }
+            Partition { name, whole, dim: 1, rows, columns, stacked_at: None, replicas: ReplicaGroup::All }
         };
-        FlatParameter::new(shapes().into_iter().map(portion).collect(), ranks)
+        FlatParameter::new(shapes().into_iter().map(partition).collect(), ranks)
     }
 
     fn gradients() -> Gradients {
@@ -235,19 +235,22 @@ mod tests {
             let parameters = flat.whole(&shards).expect("whole shards");
             assert!(parameters.iter().map(|parameter| parameter.shape.elem_count()).eq(flat.sizes()));
             let tensors = transfers().upload(Reserved::default(), &parameters).expect("a CPU");
-            for (portion, tensor) in flat.portions().zip(tensors) {
+            for (partition, tensor) in flat.partitions().zip(tensors) {
                 let values = |tensor: &Tensor| tensor.flatten_all().and_then(|t| t.to_vec1::<f32>()).expect("f32");
                 assert_eq!(
                     (tensor.dims(), values(&tensor)),
-                    (gradients()[&portion.name].dims(), values(&gradients()[&portion.name]))
+                    (gradients()[&partition.name].dims(), values(&gradients()[&partition.name]))
                 );
             }
-            let portion_shards: Vec<_> = (0..ranks).flat_map(|rank| flat.portion_shards(rank)).collect();
-            assert_eq!(portion_shards.iter().map(|portion_shard| portion_shard.in_portion.len()).sum::<usize>(), 15);
+            let partition_shards: Vec<_> = (0..ranks).flat_map(|rank| flat.partition_shards(rank)).collect();
+            assert_eq!(
+                partition_shards.iter().map(|partition_shard| partition_shard.in_partition.len()).sum::<usize>(),
+                15
+            );
             assert!(
-                portion_shards
+                partition_shards
                     .iter()
-                    .all(|portion_shard| portion_shard.in_portion.len() == portion_shard.in_shard.len())
+                    .all(|partition_shard| partition_shard.in_partition.len() == partition_shard.in_shard.len())
             );
         }
     }

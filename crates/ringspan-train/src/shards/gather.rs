@@ -26,7 +26,7 @@ impl Shards {
     fn together(&self, decoder: &Decoder, unit: Unit, own: &[&[f32]], asked: impl Fn(bool) -> bool) -> Result<Weights> {
         let placement = &self.placement;
         let gives = |rank: usize, replica_group: usize| {
-            placement.is_sharded() || placement.holders(rank, replica_group)[0] == rank
+            placement.is_sharded() || placement.members(rank, replica_group)[0] == rank
         };
         let kept = |shard: &&Shard| asked(shard.trained);
         let mut sent = Vec::new();
@@ -51,13 +51,13 @@ impl Shards {
                         return Err(Error::Model(format!("rank {rank} sent {} numbers of {unit:?}", buffer.len())));
                     };
                     rest = later;
-                    for portion_shard in flat.portion_shards(index) {
-                        let portion = portion_shard.portion;
-                        let size = portion.whole.iter().product();
+                    for partition_shard in flat.partition_shards(index) {
+                        let partition = partition_shard.partition;
+                        let size = partition.whole.iter().product();
                         let (_, whole) = values
-                            .entry(portion.name.clone())
-                            .or_insert_with(|| (portion.whole.clone(), vec![0.0; size]));
-                        portion_shard.scatter_into(&shard[portion_shard.in_shard.clone()], whole);
+                            .entry(partition.name.clone())
+                            .or_insert_with(|| (partition.whole.clone(), vec![0.0; size]));
+                        partition_shard.scatter_into(&shard[partition_shard.in_shard.clone()], whole);
                     }
                 }
             }

@@ -26,7 +26,7 @@ impl<'a> GradientShards<'a> {
     /// Adds this rank's gradients of a unit. They are on their way when this returns: to the other ranks, or first from the GPU
     /// to the CPU.
     pub(crate) fn add(&mut self, unit: Unit, gradients: Gradients) -> Result<()> {
-        let gradients = self.shards.transfers.download(self.by_portion(unit, gradients)?)?;
+        let gradients = self.shards.transfers.download(self.by_partition(unit, gradients)?)?;
         if gradients.is_here() {
             return self.send(unit, gradients);
         }
@@ -36,13 +36,13 @@ impl<'a> GradientShards<'a> {
         }
     }
 
-    /// Splits the gradient of each parameter of which this rank has several portions into one gradient per portion.
-    fn by_portion(&self, unit: Unit, mut gradients: Gradients) -> Result<Gradients> {
+    /// Splits the gradient of each parameter of which this rank has several partitions into one gradient per partition.
+    fn by_partition(&self, unit: Unit, mut gradients: Gradients) -> Result<Gradients> {
         let (mut parts, mut whole) = (Gradients::new(), BTreeSet::new());
-        for portion in self.shards.held(unit)?.iter().flat_map(|shard| shard.flat.portions()) {
-            if let (Some(row), Some(gradient)) = (portion.stacked_at, gradients.get(&portion.name)) {
-                parts.insert(portion.key().into_owned(), gradient.narrow(0, row, portion.rows.len())?);
-                whole.insert(&portion.name);
+        for partition in self.shards.held(unit)?.iter().flat_map(|shard| shard.flat.partitions()) {
+            if let (Some(row), Some(gradient)) = (partition.stacked_at, gradients.get(&partition.name)) {
+                parts.insert(partition.key().into_owned(), gradient.narrow(0, row, partition.rows.len())?);
+                whole.insert(&partition.name);
             }
         }
         gradients.retain(|name, _| !whole.contains(name));
@@ -50,7 +50,7 @@ impl<'a> GradientShards<'a> {
         Ok(gradients)
     }
 
-    /// Sends each holder its shard of a unit's gradients.
+    /// Sends each member its shard of a unit's gradients.
     fn send(&mut self, unit: Unit, mut gradients: Download) -> Result<()> {
         // Only one unit is under way at a time: its messages take as much memory as the unit itself.
         self.add_received()?;

@@ -2,7 +2,7 @@
 //!
 //! A unit's parameters are all-gathered while the unit before is computed, and freed after their use; its gradients are
 //! reduce-scattered while the next unit is computed. With a single rank nothing moves. With tensor or expert parallelism, each
-//! rank has its portions of a unit, and shares them only with the other holders, which have the same portions.
+//! rank has its partitions of a unit, and shares them only with the other members, which have the same partitions.
 
 mod exchange;
 mod flat_parameter;
@@ -12,7 +12,7 @@ mod placement;
 mod shared_gathers;
 mod stored_matrices;
 
-pub(crate) use flat_parameter::{PortionShard, whole_portion};
+pub(crate) use flat_parameter::{PartitionShard, whole_partition};
 pub(crate) use gradient_shards::GradientShards;
 pub(crate) use placement::ShardPlacement;
 pub(crate) use shared_gathers::SharedGathers;
@@ -28,7 +28,7 @@ use flat_parameter::FlatParameter;
 use ringspan::comm::{Buffer, Communicator};
 use ringspan_candle::quantized::QuantizedMatrix;
 use ringspan_candle::transfers::Reserved;
-use ringspan_candle::{Portion, RankDevice, StoredWeights, Transfers, Unit};
+use ringspan_candle::{Partition, RankDevice, StoredWeights, Transfers, Unit};
 use ringspan_models::{Decoder, Parameters};
 use std::{cell::RefCell, collections::BTreeMap, ops::Range, sync::Arc};
 use stored_matrices::{StoredFlat, StoredShard, weight};
@@ -58,7 +58,7 @@ struct GroupExchange {
     copies: Arc<dyn Communicator>,
 }
 
-/// A shard of a replica group's portions in a unit: either of the trained ones, or of the frozen ones.
+/// A shard of a replica group's partitions in a unit: either of the trained ones, or of the frozen ones.
 struct Shard {
     replica_group: usize,
     trained: bool,
@@ -66,7 +66,7 @@ struct Shard {
     values: Arc<Buffer>,
 }
 
-/// An all-gather of a unit's portions that is under way.
+/// An all-gather of a unit's partitions that is under way.
 struct Gathering {
     /// Exchanges of f32 shards, in the order of the unit's shards.
     numbers: Vec<PendingGather>,
@@ -85,19 +85,19 @@ struct Prefetched {
 
 impl Shards {
     /// The shards of this rank of `world`, which consists of copies of `placement`'s ranks, one after the other. `read` returns the
-    /// values of a portion shard, `read_stored` the rows and columns of a matrix that stays as it is stored; `device` computes with them.
+    /// values of a partition shard, `read_stored` the rows and columns of a matrix that stays as it is stored; `device` computes with them.
     /// With `shared`, all ranks are threads of this process, compute on the CPU, and pass the same `shared`.
     pub(crate) fn new(
         decoder: &Decoder,
         world: &dyn Communicator,
         placement: ShardPlacement,
         (device, shared): (&RankDevice, Option<Arc<SharedGathers>>),
-        mut read: impl FnMut(&PortionShard<'_>) -> Result<Vec<f32>>,
+        mut read: impl FnMut(&PartitionShard<'_>) -> Result<Vec<f32>>,
         read_stored: &mut ReadMatrix,
     ) -> Result<Self> {
         let (copy, rank) = (world.rank() / placement.ranks(), world.rank() % placement.ranks());
         let replica_group = |replica_group| {
-            let first = placement.holders(rank, replica_group).first().copied().unwrap_or(rank);
+            let first = placement.members(rank, replica_group).first().copied().unwrap_or(rank);
             let (first_owner, copies) = match placement.is_sharded() {
                 true => (copy * placement.ranks() + first, (rank, copy)),
                 false => (world.rank(), (first, world.rank())),
@@ -112,8 +112,8 @@ impl Shards {
             for trained in [true, false] {
                 for (replica_group, flat) in placement.flats(decoder, unit, rank, trained)?.into_iter().enumerate() {
                     let mut values = Vec::with_capacity(flat.shard(placement.shard(rank, replica_group).0).len());
-                    for portion_shard in flat.portion_shards(placement.shard(rank, replica_group).0) {
-                        values.extend(read(&portion_shard)?);
+                    for partition_shard in flat.partition_shards(placement.shard(rank, replica_group).0) {
+                        values.extend(read(&partition_shard)?);
                     }
                     if !flat.is_empty() {
                         shards.push(Shard { replica_group, trained, flat, values: Arc::new(Buffer::F32(values)) });
@@ -145,31 +145,31 @@ impl Shards {
         self.replica_groups[replica_group].copies.rank() == 0
     }
 
-    /// This rank's trained portion shards that it writes to checkpoints, as the first of the ranks that keep them.
-    pub(crate) fn kept(&self) -> impl Iterator<Item = PortionShard<'_>> {
-        self.trained().filter(|shard| self.keeps(shard.replica_group)).flat_map(|shard| self.portion_shards_of(shard))
+    /// This rank's trained partition shards that it writes to checkpoints, as the first of the ranks that keep them.
+    pub(crate) fn kept(&self) -> impl Iterator<Item = PartitionShard<'_>> {
+        self.trained().filter(|shard| self.keeps(shard.replica_group)).flat_map(|shard| self.partition_shards_of(shard))
     }
 
-    /// This rank's portion shards of trained parameters.
-    pub(crate) fn portion_shards(&self) -> impl Iterator<Item = PortionShard<'_>> {
-        self.trained().flat_map(|shard| self.portion_shards_of(shard))
+    /// This rank's partition shards of trained parameters.
+    pub(crate) fn partition_shards(&self) -> impl Iterator<Item = PartitionShard<'_>> {
+        self.trained().flat_map(|shard| self.partition_shards_of(shard))
     }
 
     fn trained(&self) -> impl Iterator<Item = &Shard> {
         self.units.values().flatten().filter(|shard| shard.trained)
     }
 
-    fn portion_shards_of<'a>(&self, shard: &'a Shard) -> impl Iterator<Item = PortionShard<'a>> + use<'a> {
-        shard.flat.portion_shards(self.replica_groups[shard.replica_group].exchange.group().rank())
+    fn partition_shards_of<'a>(&self, shard: &'a Shard) -> impl Iterator<Item = PartitionShard<'a>> + use<'a> {
+        shard.flat.partition_shards(self.replica_groups[shard.replica_group].exchange.group().rank())
     }
 
-    /// The values of the portion shards that this rank writes to checkpoints; they share the shards' memory while training goes on.
+    /// The values of the partition shards that this rank writes to checkpoints; they share the shards' memory while training goes on.
     pub(crate) fn slices(&self) -> Vec<Slice> {
         let mut slices = Vec::new();
         for shard in self.trained().filter(|shard| self.keeps(shard.replica_group)) {
-            for portion_shard in self.portion_shards_of(shard) {
-                let values = ShardSlice { shard: shard.values.clone(), range: portion_shard.in_shard.clone() };
-                slices.push(portion_shard.slice(portion_shard.portion.name.clone(), Arc::new(values)));
+            for partition_shard in self.partition_shards_of(shard) {
+                let values = ShardSlice { shard: shard.values.clone(), range: partition_shard.in_shard.clone() };
+                slices.push(partition_shard.slice(partition_shard.partition.name.clone(), Arc::new(values)));
             }
         }
         slices
@@ -182,18 +182,18 @@ impl Shards {
             let trained = shards.iter().filter(|shard| shard.trained);
             let once = |shard: &Shard, sum: &[f32]| match self.placement.is_sharded() {
                 true => of(sum),
-                false => of(sum) / self.placement.holders(self.copy.rank(), shard.replica_group).len() as f64,
+                false => of(sum) / self.placement.members(self.copy.rank(), shard.replica_group).len() as f64,
             };
             trained.zip(sums).map(|(shard, sum)| once(shard, sum)).sum()
         };
         self.units.iter().map(of_unit).sum()
     }
 
-    /// Calls `update` with each of this rank's trained portion shards, its values, and its gradient.
+    /// Calls `update` with each of this rank's trained partition shards, its values, and its gradient.
     pub(crate) fn update(
         &mut self,
         gradients: &Sums,
-        mut update: impl FnMut(&PortionShard<'_>, &mut [f32], &[f32]) -> Result<()>,
+        mut update: impl FnMut(&PartitionShard<'_>, &mut [f32], &[f32]) -> Result<()>,
     ) -> Result<()> {
         for (unit, shards) in &mut self.units {
             let missing = || Error::Model(format!("no gradient came for {unit:?}"));
@@ -202,13 +202,13 @@ impl Shards {
                 let gradient = of_unit.next().ok_or_else(missing)?;
                 // Another rank, or the thread that writes a checkpoint, may still hold this buffer: it keeps the old values.
                 let Buffer::F32(values) = Arc::make_mut(&mut shard.values) else { continue };
-                for portion_shard in
-                    shard.flat.portion_shards(self.replica_groups[shard.replica_group].exchange.group().rank())
+                for partition_shard in
+                    shard.flat.partition_shards(self.replica_groups[shard.replica_group].exchange.group().rank())
                 {
                     update(
-                        &portion_shard,
-                        &mut values[portion_shard.in_shard.clone()],
-                        &gradient[portion_shard.in_shard.clone()],
+                        &partition_shard,
+                        &mut values[partition_shard.in_shard.clone()],
+                        &gradient[partition_shard.in_shard.clone()],
                     )?;
                 }
             }
@@ -237,17 +237,21 @@ impl Shards {
         self.stored.get(&unit).map_or(&[], Vec::as_slice)
     }
 
-    /// Puts together the unit's portions of matrices that stay as they are stored.
-    fn stored_portions(&self, unit: Unit, under_way: Vec<PendingGather>) -> Result<Vec<(&Portion, QuantizedMatrix)>> {
+    /// Puts together the unit's partitions of matrices that stay as they are stored.
+    fn stored_partitions(
+        &self,
+        unit: Unit,
+        under_way: Vec<PendingGather>,
+    ) -> Result<Vec<(&Partition, QuantizedMatrix)>> {
         let (mut all, mut under_way) = (Vec::new(), under_way.into_iter());
         let shared = self.shared.as_ref().map(|shared| &shared.stored);
         for (replica_group, flat, kept) in self.held_stored(unit) {
             match (kept, kept.is_part().then(|| under_way.next()).flatten()) {
-                (StoredShard::Whole(matrices), _) => all.extend(flat.portions().zip(matrices.iter().cloned())),
+                (StoredShard::Whole(matrices), _) => all.extend(flat.partitions().zip(matrices.iter().cloned())),
                 (StoredShard::Part(_), Some(under_way)) => {
                     let exchange = &self.replica_groups[*replica_group].exchange;
                     all.extend(
-                        flat.portions().zip(exchange.finish_gather(under_way, shared, |shards| flat.whole(shards))?),
+                        flat.partitions().zip(exchange.finish_gather(under_way, shared, |shards| flat.whole(shards))?),
                     );
                 }
                 (StoredShard::Part(_), None) => return Err(Error::Model(format!("no bytes of {unit:?} came"))),
@@ -262,7 +266,7 @@ impl Shards {
         self.held(unit)?.iter().map(reserved).collect()
     }
 
-    /// Waits for all shards of a unit and puts its portions together on the device that computes.
+    /// Waits for all shards of a unit and puts its partitions together on the device that computes.
     fn finish(&self, unit: Unit, Prefetched { gathering, reserved }: Prefetched) -> Result<StoredWeights> {
         let gathering = gathering.map_or_else(|| self.gather(unit), Ok)?;
         let reserved = reserved.into_iter().chain(std::iter::repeat_with(Reserved::default));
@@ -275,10 +279,10 @@ impl Shards {
             };
             let exchange = &self.replica_groups[shard.replica_group].exchange;
             let tensors = exchange.finish_gather(under_way, shared, assemble)?;
-            for (portion, tensor) in shard.flat.portions().zip(tensors) {
-                match portion.stacked_at {
-                    None => drop(weights.insert(portion.name.clone(), tensor.into())),
-                    Some(row) => drop(stacked.entry(&portion.name).or_insert_with(BTreeMap::new).insert(row, tensor)),
+            for (partition, tensor) in shard.flat.partitions().zip(tensors) {
+                match partition.stacked_at {
+                    None => drop(weights.insert(partition.name.clone(), tensor.into())),
+                    Some(row) => drop(stacked.entry(&partition.name).or_insert_with(BTreeMap::new).insert(row, tensor)),
                 }
             }
         }
@@ -288,10 +292,12 @@ impl Shards {
         }
         let mut stacked = BTreeMap::new();
         let precision = self.transfers.precision();
-        for (portion, matrix) in self.stored_portions(unit, gathering.stored)? {
-            match portion.stacked_at {
-                None => drop(weights.insert(portion.name.clone(), weight(portion, matrix.computing_in(precision))?)),
-                Some(row) => drop(stacked.entry(&portion.name).or_insert_with(BTreeMap::new).insert(row, matrix)),
+        for (partition, matrix) in self.stored_partitions(unit, gathering.stored)? {
+            match partition.stacked_at {
+                None => {
+                    drop(weights.insert(partition.name.clone(), weight(partition, matrix.computing_in(precision))?))
+                }
+                Some(row) => drop(stacked.entry(&partition.name).or_insert_with(BTreeMap::new).insert(row, matrix)),
             }
         }
         for (name, parts) in stacked {

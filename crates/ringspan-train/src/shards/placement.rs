@@ -1,22 +1,22 @@
-//! Which rank of a copy of the model holds which portions and shards: arithmetic that every rank does for all ranks.
+//! Which rank of a copy of the model holds which partitions and shards: arithmetic that every rank does for all ranks.
 
 use super::flat_parameter::FlatParameter;
 use super::stored_matrices::{Region, StoredFlat, StoredFormats};
 use crate::error::{Result, model_error};
 use ringspan_candle::quantized::Format;
-use ringspan_candle::{ParallelRank, Portion, ReplicaGroup, Unit};
+use ringspan_candle::{ParallelRank, Partition, ReplicaGroup, Unit};
 use ringspan_models::Decoder;
 
 /// The ranks of a copy of the model, and how they share its parameters.
 ///
-/// The holders of a portion are its *replica group*: each keeps a shard of the portion, and the gradient of the whole portion is the
-/// sum of their gradients. Replica groups are numbered in the same way on every rank.
+/// The ranks that have the same partition of a parameter are its *replica group*: each member keeps a shard of the partition, and the
+/// gradient of the whole partition is the sum of their gradients. Replica groups are numbered in the same way on every rank.
 #[derive(Debug, Clone)]
 pub(crate) struct ShardPlacement {
     parallel_ranks: Vec<ParallelRank>,
     /// The replica groups of each rank, by rank, then by number.
     groups: Vec<Vec<ReplicaGroup>>,
-    /// Whether holders keep a shard each; otherwise each keeps the whole portion.
+    /// Whether members keep a shard each; otherwise each keeps the whole partition.
     is_sharded: bool,
     /// The formats of the matrices that stay as they are stored.
     stored: StoredFormats,
@@ -39,13 +39,13 @@ impl ShardPlacement {
         let (all, mut stored) = (formats.len(), formats);
         for rank in &self.parallel_ranks {
             for unit in decoder.units() {
-                for portion in decoder.all_parameters().portions(unit, *rank).map_err(model_error)? {
+                for partition in decoder.all_parameters().partitions(unit, *rank).map_err(model_error)? {
                     let inside = |format: &Format| {
-                        let (block, columns) = (format.block_len(), Region::new(&portion).columns);
+                        let (block, columns) = (format.block_len(), Region::new(&partition).columns);
                         !columns.start.is_multiple_of(block) || !columns.end.is_multiple_of(block)
                     };
-                    if stored.get(&portion.name).is_some_and(inside) {
-                        stored.remove(&portion.name);
+                    if stored.get(&partition.name).is_some_and(inside) {
+                        stored.remove(&partition.name);
                     }
                 }
             }
@@ -73,27 +73,27 @@ impl ShardPlacement {
         self.groups.first().map_or(0, Vec::len)
     }
 
-    /// Whether holders keep a shard each.
+    /// Whether members keep a shard each.
     pub(crate) fn is_sharded(&self) -> bool {
         self.is_sharded
     }
 
     /// The ranks in a replica group of `rank`, rising.
-    pub(crate) fn holders(&self, rank: usize, replica_group: usize) -> Vec<usize> {
+    pub(crate) fn members(&self, rank: usize, replica_group: usize) -> Vec<usize> {
         let own = self.groups[rank][replica_group];
         (0..self.ranks()).filter(|other| self.groups[*other][replica_group] == own).collect()
     }
 
-    /// The index of the shard that a rank keeps of its portions in a replica group, and the number of shards.
+    /// The index of the shard that a rank keeps of its partitions in a replica group, and the number of shards.
     pub(crate) fn shard(&self, rank: usize, replica_group: usize) -> (usize, usize) {
-        let holders = self.holders(rank, replica_group);
+        let members = self.members(rank, replica_group);
         match self.is_sharded {
-            true => (holders.iter().position(|holder| *holder == rank).unwrap_or(0), holders.len()),
+            true => (members.iter().position(|member| *member == rank).unwrap_or(0), members.len()),
             false => (0, 1),
         }
     }
 
-    /// A rank's portions of a unit, by replica group, as rows of elements: either those of trained parameters, or those of frozen ones
+    /// A rank's partitions of a unit, by replica group, as rows of elements: either those of trained parameters, or those of frozen ones
     /// that do not stay as they are stored.
     pub(crate) fn flats(
         &self,
@@ -102,24 +102,24 @@ impl ShardPlacement {
         rank: usize,
         trained: bool,
     ) -> Result<Vec<FlatParameter>> {
-        let portions = decoder.all_parameters().portions(unit, self.parallel_ranks[rank]).map_err(model_error)?;
+        let partitions = decoder.all_parameters().partitions(unit, self.parallel_ranks[rank]).map_err(model_error)?;
         let flat = |replica_group| {
             let own = self.groups[rank][replica_group];
-            let of_group = |p: &&Portion| {
+            let of_group = |p: &&Partition| {
                 p.replicas == own && decoder.trains(&p.name) == trained && !self.stored.contains_key(&p.name)
             };
-            FlatParameter::new(portions.iter().filter(of_group).cloned().collect(), self.shard(rank, replica_group).1)
+            FlatParameter::new(partitions.iter().filter(of_group).cloned().collect(), self.shard(rank, replica_group).1)
         };
         Ok((0..self.replica_groups()).map(flat).collect())
     }
 
-    /// A rank's portions of a unit's matrices that stay as they are stored, by replica group, as rows of bytes.
+    /// A rank's partitions of a unit's matrices that stay as they are stored, by replica group, as rows of bytes.
     pub(crate) fn stored_flats(&self, decoder: &Decoder, unit: Unit, rank: usize) -> Result<Vec<StoredFlat>> {
-        let portions = decoder.all_parameters().portions(unit, self.parallel_ranks[rank]).map_err(model_error)?;
+        let partitions = decoder.all_parameters().partitions(unit, self.parallel_ranks[rank]).map_err(model_error)?;
         let flat = |replica_group| {
             let own = self.groups[rank][replica_group];
-            let of_group = portions.iter().filter(|portion| portion.replicas == own);
-            let stored = of_group.filter_map(|portion| Some((portion.clone(), *self.stored.get(&portion.name)?)));
+            let of_group = partitions.iter().filter(|partition| partition.replicas == own);
+            let stored = of_group.filter_map(|partition| Some((partition.clone(), *self.stored.get(&partition.name)?)));
             StoredFlat::new(stored, self.shard(rank, replica_group).1)
         };
         (0..self.replica_groups()).map(flat).collect()
@@ -158,7 +158,7 @@ mod tests {
         decoder().with_lora(lora).expect("possible")
     }
 
-    /// Every element is kept by exactly one rank of a copy where shards are cut, and by all its holders where not.
+    /// Every element is kept by exactly one rank of a copy where shards are cut, and by all members of its replica group where not.
     #[test]
     fn the_shards_of_all_ranks_are_the_model() {
         let meshes = [
@@ -191,20 +191,20 @@ mod tests {
                         for (replica_group, flat) in
                             placement.flats(&decoder, unit, rank, trained).expect("possible").iter().enumerate()
                         {
-                            for portion_shard in flat.portion_shards(placement.shard(rank, replica_group).0) {
-                                let portion = portion_shard.portion;
-                                if portion.name != name {
+                            for partition_shard in flat.partition_shards(placement.shard(rank, replica_group).0) {
+                                let partition = partition_shard.partition;
+                                if partition.name != name {
                                     continue;
                                 }
                                 let times =
-                                    if cut { 1.0 } else { 1.0 / placement.holders(rank, replica_group).len() as f64 };
-                                let rows = portion_shard.row_range();
-                                let picked = portion_shard
+                                    if cut { 1.0 } else { 1.0 / placement.members(rank, replica_group).len() as f64 };
+                                let rows = partition_shard.row_range();
+                                let picked = partition_shard
                                     .gather_from(rows.start, &whole[rows.start * in_first..rows.end * in_first]);
-                                for (at, picked) in portion_shard.in_portion.clone().zip(picked) {
-                                    let (row, column) = (at / portion.columns.len(), at % portion.columns.len());
-                                    let row = (portion.rows.start + row) * portion.width();
-                                    let at = row + portion.columns.start + column;
+                                for (at, picked) in partition_shard.in_partition.clone().zip(picked) {
+                                    let (row, column) = (at / partition.columns.len(), at % partition.columns.len());
+                                    let row = (partition.rows.start + row) * partition.width();
+                                    let at = row + partition.columns.start + column;
                                     assert_eq!(picked, whole[at], "{name}");
                                     kept[at] += (times * 840.0).round() as usize;
                                 }

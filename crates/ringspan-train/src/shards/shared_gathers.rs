@@ -22,7 +22,7 @@ pub(crate) struct SharedGathers {
 pub(super) struct GatherId {
     /// The first rank, in the world, of the ranks that take part.
     pub(super) first_rank: usize,
-    /// The replica group whose portions are gathered.
+    /// The replica group whose partitions are gathered.
     pub(super) replica_group: usize,
     /// The tag of the exchange, which counts the exchanges of these ranks.
     pub(super) tag: u64,

@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 use bytes::Bytes;
 use ringspan::comm::Buffer;
 use ringspan_candle::quantized::{Format, QuantizedMatrix, QuantizedStack};
-use ringspan_candle::{Portion, Weight};
+use ringspan_candle::{Partition, Weight};
 use std::{collections::BTreeMap, ops::Range, sync::Arc};
 
 /// The formats of the matrices that stay as they are stored, by parameter name.
@@ -15,27 +15,27 @@ pub(crate) type StoredFormats = BTreeMap<String, Format>;
 /// one below the other.
 pub(crate) type ReadMatrix<'a> = dyn FnMut(&str, Range<usize>, Range<usize>) -> Result<QuantizedMatrix> + 'a;
 
-/// A unit's portions of such matrices that have the same holders, as one row of bytes. Shards have the same size to within a
+/// A unit's partitions of such matrices that have the same replica group, as one row of bytes. Shards have the same size to within a
 /// byte.
 #[derive(Debug, Clone)]
 pub(crate) struct StoredFlat {
-    portions: Vec<StoredPortion>,
+    partitions: Vec<StoredPartition>,
     len: usize,
     ranks: usize,
 }
 
 #[derive(Debug, Clone)]
-struct StoredPortion {
-    portion: Portion,
+struct StoredPartition {
+    partition: Partition,
     region: Region,
     format: Format,
-    /// Bytes of one row of the portion.
+    /// Bytes of one row of the partition.
     row: usize,
-    /// The portion's range in the row of bytes.
+    /// The partition's range in the row of bytes.
     range: Range<usize>,
 }
 
-/// The region of a portion in a stored matrix: rows and columns of one matrix, or the same rows and columns of several experts'
+/// The region of a partition in a stored matrix: rows and columns of one matrix, or the same rows and columns of several experts'
 /// matrices.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Region {
@@ -48,10 +48,10 @@ pub(super) struct Region {
 }
 
 impl Region {
-    /// The region of a portion of a matrix `[out, in]`, or of a parameter `[e, in, out]` of experts, whose matrices are stored as
+    /// The region of a partition of a matrix `[out, in]`, or of a parameter `[e, in, out]` of experts, whose matrices are stored as
     /// `[out, in]`.
-    pub(super) fn new(portion: &Portion) -> Self {
-        let Portion { whole, dim, rows, columns, .. } = portion;
+    pub(super) fn new(partition: &Partition) -> Self {
+        let Partition { whole, dim, rows, columns, .. } = partition;
         match (&whole[..], dim) {
             // Ranks cut the outputs of each expert, or do not cut it.
             (&[_, inputs, outputs], 2) => {
@@ -103,16 +103,16 @@ fn shrunk(range: &Range<usize>, each: usize) -> Range<usize> {
 }
 
 impl StoredFlat {
-    pub(crate) fn new(portions: impl Iterator<Item = (Portion, Format)>, ranks: usize) -> Result<Self> {
+    pub(crate) fn new(partitions: impl Iterator<Item = (Partition, Format)>, ranks: usize) -> Result<Self> {
         let (mut all, mut len) = (Vec::new(), 0);
-        for (portion, format) in portions {
-            let region = Region::new(&portion);
+        for (partition, format) in partitions {
+            let region = Region::new(&partition);
             let row = format.bytes(1, region.columns.len())?;
             let start = len;
             len += row * region.len();
-            all.push(StoredPortion { portion, region, format, row, range: start..len });
+            all.push(StoredPartition { partition, region, format, row, range: start..len });
         }
-        Ok(Self { portions: all, len, ranks })
+        Ok(Self { partitions: all, len, ranks })
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -130,35 +130,35 @@ impl StoredFlat {
         at(rank)..at(rank + 1)
     }
 
-    /// Reads what a rank keeps of these portions.
+    /// Reads what a rank keeps of these partitions.
     pub(super) fn keep(&self, rank: usize, read: &mut ReadMatrix) -> Result<StoredShard> {
         if self.ranks == 1 {
-            let whole = |StoredPortion { portion, region, .. }: &StoredPortion| {
-                region.read(&portion.name, 0..region.len(), read)
+            let whole = |StoredPartition { partition, region, .. }: &StoredPartition| {
+                region.read(&partition.name, 0..region.len(), read)
             };
-            return Ok(StoredShard::Whole(self.portions.iter().map(whole).collect::<Result<_>>()?));
+            return Ok(StoredShard::Whole(self.partitions.iter().map(whole).collect::<Result<_>>()?));
         }
         let shard = self.shard(rank);
         let mut bytes = Vec::with_capacity(shard.len());
-        for StoredPortion { portion, region, row, range, .. } in &self.portions {
+        for StoredPartition { partition, region, row, range, .. } in &self.partitions {
             let (start, end) = (range.start.max(shard.start), range.end.min(shard.end));
             if start >= end {
                 continue;
             }
             let (start, end) = (start - range.start, end - range.start);
             let rows = start / row..end.div_ceil(*row);
-            let matrix = region.read(&portion.name, rows.clone(), read)?;
+            let matrix = region.read(&partition.name, rows.clone(), read)?;
             bytes.extend_from_slice(&matrix.bytes()[start - rows.start * row..end - rows.start * row]);
         }
         Ok(StoredShard::Part(Arc::new(Buffer::U8(bytes))))
     }
 
-    /// The portions, in the order of the row.
-    pub(super) fn portions(&self) -> impl Iterator<Item = &Portion> {
-        self.portions.iter().map(|StoredPortion { portion, .. }| portion)
+    /// The partitions, in the order of the row.
+    pub(super) fn partitions(&self) -> impl Iterator<Item = &Partition> {
+        self.partitions.iter().map(|StoredPartition { partition, .. }| partition)
     }
 
-    /// The matrices of the portions, put together from the shards of all ranks. A portion that lies in one shard shares its
+    /// The matrices of the partitions, put together from the shards of all ranks. A partition that lies in one shard shares its
     /// bytes.
     pub(super) fn whole(&self, shards: &[Arc<Buffer>]) -> Result<Vec<QuantizedMatrix>> {
         for (rank, shard) in shards.iter().enumerate() {
@@ -168,7 +168,7 @@ impl StoredFlat {
                 return Err(Error::Model(format!("rank {rank} sent {sent} bytes of a shard of {expected}")));
             }
         }
-        let matrix = |StoredPortion { region, format, range, .. }: &StoredPortion| {
+        let matrix = |StoredPartition { region, format, range, .. }: &StoredPartition| {
             let parts = shards.iter().enumerate().filter_map(|(rank, shard)| {
                 let own = self.shard(rank);
                 let (start, end) = (range.start.max(own.start), range.end.min(own.end));
@@ -181,7 +181,7 @@ impl StoredFlat {
             };
             QuantizedMatrix::new(*format, region.len(), region.columns.len(), bytes)
         };
-        self.portions.iter().map(|portion| Ok(matrix(portion)?)).collect()
+        self.partitions.iter().map(|partition| Ok(matrix(partition)?)).collect()
     }
 }
 
@@ -200,10 +200,10 @@ impl StoredShard {
     }
 }
 
-/// The weight that layers compute with: the matrix of a portion, or the matrices of its experts.
-pub(super) fn weight(portion: &Portion, matrix: QuantizedMatrix) -> Result<Weight> {
-    match portion.whole.len() {
-        3 => Ok(QuantizedStack::new(matrix, Region::new(portion).rows.len())?.into()),
+/// The weight that layers compute with: the matrix of a partition, or the matrices of its experts.
+pub(super) fn weight(partition: &Partition, matrix: QuantizedMatrix) -> Result<Weight> {
+    match partition.whole.len() {
+        3 => Ok(QuantizedStack::new(matrix, Region::new(partition).rows.len())?.into()),
         _ => Ok(matrix.into()),
     }
 }

@@ -6,7 +6,7 @@ use super::wire::floats;
 use super::{Forward, Group, Inputs, MAX_TILES_PER_CALL, check_shape, tiling};
 use crate::error::{Error, Result};
 use crate::kernel::{self, Data, Floats, HeadMap, Kernel, RowTarget, Saved, Statistics, View};
-use crate::schedule::{Block, Pass, Rows, Schedule};
+use crate::schedule::{Block, Pass, RowRanges, Schedule};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::Arc;
@@ -302,7 +302,7 @@ fn add_rows(
     kernel: &Kernel,
     [dk, dv]: &mut [Floats; 2],
     values: Data,
-    rows: &Rows,
+    rows: &RowRanges,
     inputs: &kernel::Inputs,
 ) -> Result<()> {
     let (k, v) = (inputs.k, inputs.v);

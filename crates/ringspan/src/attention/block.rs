@@ -5,7 +5,7 @@ use super::wire::{Wire, floats};
 use crate::comm::{Buffer, Communicator, Pending};
 use crate::error::{Error, Result};
 use crate::kernel::{DType, Data, Inputs, Kernel, Saved, Statistics, TensorSlice, View};
-use crate::schedule::{Block, Compute, Plan, Rows, Step, Transfer};
+use crate::schedule::{Block, Compute, Plan, RowRanges, Step, Transfer};
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ pub(super) struct Blocks<'a> {
     rank: usize,
     wire: Wire,
     /// Messages from other ranks, and this rank's own blocks until they have been sent.
-    held: HashMap<Block, (Rows, Arc<Buffer>)>,
+    held: HashMap<Block, (RowRanges, Arc<Buffer>)>,
     /// For each block, the last step that needs it.
     last_use: HashMap<Block, usize>,
 }
@@ -136,7 +136,7 @@ pub(super) fn last_uses(plan: &Plan) -> HashMap<Block, usize> {
 }
 
 /// The row range of a tensor of one row, for packing a plain list of numbers.
-#[allow(clippy::single_range_in_vec_init)] // Rows are given as ranges.
+#[allow(clippy::single_range_in_vec_init)] // RowRanges are given as ranges.
 const ONE: &[std::ops::Range<usize>] = &[0..1];
 
 /// The error for a plan that uses a block before it arrived; the schedule's tests show that no plan does.

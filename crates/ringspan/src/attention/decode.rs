@@ -11,7 +11,7 @@ use crate::documents::{Run, Strand};
 use crate::error::{Error, Result};
 use crate::kernel::{self, Floats, HeadMap, SoftmaxState, Statistics, Tile, TilePosition};
 use crate::mask::{Band, Mask, VisiblePairs};
-use crate::schedule::{Merge, MergeStep};
+use crate::schedule::{DecodeSchedule, Merge, Step, Transfer};
 use std::sync::Arc;
 
 /// The tokens of a decoding step.
@@ -270,32 +270,40 @@ fn merged(group: &Group, state: SoftmaxState, (tokens, heads, v_dim): Sizes, mer
     }
     let (mut own, mut result) = (Some(state), None::<Arc<Buffer>>);
     let take_own = |own: &mut Option<SoftmaxState>| own.take().ok_or_else(|| broken("a state that was sent already"));
-    for step in merge.plan(comm.size(), comm.rank()) {
-        match step {
-            MergeStep::Exchange => return exchanged(group, take_own(&mut own)?, (tokens, heads, v_dim)),
-            MergeStep::Receive { from } => {
-                let message = payload(group, comm.receive(from, UP)?, Wire::F32)?;
+    for Step { send, receive, .. } in DecodeSchedule::new(merge, comm.size(), tokens).plan(comm.rank()) {
+        if !send.is_empty() && !receive.is_empty() {
+            return exchanged(group, take_own(&mut own)?, (tokens, heads, v_dim));
+        }
+        for Transfer { block, peer, .. } in send {
+            // The receiver merges a state of its own copy of the queries; any other state is the result.
+            let (tag, message) = match block.owner() == peer {
+                true => (UP, Arc::new(take_own(&mut own)?.into_message())),
+                false => (DOWN, result_of(&mut own, &mut result)?),
+            };
+            send_to(group, comm, peer, tag, message)?.wait()?;
+        }
+        for Transfer { block, peer, .. } in receive {
+            if block.owner() == comm.rank() {
+                let message = payload(group, comm.receive(peer, UP)?, Wire::F32)?;
                 let state = own.as_mut().ok_or_else(|| broken("a state that was sent already"))?;
                 kernel.merge(state, floats(&message, len, OPERATION)?)?;
-            }
-            MergeStep::Send { to } => {
-                let message = Arc::new(take_own(&mut own)?.into_message());
-                send_to(group, comm, to, UP, message)?.wait()?;
-            }
-            MergeStep::TakeResult => result = Some(Arc::new(take_own(&mut own)?.into_message())),
-            MergeStep::ReceiveResult { from } => {
-                result = Some(payload(group, comm.receive(from, DOWN)?, Wire::F32)?);
-            }
-            MergeStep::SendResult { to } => {
-                let result = result.clone().ok_or_else(|| broken("a result that is not there"))?;
-                send_to(group, comm, to, DOWN, result)?.wait()?;
+            } else {
+                result = Some(payload(group, comm.receive(peer, DOWN)?, Wire::F32)?);
             }
         }
     }
-    let result = result.ok_or_else(|| broken("a result that is not there"))?;
+    let result = result_of(&mut own, &mut result)?;
     let mut merged = kernel.state(tokens, heads, v_dim)?;
     kernel.merge(&mut merged, floats(&result, len, OPERATION)?)?;
     Ok(merged)
+}
+
+/// The state of all keys: the one that was received, or else this rank's own.
+fn result_of(own: &mut Option<SoftmaxState>, result: &mut Option<Arc<Buffer>>) -> Result<Arc<Buffer>> {
+    if result.is_none() {
+        *result = own.take().map(|own| Arc::new(own.into_message()));
+    }
+    result.clone().ok_or_else(|| broken("a result that is not there"))
 }
 
 /// The error for a plan that needs what is not there; the tests of plans show that none does.

@@ -8,7 +8,7 @@ use super::wire::{Wire, floats};
 use crate::comm::{Buffer, Communicator, PendingAllToAll};
 use crate::error::{Error, Result};
 use crate::kernel::{Floats, RowTarget, TensorSlice, View};
-use crate::schedule::Rows;
+use crate::schedule::RowRanges;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -73,7 +73,7 @@ impl<'a> Exchange<'a> {
         wire: Wire,
         tag: u64,
     ) -> Result<PendingExchange> {
-        let rows = Rows::all(local.tokens);
+        let rows = RowRanges::all(local.tokens);
         let slice = |heads: &Range<usize>| TensorSlice { view: *local, heads: heads.clone(), rows: rows.ranges() };
         let part = |heads| self.group.kernel().pack(wire.dtype(), &[slice(heads)]);
         let parts = heads.iter().map(part).collect::<Result<_>>()?;
@@ -149,7 +149,7 @@ impl<'a> Exchange<'a> {
             let range = &exchange.heads[member];
             let width = range.len() * dim;
             let part = floats(&message, tokens * width, "the exchange of tokens")?;
-            let rows = Rows::all(tokens);
+            let rows = RowRanges::all(tokens);
             let place = RowTarget { rows: rows.ranges(), offset: range.start * dim, stride: heads * dim, width };
             self.group.kernel().add(local.all_mut(), &place, part)?;
         }

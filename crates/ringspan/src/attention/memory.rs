@@ -10,7 +10,7 @@ use super::wire::Wire;
 use super::{Group, Inputs, MAX_TILES_PER_CALL, f32_bytes, stored_bytes, tiling};
 use crate::error::Result;
 use crate::kernel::{self, HeadMap, View};
-use crate::schedule::{self, Block, Compute, Pass, Plan, Rows, Schedule, Transfer};
+use crate::schedule::{self, Block, Compute, Pass, Plan, RowRanges, Schedule, Transfer};
 use std::collections::HashMap;
 
 /// Peak number of bytes that this rank holds in a [forward](super::forward()) call with these inputs: its tensors and results, blocks
@@ -274,7 +274,7 @@ struct BlockBytes<'a> {
     rank: usize,
     own: kernel::Inputs<'a>,
     wire: Wire,
-    held: HashMap<Block, (Rows, u64)>,
+    held: HashMap<Block, (RowRanges, u64)>,
     last_use: HashMap<Block, usize>,
 }
 

@@ -1,9 +1,8 @@
 //! The trait that devices with their own memory implement: what they compute, and how the library refers to memory that the
 //! CPU cannot read.
 
-use super::device::Progress;
 use super::device_array::{DeviceArray, DeviceMemory, DeviceSlice, DeviceSliceMut};
-use super::{DType, Data, Inputs, RowTarget, Saved, StateShape, Statistics, Sums, TensorSlice, Tile, View};
+use super::{DType, Data, Inputs, Progress, RowTarget, Saved, StateShape, Statistics, Sums, TensorSlice, Tile, View};
 use crate::error::Result;
 use std::any::Any;
 use std::fmt::Debug;
@@ -52,7 +51,7 @@ pub trait Backend: Any + Debug + Send + Sync {
     /// Packs the slices one after the other, each as `[rows, heads, dim]`, converted to `dtype`.
     fn pack(&self, dtype: DType, slices: &[TensorSlice]) -> Result<DeviceArray>;
 
-    /// Copies elements into `to`, behind its first `filled` elements.
+    /// Copies elements into `to`, after its first `filled` elements.
     fn append(&self, to: &mut DeviceArray, filled: usize, from: DeviceSlice) -> Result<()>;
 
     /// Adds consecutive f32 rows to rows of a sum.

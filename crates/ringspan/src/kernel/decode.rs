@@ -5,6 +5,7 @@
 //! decoding", Dao et al., 2023), so any number of threads gives the same bits.
 
 use super::buffer::{Pool, Target};
+use super::dispatch::dispatch;
 use super::isa::Code;
 use super::micro::accumulate;
 use super::pack::copy;
@@ -13,7 +14,7 @@ use super::scaling::Scaling;
 use super::terms::ScoreTerms;
 use super::vector::{Simd, exp};
 use super::workers::Workers;
-use super::{HeadMap, Partial, Tile, View, isa};
+use super::{HeadMap, Partial, Tile, View};
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -178,7 +179,7 @@ impl Decode<'_> {
                 // SAFETY: the counter gives each task, and with it these states, to one worker.
                 unsafe {
                     let states = target.row(task * size, heads * self.state());
-                    isa::decode_chunk(code, self, kv, rows, tile, states, &mut scratch);
+                    decode_chunk(code, self, kv, rows, tile, states, &mut scratch);
                 }
                 progress(worker);
             }
@@ -230,3 +231,10 @@ unsafe fn dots<S: Simd>(simd: S, query: &[f32], rows: *const f32, width: usize, 
         to[i] = simd.sum(sums[i]);
     }
 }
+
+dispatch!(
+    decode_chunk,
+    Decode<'_>,
+    chunk<[], [], []>(kv: usize, rows: Range<usize>, tile: &Tile, states: &mut [f32], scratch: &mut [f32]),
+    "[`Decode::chunk`] compiled for `isa`."
+);

@@ -2,6 +2,7 @@
 
 use super::View;
 use super::buffer::{Target, lines};
+use super::dispatch::dispatch;
 use super::pack::columns;
 use super::vector::Simd;
 
@@ -50,3 +51,5 @@ impl Delta<'_> {
         }
     }
 }
+
+dispatch!(delta_head, Delta<'_>, head<[], [], []>(head: usize, scratch: &mut [f32]), "[`Delta::head`] compiled for `isa`.");

@@ -4,13 +4,9 @@ use super::backend::Backend;
 use super::cpu::Cpu;
 use super::staged;
 use super::workers::Workers;
-use super::{Data, Floats, Inputs, Isa, Partial, Relative, Saved, Statistics, Sums, Tile, View};
+use super::{Data, Floats, Inputs, Isa, Partial, Progress, Relative, Saved, Statistics, Sums, Tile, View};
 use crate::error::{Error, Result};
-use std::sync::Arc;
 use std::time::Duration;
-
-/// A function that a kernel calls between parts of its work.
-pub type Progress = Arc<dyn Fn() + Send + Sync>;
 
 /// Attention of banded tiles on the device of one rank.
 ///
@@ -102,6 +98,14 @@ impl Kernel {
             Device::Backend(_) => {}
         }
         self
+    }
+
+    /// Whether this kernel computes on the CPU.
+    pub fn is_cpu(&self) -> bool {
+        match &self.0 {
+            Device::Cpu(_) => true,
+            Device::Backend(_) => false,
+        }
     }
 
     /// The function given to [`with_progress`](Self::with_progress).

@@ -1,19 +1,10 @@
-//! Instruction sets, and the functions of the blocked kernels compiled for each of them.
+//! The instruction sets of the blocked kernels on a CPU, and the sizes of the blocks that suit each.
 
-use super::Tile;
-use super::backward::{Backward, Share};
-use super::buffer::Target;
-use super::decode::Decode;
-use super::delta::Delta;
-use super::forward::{BlockTask, Forward};
-use super::pack::Packing;
-use super::product::{Block, Dots, Lines, Panels};
+use super::vector::PORTABLE_COLUMNS;
 #[cfg(target_arch = "x86_64")]
 use super::vector::{Avx2, Avx512};
-use super::vector::{PORTABLE_COLUMNS, Portable};
 use crate::error::{Error, Result};
 use std::fmt::{Display, Formatter};
-use std::ops::Range;
 use std::str::FromStr;
 
 /// An instruction set that the blocked kernels support.
@@ -91,11 +82,11 @@ impl FromStr for Isa {
 /// The instruction set and options that the functions of a call are compiled for.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Code {
-    isa: Isa,
+    pub(super) isa: Isa,
     /// Whether products take pairs of bf16.
-    pairs: bool,
+    pub(super) pairs: bool,
     /// Whether portable code is compiled for AVX.
-    avx: bool,
+    pub(super) avx: bool,
 }
 
 impl Code {
@@ -150,127 +141,3 @@ impl Code {
         }
     }
 }
-
-/// Defines a function that calls a kernel function compiled for the instruction set in `code`. The lists are its constants
-/// for AVX-512, for AVX2, and for portable code.
-macro_rules! dispatch {
-    (
-        $name:ident, $job:ty,
-        $call:ident<[$($wide:literal),*], [$($narrow:literal),*], [$($portable:expr),*]>
-        ($($argument:ident: $type:ty),*), $doc:literal
-    ) => {
-        #[doc = $doc]
-        ///
-        /// # Safety
-        /// As for the generic function.
-        pub(super) unsafe fn $name(code: Code, job: &$job, $($argument: $type),*) {
-            #[cfg(target_arch = "x86_64")]
-            {
-                #[target_feature(enable = "avx512f")]
-                unsafe fn avx512(simd: Avx512<false>, job: &$job, $($argument: $type),*) {
-                    // SAFETY: the contract of the caller.
-                    unsafe { job.$call::<_, $($wide),*>(simd, $($argument),*) }
-                }
-                #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-                unsafe fn avx512_pairs(simd: Avx512<true>, job: &$job, $($argument: $type),*) {
-                    // SAFETY: the contract of the caller.
-                    unsafe { job.$call::<_, $($wide),*>(simd, $($argument),*) }
-                }
-                #[target_feature(enable = "avx2,fma")]
-                unsafe fn avx2(simd: Avx2, job: &$job, $($argument: $type),*) {
-                    // SAFETY: the contract of the caller.
-                    unsafe { job.$call::<_, $($narrow),*>(simd, $($argument),*) }
-                }
-                #[target_feature(enable = "avx")]
-                unsafe fn avx(job: &$job, $($argument: $type),*) {
-                    // SAFETY: the contract of the caller.
-                    unsafe { job.$call::<_, $({ $portable }),*>(Portable::<8>, $($argument),*) }
-                }
-                match code.isa {
-                    Isa::Avx512 if code.pairs => {
-                        if let Some(simd) = Avx512::detect() {
-                            // SAFETY: the token proves the features; the rest is the contract of the caller.
-                            return unsafe { avx512_pairs(simd, job, $($argument),*) };
-                        }
-                    }
-                    Isa::Avx512 => {
-                        if let Some(simd) = Avx512::detect() {
-                            // SAFETY: as above.
-                            return unsafe { avx512(simd, job, $($argument),*) };
-                        }
-                    }
-                    Isa::Avx2 => {
-                        if let Some(simd) = Avx2::detect() {
-                            // SAFETY: as above.
-                            return unsafe { avx2(simd, job, $($argument),*) };
-                        }
-                    }
-                    // SAFETY: the machine has AVX; the rest is the contract of the caller.
-                    Isa::Portable if code.avx => return unsafe { avx(job, $($argument),*) },
-                    Isa::Portable => (),
-                }
-            }
-            debug_assert_eq!(code.isa, Isa::Portable);
-            // SAFETY: the contract of the caller.
-            unsafe { job.$call::<_, $({ $portable }),*>(Portable::<4>, $($argument),*) }
-        }
-    };
-}
-
-dispatch!(
-    pack_chunk,
-    Packing<'_>,
-    chunk<[8], [4], [4]>(head: usize, slot: usize, chunk: usize),
-    "[`Packing::chunk`] compiled for `isa`."
-);
-dispatch!(
-    forward_block,
-    Forward<'_>,
-    block<[8, 3], [4, 3], [4, PORTABLE_COLUMNS]>(task: BlockTask, scratch: &mut [f32]),
-    "[`Forward::block`] compiled for `isa`."
-);
-dispatch!(
-    backward_head,
-    Backward<'_>,
-    head<[8, 3], [4, 3], [4, PORTABLE_COLUMNS]>(share: Share<'_>, scratch: &mut [f32]),
-    "[`Backward::head`] compiled for `isa`."
-);
-dispatch!(delta_head, Delta<'_>, head<[], [], []>(head: usize, scratch: &mut [f32]), "[`Delta::head`] compiled for `isa`.");
-dispatch!(
-    decode_chunk,
-    Decode<'_>,
-    chunk<[], [], []>(kv: usize, rows: Range<usize>, tile: &Tile, states: &mut [f32], scratch: &mut [f32]),
-    "[`Decode::chunk`] compiled for `isa`."
-);
-dispatch!(
-    product_rows,
-    Lines<'_>,
-    pack_rows<[8], [4], [4]>(rows: Range<usize>, terms: Range<usize>, to: &mut [f32]),
-    "[`Lines::pack_rows`] compiled for `isa`."
-);
-dispatch!(
-    product_columns,
-    Lines<'_>,
-    pack_columns<[], [], []>(columns: Range<usize>, terms: Range<usize>, width: usize, to: &mut [f32]),
-    "[`Lines::pack_columns`] compiled for `isa`."
-);
-dispatch!(
-    product_columns_across,
-    Lines<'_>,
-    pack_columns_across<[], [], []>
-    (panels: Panels, group: Range<usize>, terms: Range<usize>, to: Target, at: usize),
-    "[`Lines::pack_columns_across`] compiled for `isa`."
-);
-dispatch!(
-    product_block,
-    Block<'_>,
-    multiply<[8, 3], [4, 3], [4, PORTABLE_COLUMNS]>
-    (panel: &[f32], next: &[f32], columns: Range<usize>, sums: &mut [f32]),
-    "[`Block::multiply`] compiled for `isa`."
-);
-dispatch!(
-    product_dots,
-    Dots<'_>,
-    columns<[], [], []>(columns: Range<usize>, scratch: &mut [f32]),
-    "[`Dots::columns`] compiled for `isa`."
-);

@@ -2,37 +2,13 @@
 
 use super::device::Device;
 use super::device_array::DeviceArray;
-use super::{DType, Data, Kernel, View};
+use super::{DType, Data, Kernel, TensorSlice};
 use crate::comm::{Buffer, Communicator};
 use crate::error::{Error, Result};
 use half::slice::{HalfBitsSliceExt, HalfFloatSliceExt};
 use half::{bf16, f16};
 use std::any::Any;
-use std::ops::Range;
 use std::sync::Arc;
-
-/// Some heads and rows of a tensor.
-#[derive(Debug)]
-pub struct TensorSlice<'a> {
-    /// The whole tensor.
-    pub view: View<'a>,
-    /// Heads of the slice.
-    pub heads: Range<usize>,
-    /// Rows of the slice, in this order.
-    pub rows: &'a [Range<usize>],
-}
-
-impl TensorSlice<'_> {
-    /// Number of elements.
-    pub fn len(&self) -> usize {
-        self.rows.iter().map(ExactSizeIterator::len).sum::<usize>() * self.heads.len() * self.view.dim
-    }
-
-    /// Whether there is no element.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-}
 
 impl Kernel {
     /// Packs the slices one after the other, each as `[rows, heads, dim]`, in type `to`.

@@ -57,7 +57,7 @@ pub struct Problem<'a> {
     pub bias: Option<&'a [f32]>,
     /// `visible(b, i, j)`: whether query `i` of row `b` sees key `j` of that row.
     pub visible: &'a dyn Fn(usize, usize, usize) -> bool,
-    /// `distance(b, i, j)`: the distance of query `i` of row `b` behind key `j` of that row.
+    /// `distance(b, i, j)`: the distance from key `j` of row `b` to query `i` of that row.
     pub distance: &'a dyn Fn(usize, usize, usize) -> i64,
 }
 

@@ -1,6 +1,6 @@
 //! Terms of the score that depend on the distance of query and key: ALiBi, and T5's buckets.
 
-/// A term of the score that depends on the head and on the distance of the query behind the key.
+/// A term of the score that depends on the head and on the distance from the key to the query.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Relative {
     /// `-slopes[head] * |distance|` (ALiBi; Press et al., 2022, arXiv:2108.12409).

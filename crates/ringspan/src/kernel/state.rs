@@ -2,38 +2,10 @@
 
 use super::device::Device;
 use super::device_array::DeviceArray;
-use super::{Data, Floats, Inputs, Kernel, Partial, Statistics, Tile};
+use super::{Data, Floats, Inputs, Kernel, Partial, StateShape, Statistics, Tile};
 use crate::comm::Buffer;
 use crate::error::Result;
 use std::sync::Arc;
-
-/// The sizes of a softmax state.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct StateShape {
-    /// Number of queries, Tq.
-    pub tokens: usize,
-    /// Number of query heads, H.
-    pub heads: usize,
-    /// Width of values, Dv.
-    pub v_dim: usize,
-}
-
-impl StateShape {
-    /// Number of elements of a state: output, maximum and sum.
-    pub fn len(self) -> usize {
-        self.rows() * (self.v_dim + 2)
-    }
-
-    /// Whether there are no queries or heads.
-    pub fn is_empty(self) -> bool {
-        self.rows() == 0
-    }
-
-    /// Number of rows: each head of each query.
-    pub fn rows(self) -> usize {
-        self.tokens * self.heads
-    }
-}
 
 /// The softmax state on a device.
 #[derive(Debug)]

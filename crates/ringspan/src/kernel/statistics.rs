@@ -1,7 +1,6 @@
 //! The softmax statistics of each query, from which its weights can be recomputed for scores of any size.
 
-use super::{Data, Floats, Kernel};
-use crate::error::Result;
+use super::{Data, Floats};
 
 /// Maximum and sum of each query's softmax over all its keys and its sink: a weight is `exp(score - max) / sum`.
 ///
@@ -32,13 +31,5 @@ impl Statistics<Floats> {
     /// Borrows the statistics.
     pub fn data(&self) -> Statistics<Data<'_>> {
         Statistics { max: self.max.data(), sum: self.sum.data() }
-    }
-
-    /// Copies the statistics to the memory of the CPU.
-    ///
-    /// # Errors
-    /// Failures of the kernel's device.
-    pub fn to_host(self, kernel: &Kernel) -> Result<Statistics> {
-        Ok(Statistics { max: kernel.to_host(self.max)?, sum: kernel.to_host(self.sum)? })
     }
 }

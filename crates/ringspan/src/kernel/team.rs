@@ -25,7 +25,7 @@ pub(super) struct Team {
 struct TeamState {
     /// Number of calls so far. A thread that sees it change reads `job`.
     calls: AtomicUsize,
-    job: UnsafeCell<Option<Job>>,
+    job: UnsafeCell<Option<TeamCall>>,
     /// Number of the team's threads that have not finished their part of the call.
     busy: AtomicUsize,
     panicked: AtomicBool,
@@ -38,7 +38,7 @@ struct TeamState {
 }
 
 #[derive(Clone, Copy)]
-struct Job {
+struct TeamCall {
     work: Work<'static>,
     workers: usize,
 }
@@ -86,7 +86,7 @@ impl Team {
         let shared = &*self.shared;
         shared.busy.store(self.threads.len(), Ordering::Relaxed);
         // SAFETY: no thread of the team is busy, so none reads it.
-        unsafe { *shared.job.get() = Some(Job { work, workers }) };
+        unsafe { *shared.job.get() = Some(TeamCall { work, workers }) };
         shared.calls.fetch_add(1, Ordering::Release);
         // A thread that is about to sleep holds the lock until it does, so it cannot miss the notification.
         drop(shared.locked());
@@ -129,7 +129,7 @@ impl TeamState {
             seen = seen.wrapping_add(1);
             // SAFETY: it was written before `calls` changed, and is not written while this thread is busy.
             let job = unsafe { *self.job.get() };
-            if let Some(Job { work, .. }) = job.filter(|job| worker < job.workers)
+            if let Some(TeamCall { work, .. }) = job.filter(|job| worker < job.workers)
                 && catch_unwind(AssertUnwindSafe(|| work(worker))).is_err()
             {
                 self.panicked.store(true, Ordering::Relaxed);

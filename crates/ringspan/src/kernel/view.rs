@@ -1,10 +1,9 @@
 //! Views of tensors that are read in place, in their storage type.
 
-use super::backend::Backend;
+use super::DType;
 use super::device_array::DeviceSlice;
 use super::quantized::QuantizedSlice;
 use super::vector::prefetch;
-use crate::error::{Error, Result};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use std::borrow::Cow;
@@ -23,27 +22,6 @@ pub enum Data<'a> {
     Q8_0(QuantizedSlice<'a>),
     /// Elements of any of these types in the memory of a device, which the CPU cannot read.
     Device(DeviceSlice<'a>),
-}
-
-/// The type in which elements are stored.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum DType {
-    /// 32-bit floats.
-    F32,
-    /// bfloat16.
-    Bf16,
-    /// IEEE half precision.
-    F16,
-}
-
-impl DType {
-    /// Bytes of an element.
-    pub fn width(self) -> usize {
-        match self {
-            Self::F32 => 4,
-            Self::Bf16 | Self::F16 => 2,
-        }
-    }
 }
 
 /// Fails a CPU kernel that is given elements on another device, which `Kernel` has to refuse before.
@@ -244,21 +222,6 @@ impl<'a> View<'a> {
         let token = last.checked_mul(self.token_stride)?;
         let head = (self.heads - 1).checked_mul(self.head_stride)?;
         token.checked_add(head)?.checked_add(self.dim)
-    }
-
-    /// Refuses tokens that are in given rows, which no backend reads.
-    pub(super) fn check_in_order(&self, backend: &dyn Backend) -> Result<()> {
-        match self.rows {
-            None => Ok(()),
-            Some(_) => Err(Error::Device {
-                device: format!("{backend:?}"),
-                operation: "read a tensor",
-                message: format!(
-                    "its {} tokens are in rows of a table (pages of a cache), which only kernels on the CPU read in place",
-                    self.tokens
-                ),
-            }),
-        }
     }
 
     /// The elements of one token and head in f32.

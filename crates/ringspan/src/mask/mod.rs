@@ -168,7 +168,7 @@ impl Mask {
         Self { blocks: Some(Arc::new(pairs)), ..self }
     }
 
-    /// The distance of a query at position `i` behind a key at position `j`; `queries` and `keys` are the lengths that a
+    /// The distance from a key at position `j` to a query at position `i`; `queries` and `keys` are the lengths that a
     /// document's query and key positions are counted in.
     pub fn distance(&self, i: usize, j: usize, queries: usize, keys: usize) -> i64 {
         i as i64 + self.shift(queries, keys) - j as i64

@@ -48,7 +48,7 @@ proptest! {
     }
 }
 
-/// The engine keeps as many keys behind a sequence as its layers' masks look back.
+/// The engine keeps as many keys of a sequence as its layers' masks look back.
 #[test]
 fn a_mask_looks_back_as_far_as_it_sees() {
     let chunked = |mask: Mask, size| mask.chunked(size).expect("a size");

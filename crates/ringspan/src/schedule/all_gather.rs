@@ -4,7 +4,7 @@
 //! All-gather sends whole blocks. Halo sends each rank only the rows that it sees: those within a window of the border
 //! between two ranks, or in a document that both share.
 
-use super::{Block, Compute, Plan, Rows, Schedule, Step, Transfer};
+use super::{Block, Compute, Plan, RowRanges, Schedule, Step, Transfer};
 use smallvec::smallvec;
 
 /// The rows of a block that a rank receives: all of them, or only those it sees.
@@ -56,7 +56,7 @@ fn gather(schedule: &Schedule, rank: usize, extent: Extent) -> Step {
     }
 }
 
-fn rows(schedule: &Schedule, user: usize, owner: usize, extent: Extent) -> Rows {
+fn rows(schedule: &Schedule, user: usize, owner: usize, extent: Extent) -> RowRanges {
     match extent {
         Extent::Whole => schedule.key_rows[owner].clone(),
         Extent::Needed => schedule.needed_rows(user, owner),

@@ -30,16 +30,7 @@ impl Display for Schedule {
                         }
                         None => write!(f, " -- ")?,
                     }
-                    for Transfer { block, peer, .. } in step.send.iter().chain(&step.after) {
-                        match block {
-                            Block::Keys(owner) => write!(f, " kv{owner}>{peer}")?,
-                            Block::KeyGradients(owner) => write!(f, " dkv{owner}>{peer}")?,
-                            Block::Queries(owner) => write!(f, " q{owner}>{peer}")?,
-                            Block::Saved(owner) => write!(f, " do{owner}>{peer}")?,
-                            Block::Partial(owner) => write!(f, " o{owner}>{peer}")?,
-                            Block::QueryGradients(owner) => write!(f, " dq{owner}>{peer}")?,
-                        }
-                    }
+                    write_transfers(f, step.send.iter().chain(&step.after))?;
                 }
                 writeln!(f)?;
             }
@@ -52,4 +43,16 @@ impl Display for Schedule {
         let balance = if most == 0 { 1.0 } else { sum as f64 / drawn as f64 / most as f64 };
         write!(f, "pairs per rank and head: {pairs:?}, balance {:.1}%", 100.0 * balance)
     }
+}
+
+/// Prints what is sent: the block with its owner, and the rank that receives it.
+pub(super) fn write_transfers<'a>(f: &mut Formatter<'_>, transfers: impl IntoIterator<Item = &'a Transfer>) -> Result {
+    transfers.into_iter().try_for_each(|Transfer { block, peer, .. }| match block {
+        Block::Keys(owner) => write!(f, " kv{owner}>{peer}"),
+        Block::KeyGradients(owner) => write!(f, " dkv{owner}>{peer}"),
+        Block::Queries(owner) => write!(f, " q{owner}>{peer}"),
+        Block::Saved(owner) => write!(f, " do{owner}>{peer}"),
+        Block::Partial(owner) => write!(f, " o{owner}>{peer}"),
+        Block::QueryGradients(owner) => write!(f, " dq{owner}>{peer}"),
+    })
 }

@@ -30,8 +30,8 @@ mod test;
 pub use draw::Cell;
 pub use estimate::{Choice, Estimate, Link, Machine};
 pub use heads::HeadShare;
-pub use merge::{Merge, MergeStep};
-pub use step::{Block, Compute, Pass, Plan, Rows, Step, Transfer, Transfers};
+pub use merge::{DecodeSchedule, Merge};
+pub use step::{Block, Compute, Pass, Plan, RowRanges, Step, Transfer, Transfers};
 pub use strategy::Strategy;
 pub use strategy_choice::StrategyChoice;
 pub use strategy_kind::StrategyKind;
@@ -64,12 +64,12 @@ pub struct Schedule {
     /// Key runs of each ring rank, by document.
     key_strands: Vec<HashMap<usize, Vec<Strand>>>,
     /// `query_rows` and `key_rows` are all rows of each ring rank.
-    query_rows: Vec<Rows>,
-    key_rows: Vec<Rows>,
+    query_rows: Vec<RowRanges>,
+    key_rows: Vec<RowRanges>,
     /// Which ring ranks see keys of which others.
     visible: Visibility,
     /// Key rows that a ring rank needs of another, cached by the pair of ring ranks at their first use.
-    needed: Arc<Mutex<HashMap<(usize, usize), Rows>>>,
+    needed: Arc<Mutex<HashMap<(usize, usize), RowRanges>>>,
 }
 
 impl Schedule {
@@ -102,7 +102,7 @@ impl Schedule {
         mask.check(query.documents().len())?;
         let members = grid.members();
         let (query_groups, key_groups) = (query.grouped(&members), key.grouped(&members));
-        let rows = |layout: &Layout| (0..grid.ring).map(|rank| Rows::all(layout.tokens(rank))).collect();
+        let rows = |layout: &Layout| (0..grid.ring).map(|rank| RowRanges::all(layout.tokens(rank))).collect();
         Ok(Self {
             strategy: Arc::new(strategy),
             mask: mask.clone(),

@@ -41,7 +41,7 @@ impl Block {
 ///
 /// A single range needs no memory on the heap: plans of a large ring name millions of whole blocks.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Rows(Ranges);
+pub struct RowRanges(Ranges);
 
 /// Up to one range is stored inline; several are shared between all clones.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -51,7 +51,7 @@ enum Ranges {
     Several(Arc<[Range<usize>]>),
 }
 
-impl Rows {
+impl RowRanges {
     /// The first `count` rows.
     pub fn all(count: usize) -> Self {
         Self(if count == 0 { Ranges::None } else { Ranges::One(0..count) })
@@ -120,7 +120,7 @@ pub struct Transfer {
     /// The ring rank at the other end.
     pub peer: usize,
     /// The rows of the owner's tokens that move.
-    pub rows: Rows,
+    pub rows: RowRanges,
 }
 
 /// Transfers of a step. Most steps have one of each kind, which is stored inline.
@@ -136,7 +136,7 @@ pub struct Compute {
     /// Tiles of visible pairs. Query rows count in the owner's rows, key rows in the rows that the key block holds.
     pub tiles: Vec<Tile>,
     /// The owner's key rows that the key block holds.
-    pub rows: Rows,
+    pub rows: RowRanges,
 }
 
 impl Compute {
@@ -192,10 +192,10 @@ mod tests {
 
     #[test]
     fn rows_merge_and_are_renumbered_without_gaps() {
-        let rows = Rows::union(vec![8..12, 2..4, 4..5, 7..7, 10..14]);
+        let rows = RowRanges::union(vec![8..12, 2..4, 4..5, 7..7, 10..14]);
         assert_eq!(rows.ranges(), [2..5, 8..14]);
         assert_eq!((rows.len(), rows.compact()(&(3..5)), rows.compact()(&(9..14))), (9, 1..3, 4..9));
-        assert!(Rows::all(0).is_empty() && Rows::union(vec![]) == Rows::all(0));
-        assert_eq!(Rows::all(3), Rows::union(vec![1..3, 0..2]));
+        assert!(RowRanges::all(0).is_empty() && RowRanges::union(vec![]) == RowRanges::all(0));
+        assert_eq!(RowRanges::all(3), RowRanges::union(vec![1..3, 0..2]));
     }
 }

@@ -1,7 +1,7 @@
 //! The tiles between the queries of one ring rank and the keys of another.
 
 use super::stairs::{self, Stair};
-use super::{Compute, Rows, Schedule};
+use super::{Compute, RowRanges, Schedule};
 use crate::documents::{Documents, Run, Strand};
 use crate::error::Result;
 use crate::kernel::{Tile, TilePosition};
@@ -93,14 +93,14 @@ impl Schedule {
     }
 
     /// The key rows of ring rank `k` that any query of ring rank `q` sees.
-    pub fn needed_rows(&self, q: usize, k: usize) -> Rows {
+    pub fn needed_rows(&self, q: usize, k: usize) -> RowRanges {
         let known = || self.needed.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(rows) = known().get(&(q, k)) {
             return rows.clone();
         }
         let mut seen = Vec::new();
         self.tiles(q, k, Tiling::Joined, |tile| seen.push(seen_keys(&tile)));
-        let rows = Rows::union(seen);
+        let rows = RowRanges::union(seen);
         known().insert((q, k), rows.clone());
         rows
     }
@@ -172,7 +172,7 @@ fn seen_keys(tile: &Tile) -> Range<usize> {
 }
 
 /// Changes key rows to those of a block that holds only `rows`, which include all rows that the tiles see.
-fn compact(tiles: Vec<Tile>, rows: &Rows) -> Vec<Tile> {
+fn compact(tiles: Vec<Tile>, rows: &RowRanges) -> Vec<Tile> {
     let compact = rows.compact();
     let inside = |tile: Tile| {
         let seen = seen_keys(&tile);

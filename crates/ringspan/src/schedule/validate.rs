@@ -1,11 +1,11 @@
-//! Checks the plans of a strategy.
+//! Checks the plans of a strategy: what is computed, and what is sent.
 
-use super::{Block, Compute, Pass, Plan, Rows, Schedule, Step, Transfer};
+use super::{Block, Compute, Pass, Plan, RowRanges, Schedule, Step, Transfer};
 use crate::error::{Error, Result};
 use std::collections::{HashMap, HashSet};
 
 /// A message: sender, receiver, block and rows.
-type Message = (usize, usize, Block, Rows);
+type Message = (usize, usize, Block, RowRanges);
 
 impl Schedule {
     /// Checks the plans of all ring ranks, forward and backward: every two ring ranks that see each other are computed once, with
@@ -19,7 +19,7 @@ impl Schedule {
         [Pass::Forward, Pass::Backward].into_iter().try_for_each(|pass| {
             let plans: Vec<Plan> = (0..self.grid().ring).map(|rank| self.steps(pass, rank)).collect();
             self.check_computations(&plans)?;
-            self.check_messages(&plans)?;
+            check_messages(&self.strategy().name(), &plans)?;
             plans.iter().enumerate().try_for_each(|(rank, plan)| self.check_blocks(pass, rank, plan))
         })
     }
@@ -58,30 +58,6 @@ impl Schedule {
                 Err(self
                     .broken(queries, format!("no rank computes its queries with the keys of {keys}, which they see")))
             }
-            None => Ok(()),
-        }
-    }
-
-    /// Every send must meet a receive of the same rows.
-    fn check_messages(&self, plans: &[Plan]) -> Result<()> {
-        let mut open: HashMap<Message, i64> = HashMap::new();
-        for (rank, plan) in plans.iter().enumerate() {
-            for Step { send, receive, after, .. } in plan {
-                for Transfer { block, peer, rows } in send.iter().chain(after) {
-                    *open.entry((rank, *peer, *block, rows.clone())).or_default() += 1;
-                }
-                for Transfer { block, peer, rows } in receive {
-                    *open.entry((*peer, rank, *block, rows.clone())).or_default() -= 1;
-                }
-            }
-        }
-        match open.into_iter().find(|(_, count)| *count != 0) {
-            Some(((from, to, block, rows), 1..)) => {
-                Err(self
-                    .broken(from, format!("sends {block:?}, {} rows, to {to}, which does not receive it", rows.len())))
-            }
-            Some(((from, to, block, rows), _)) => Err(self
-                .broken(to, format!("receives {block:?}, {} rows, from {from}, which does not send it", rows.len()))),
             None => Ok(()),
         }
     }
@@ -140,6 +116,27 @@ impl Schedule {
     }
 }
 
+/// Checks that every send of a strategy's plans meets a receive of the same rows.
+pub(super) fn check_messages(strategy: &str, plans: &[Plan]) -> Result<()> {
+    let mut open: HashMap<Message, i64> = HashMap::new();
+    for (rank, plan) in plans.iter().enumerate() {
+        for Step { send, receive, after, .. } in plan {
+            for Transfer { block, peer, rows } in send.iter().chain(after) {
+                *open.entry((rank, *peer, *block, rows.clone())).or_default() += 1;
+            }
+            for Transfer { block, peer, rows } in receive {
+                *open.entry((*peer, rank, *block, rows.clone())).or_default() -= 1;
+            }
+        }
+    }
+    let Some(((from, to, block, rows), count)) = open.into_iter().find(|(_, count)| *count != 0) else { return Ok(()) };
+    let (ring_rank, problem) = match count > 0 {
+        true => (from, format!("sends {block:?}, {} rows, to {to}, which does not receive it", rows.len())),
+        false => (to, format!("receives {block:?}, {} rows, from {from}, which does not send it", rows.len())),
+    };
+    Err(Error::Plan { strategy: strategy.into(), ring_rank, problem })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -175,7 +172,7 @@ mod tests {
             (|_, _| (), ""),
             (|plan, _| plan[1].compute = None, "no rank computes its queries with the keys of 0"),
             (|plan, _| plan[2].compute = plan[1].compute.clone(), "computes queries of 1 and keys of 0 a second time"),
-            (|plan, _| plan[1].compute.iter_mut().for_each(|it| it.rows = Rows::all(9)), "without row 9 of 0"),
+            (|plan, _| plan[1].compute.iter_mut().for_each(|it| it.rows = RowRanges::all(9)), "without row 9 of 0"),
             (|plan, _| plan[1].compute.iter_mut().for_each(|it| it.queries = 2), "both of others"),
             (|plan, _| plan[0].receive.clear(), "which does not receive it"),
             (|plan, _| plan[0].send.clear(), "which does not send it"),

@@ -1,7 +1,7 @@
-//! Blocks that move from device to device, with threads as the underlying communicator and a lane that hangs where NCCL
+//! Blocks that move from device to device, with threads as the underlying communicator and a channel that hangs where NCCL
 //! would: no order of calls makes it hang, and all ranks name a rank or a device that stops.
 
-use crate::lane::{Cells, Hub};
+use crate::channel::{Cells, Hub};
 use ringspan::Error;
 use ringspan::comm::threads::{Options, run};
 use ringspan::comm::{Buffer, Communicator, Pending, direct};
@@ -13,7 +13,7 @@ type Comm = Arc<dyn Communicator>;
 
 const SOON: Duration = Duration::from_secs(20);
 
-/// Runs ranks whose blocks move on the hub's lanes. The underlying communicator fails if it is given a block.
+/// Runs ranks whose blocks move on the hub's channels. The underlying communicator fails if it is given a block.
 fn fly<T: Send>(
     hub: &Arc<Hub>,
     size: usize,
@@ -21,8 +21,8 @@ fn fly<T: Send>(
     main: impl Fn(&Comm) -> Result<T, Error> + Sync,
 ) -> Result<Vec<T>, Error> {
     run(size, Options { deadline: 3 * SOON, ..Options::default() }, |comm| {
-        let lane = hub.lane(comm.rank());
-        main(&direct::over(&*ringspan_testing::comm::as_processes(comm), lane, deadline)?)
+        let channel = hub.channel(comm.rank());
+        main(&direct::over(&*ringspan_testing::comm::as_processes(comm), channel, deadline)?)
     })
 }
 
@@ -40,9 +40,9 @@ fn failing(
     let seen = Mutex::new(vec![String::new(); size]);
     let start = Instant::now();
     let _ = run(size, Options { deadline: 3 * SOON, ..Options::default() }, |comm| {
-        let lane = hub.lane(comm.rank());
+        let channel = hub.channel(comm.rank());
         // A rank that starts late may see the failure before it has connected.
-        let result = direct::over(&*ringspan_testing::comm::as_processes(comm.clone()), lane, deadline)
+        let result = direct::over(&*ringspan_testing::comm::as_processes(comm.clone()), channel, deadline)
             .and_then(|comm| main(&comm));
         let text = result.as_ref().err().map(ToString::to_string).unwrap_or_default();
         seen.lock().expect("no panic under it")[comm.rank()] = text;
@@ -342,7 +342,7 @@ fn a_device_that_stops_is_named_at_the_deadline_and_its_flights_are_aborted() {
     let late = texts.iter().find(|text| text.contains("waited")).expect("a deadline");
     assert!(late.contains("which has a block in flight 0 (2 blocks here), which has not ended"), "{late}");
     assert!(texts.iter().all(|text| !text.is_empty()), "{texts:?}");
-    assert!((0..3).all(|rank| hub.was_aborted(rank)), "a lane goes on");
+    assert!((0..3).all(|rank| hub.was_aborted(rank)), "a channel goes on");
 }
 
 #[test]

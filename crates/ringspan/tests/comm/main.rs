@@ -1,9 +1,9 @@
 //! Tests of the communicators between threads.
 
 mod agree;
+mod channel;
 mod direct;
 mod failures;
-mod lane;
 mod numbers;
 mod stress;
 mod threads;

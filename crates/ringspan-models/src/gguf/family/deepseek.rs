@@ -2,7 +2,7 @@
 //! depend on the version of llama.cpp: newer files give the latent width under the plain keys, and a head's own width under
 //! keys with `_mla`.
 
-use super::{GgufFamily, Joined, Metadata, Pairs, TwoTensors};
+use super::{GgufFamily, Joined, Metadata, RotaryPairs, TwoTensors};
 use crate::error::Result;
 use serde_json::{Value, json};
 
@@ -34,7 +34,7 @@ pub(super) const DEEPSEEK2: GgufFamily = GgufFamily {
         joined: Joined::LatentHeads,
         unless: Some("attn_kv_b.weight"),
     }],
-    pairs: Pairs::Unchanged,
+    pairs: RotaryPairs::Unchanged,
     norms_plus_one: false,
     partial_rotary: true,
 };

@@ -1,6 +1,6 @@
 //! Gemma 2 and Gemma 3. In the files, 1 is added to the norms' weights.
 
-use super::{GgufFamily, Metadata, Pairs};
+use super::{GgufFamily, Metadata, RotaryPairs};
 use crate::error::Result;
 use serde_json::{Value, json};
 
@@ -24,7 +24,7 @@ pub(super) const GEMMA2: GgufFamily = GgufFamily {
     ],
     full_names: &[],
     split: &[],
-    pairs: Pairs::Unchanged,
+    pairs: RotaryPairs::Unchanged,
     norms_plus_one: true,
     partial_rotary: false,
 };

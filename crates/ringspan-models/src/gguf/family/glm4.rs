@@ -1,6 +1,6 @@
 //! GLM-4: rotary embedding of a part of each head, norms before and after each block, gate and up projection in one matrix.
 
-use super::{GgufFamily, Pairs};
+use super::{GgufFamily, RotaryPairs};
 use serde_json::json;
 
 pub(super) const GLM4: GgufFamily = GgufFamily {
@@ -19,7 +19,7 @@ pub(super) const GLM4: GgufFamily = GgufFamily {
     ],
     full_names: &[],
     split: &[],
-    pairs: Pairs::Unchanged,
+    pairs: RotaryPairs::Unchanged,
     norms_plus_one: false,
     partial_rotary: true,
 };

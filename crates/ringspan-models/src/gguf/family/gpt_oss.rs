@@ -1,7 +1,7 @@
 //! gpt-oss: one tensor per parameter holds all experts of a layer, files store gate and up projections apart, and heads have
 //! sinks.
 
-use super::{GgufFamily, Joined, Pairs, TwoTensors};
+use super::{GgufFamily, Joined, RotaryPairs, TwoTensors};
 use serde_json::json;
 
 pub(super) const GPT_OSS: GgufFamily = GgufFamily {
@@ -40,7 +40,7 @@ pub(super) const GPT_OSS: GgufFamily = GgufFamily {
             unless: None,
         },
     ],
-    pairs: Pairs::Unchanged,
+    pairs: RotaryPairs::Unchanged,
     norms_plus_one: false,
     partial_rotary: false,
 };

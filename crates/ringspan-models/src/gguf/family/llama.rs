@@ -2,7 +2,7 @@
 //!
 //! llama.cpp rotates neighbouring rows of queries and keys in all of these, and its converter reorders the rows accordingly.
 
-use super::{GgufFamily, Metadata, Pairs, no_more};
+use super::{GgufFamily, Metadata, RotaryPairs, no_extra_keys};
 use crate::error::Result;
 use serde_json::{Value, json};
 
@@ -15,7 +15,7 @@ pub(super) const LLAMA: GgufFamily = GgufFamily {
     modules: &[],
     full_names: &[],
     split: &[],
-    pairs: Pairs::Neighbours,
+    pairs: RotaryPairs::Neighbours,
     norms_plus_one: false,
     partial_rotary: false,
 };
@@ -74,5 +74,5 @@ pub(super) const GRANITE: GgufFamily = GgufFamily {
 fn biases(metadata: &Metadata, config: &mut Value) -> Result<()> {
     config["attention_bias"] = json!(metadata.has("blk.0.attn_q.bias"));
     config["mlp_bias"] = json!(metadata.has("blk.0.ffn_gate.bias"));
-    no_more(metadata, config)
+    no_extra_keys(metadata, config)
 }

@@ -1,6 +1,6 @@
 //! Phi-3 and Phi-4: fused projections, and a factor for each pair of the rotary embedding (LongRoPE).
 
-use super::{GgufFamily, Pairs};
+use super::{GgufFamily, RotaryPairs};
 use crate::gguf::rope::pair_factors;
 use serde_json::json;
 
@@ -24,7 +24,7 @@ pub(super) const PHI3: GgufFamily = GgufFamily {
     modules: &[("attn_qkv", "self_attn.qkv_proj"), ("ffn_up", "mlp.gate_up_proj")],
     full_names: &[],
     split: &[],
-    pairs: Pairs::Unchanged,
+    pairs: RotaryPairs::Unchanged,
     norms_plus_one: false,
     partial_rotary: true,
 };

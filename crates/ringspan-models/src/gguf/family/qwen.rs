@@ -1,6 +1,6 @@
 //! Qwen2 and Qwen3.
 
-use super::{GgufFamily, Pairs, no_more};
+use super::{GgufFamily, RotaryPairs, no_extra_keys};
 use serde_json::json;
 
 pub(super) const QWEN2: GgufFamily = GgufFamily {
@@ -8,11 +8,11 @@ pub(super) const QWEN2: GgufFamily = GgufFamily {
     sparse: false,
     model_type: "qwen2",
     class: "Qwen2ForCausalLM",
-    config: no_more,
+    config: no_extra_keys,
     modules: &[],
     full_names: &[],
     split: &[],
-    pairs: Pairs::Unchanged,
+    pairs: RotaryPairs::Unchanged,
     norms_plus_one: false,
     partial_rotary: false,
 };

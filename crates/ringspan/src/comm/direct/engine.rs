@@ -1,7 +1,7 @@
 //! The state of all messages between this rank and the others: notes and payloads over the underlying communicator, flights
-//! of the lane. It advances only when it is called. The protocol is described in `README.md`.
+//! of the channel. It advances only when it is called. The protocol is described in `README.md`.
 
-use super::lane::{Lane, Transfer};
+use super::channel::{Channel, Transfer};
 use super::note::{DeviceAnnouncement, Note};
 use crate::comm::arrived::Arrived;
 use crate::comm::group::part::CollectivePart;
@@ -35,7 +35,7 @@ struct Peer {
 enum IncomingMessage {
     /// A payload that the underlying communicator delivers.
     Payload(Box<dyn Pending>),
-    /// A block that a flight of the lane delivers.
+    /// A block that a flight of the channel delivers.
     Flight,
     Here(Arc<Buffer>),
 }
@@ -56,7 +56,7 @@ struct FlightTransfer {
 /// The state of all messages of this rank.
 pub(super) struct Engine {
     underlying: Arc<dyn Communicator>,
-    lane: Box<dyn Lane>,
+    channel: Box<dyn Channel>,
     peers: Vec<Peer>,
     /// Number of blocks without an answer, over all peers.
     unanswered: usize,
@@ -75,12 +75,12 @@ pub(super) struct Engine {
 }
 
 impl Engine {
-    pub(super) fn new(underlying: Arc<dyn Communicator>, lane: Box<dyn Lane>) -> Self {
+    pub(super) fn new(underlying: Arc<dyn Communicator>, channel: Box<dyn Channel>) -> Self {
         let peers = (0..underlying.size()).map(|_| Peer::default()).collect();
         let arrived = Arrived::new(underlying.rank());
         Self {
             underlying,
-            lane,
+            channel,
             peers,
             unanswered: 0,
             boarding: BTreeMap::new(),
@@ -106,7 +106,8 @@ impl Engine {
             return Ok(number);
         }
         if let Buffer::Device(elements) = &*part.data {
-            let device = Some(DeviceAnnouncement { type_code: self.lane.type_code(&**elements)?, earliest: self.open });
+            let device =
+                Some(DeviceAnnouncement { type_code: self.channel.type_code(&**elements)?, earliest: self.open });
             self.note(
                 to,
                 &Note::Announce { header: Header { content, kind: Kind::U8, len: elements.elements() }, device },
@@ -156,7 +157,7 @@ impl Engine {
 
     /// Ends all flights, whatever they carry.
     pub(super) fn abort(&mut self) {
-        self.lane.abort();
+        self.channel.abort();
     }
 
     /// Advances all transfers. Returns whether any is in progress, so that the caller should call again soon.
@@ -170,7 +171,7 @@ impl Engine {
             }
         }
         self.depart()?;
-        for _ in 0..self.lane.landed()? {
+        for _ in 0..self.channel.landed()? {
             self.land();
             moved = true;
         }
@@ -248,7 +249,7 @@ impl Engine {
         len: usize,
         DeviceAnnouncement { type_code, earliest }: DeviceAnnouncement,
     ) -> Result<IncomingMessage> {
-        let elements = self.lane.allocate(type_code, len)?;
+        let elements = self.channel.allocate(type_code, len)?;
         if len == 0 {
             return Ok(IncomingMessage::Here(Arc::new(Buffer::Device(elements))));
         }
@@ -267,7 +268,7 @@ impl Engine {
             && let Some((flight, transfers)) = self.boarding.pop_first()
         {
             self.open = flight.checked_add(1).ok_or_else(|| self.broken("flights are counted to 2^64".into()))?;
-            self.lane.start(transfers.iter().map(|passenger| passenger.transfer.clone()).collect())?;
+            self.channel.start(transfers.iter().map(|passenger| passenger.transfer.clone()).collect())?;
             self.flying.push_back((flight, transfers));
         }
         Ok(())

@@ -1,12 +1,12 @@
 //! Blocks that move directly from device to device, in a communicator that wraps another for everything else. The protocol
-//! is described in `comm/direct/README.md`; the lane between devices comes with their [`Backend`](crate::kernel::Backend).
+//! is described in `comm/direct/README.md`; the channel between devices comes with their [`Backend`](crate::kernel::Backend).
 
+mod channel;
 mod engine;
-mod lane;
 mod note;
 mod world;
 
-pub use lane::{Lane, Transfer};
+pub use channel::{Channel, Transfer};
 
 use super::Communicator;
 use super::group::Group;
@@ -16,18 +16,22 @@ use std::sync::Arc;
 use std::time::Duration;
 use world::World;
 
-/// Makes a communicator of the same ranks that moves blocks on devices through `lane`, and everything else through
+/// Makes a communicator of the same ranks that moves blocks on devices through `channel`, and everything else through
 /// `underlying`. All ranks must call this; `deadline` is the longest wait for another rank.
 ///
-/// All groups split from it share the lane. Failures are detected as by the underlying communicator: a rank that returns an
+/// All groups split from it share the channel. Failures are detected as by the underlying communicator: a rank that returns an
 /// error tells the others through it. When the last of its groups and handles is dropped, the rank says that no message
 /// follows; the underlying communicator must still exist then.
 ///
 /// # Errors
 /// Failures of other ranks.
-pub fn over(underlying: &dyn Communicator, lane: Box<dyn Lane>, deadline: Duration) -> Result<Arc<dyn Communicator>> {
+pub fn over(
+    underlying: &dyn Communicator,
+    channel: Box<dyn Channel>,
+    deadline: Duration,
+) -> Result<Arc<dyn Communicator>> {
     let (rank, size) = (underlying.rank(), underlying.size());
     // It gets its own group, so that its tags are used by nobody else.
-    let engine = Engine::new(underlying.split(0, rank)?, lane);
+    let engine = Engine::new(underlying.split(0, rank)?, channel);
     Ok(Arc::new(Group::world(Arc::new(World::new(engine, deadline)), (0..size).collect(), rank)))
 }

@@ -63,7 +63,7 @@ impl World {
         }
     }
 
-    /// Converts an error of the underlying communicator, the lane or a note into the failure of `operation`.
+    /// Converts an error of the underlying communicator, the channel or a note into the failure of `operation`.
     fn lost(&self, engine: &mut Engine, operation: &impl Display, error: Error) -> Error {
         if let Err(first) = self.check_with(operation) {
             return first;

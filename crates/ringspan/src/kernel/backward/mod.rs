@@ -14,12 +14,13 @@ mod pair;
 pub(super) use buffers::Sizes;
 
 use super::buffer::Target;
+use super::dispatch::dispatch;
 use super::isa::Code;
 use super::pack::{copy, is_finite, operand_columns, panels};
 use super::plan::Plan;
 use super::scaling::Scaling;
 use super::terms::ScoreTerms;
-use super::vector::Simd;
+use super::vector::{PORTABLE_COLUMNS, Simd};
 use super::{HeadMap, KEY_BLOCK, View};
 use buffers::{KeyBlock, QueryBlock};
 use pair::Pair;
@@ -213,3 +214,10 @@ fn add(to: &mut [f32], from: &[f32]) {
         *to += from;
     }
 }
+
+dispatch!(
+    backward_head,
+    Backward<'_>,
+    head<[8, 3], [4, 3], [4, PORTABLE_COLUMNS]>(share: Share<'_>, scratch: &mut [f32]),
+    "[`Backward::head`] compiled for `isa`."
+);

@@ -1,9 +1,9 @@
 //! The backward pass of a CPU kernel: divides the work among workers, and adds up their private sums.
 
-use super::super::backward::{Backward, KeySums, Share, Sizes};
+use super::super::backward::{Backward, KeySums, Share, Sizes, backward_head};
 use super::super::buffer::{Aligned, Target, lines};
 use super::super::terms::ScoreTerms;
-use super::super::{Data, HeadMap, Inputs, Saved, Sums, Tile, View, isa};
+use super::super::{Data, HeadMap, Inputs, Saved, Sums, Tile, View};
 use super::{Cpu, SEGMENT, plan};
 use std::ops::Range;
 use std::sync::Mutex;
@@ -145,7 +145,7 @@ impl Cpu {
                 let share = Share { head: *head, blocks, sums, table: &mut *table, progress };
                 // SAFETY: shares are disjoint; a key-value head of several workers has private sums; the scratch has the
                 // required size.
-                unsafe { isa::backward_head(job.code, job, share, &mut scratch) };
+                unsafe { backward_head(job.code, job, share, &mut scratch) };
             }
         }
         self.pool.give(scratch);

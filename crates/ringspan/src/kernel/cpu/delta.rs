@@ -1,8 +1,8 @@
 //! The row sums of outputs times their gradients (delta), which the backward pass needs.
 
+use super::super::View;
 use super::super::buffer::Target;
-use super::super::delta::{self, Delta};
-use super::super::{View, isa};
+use super::super::delta::{self, Delta, delta_head};
 use super::Cpu;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -24,7 +24,7 @@ impl Cpu {
                     break;
                 }
                 // SAFETY: the counter gives each head to one worker; the scratch has the required size.
-                unsafe { isa::delta_head(code, &job, head, &mut scratch) };
+                unsafe { delta_head(code, &job, head, &mut scratch) };
             }
             self.pool.give(scratch);
         });

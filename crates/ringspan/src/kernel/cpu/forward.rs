@@ -2,12 +2,12 @@
 
 use super::super::buffer::{self, Target};
 use super::super::decode::{self, Decode};
-use super::super::forward::{self, BlockTask, Forward};
-use super::super::pack::{Keys, Packing};
+use super::super::forward::{self, BlockTask, Forward, forward_block};
+use super::super::pack::{Keys, Packing, pack_chunk};
 use super::super::plan::Plan;
 use super::super::scaling::Scaling;
 use super::super::terms::ScoreTerms;
-use super::super::{Inputs, KEY_BLOCK, Partial, Tile, isa};
+use super::super::{Inputs, KEY_BLOCK, Partial, Tile};
 use super::tasks::{self, Task, Tasks};
 use super::{Cpu, plan};
 use std::ops::Range;
@@ -74,14 +74,14 @@ impl Cpu {
             let mut compute = |task: BlockTask| {
                 // SAFETY: each head and block is given to one worker; the keys and values it reads are packed, and stay until
                 // it is done; the scratch has the required size.
-                unsafe { isa::forward_block(code, &job, task, &mut scratch) };
+                unsafe { forward_block(code, &job, task, &mut scratch) };
                 self.progress(worker);
             };
             while let Some((whole, slot)) = tasks.next_whole(worker) {
                 for chunk in 0..tasks.chunks() {
                     // SAFETY: each head is given to one worker, whose slot it has; others read it when it is packed, and the
                     // blocks of the worker's last head are computed.
-                    unsafe { isa::pack_chunk(code, &packing, whole.kv(), slot, chunk) };
+                    unsafe { pack_chunk(code, &packing, whole.kv(), slot, chunk) };
                 }
                 whole.set_packed(slot);
                 while let Some(task) = tasks.next_block(whole) {
@@ -96,7 +96,7 @@ impl Cpu {
                         tasks.wait_for_slot(shared);
                         // SAFETY: each chunk is given to one worker; its head is read only after the chunk is counted, and
                         // the head that had the slot before is computed.
-                        unsafe { isa::pack_chunk(code, &packing, shared.kv, shared.slot, chunk) };
+                        unsafe { pack_chunk(code, &packing, shared.kv, shared.slot, chunk) };
                     }
                     Task::Block { shared, head, block } => {
                         let _counted = shared.computed.counted();

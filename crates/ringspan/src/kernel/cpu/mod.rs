@@ -3,7 +3,6 @@
 mod backward;
 mod delta;
 mod forward;
-mod hook;
 mod tasks;
 
 use super::backward::Sizes;
@@ -12,10 +11,10 @@ use super::decode::{self, Decode};
 use super::isa::Code;
 use super::pack::{CHUNK, Keys};
 use super::plan::Plan;
+use super::progress::ProgressHook;
 use super::scaling::Scaling;
 use super::workers::Workers;
 use super::{Data, Inputs, Isa, Tile};
-use hook::ProgressHook;
 
 /// Number of queries whose packed form a worker holds at a time in the backward pass, so that they stay in the L3 cache.
 const SEGMENT: usize = 4096;

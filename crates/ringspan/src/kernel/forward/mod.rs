@@ -6,12 +6,13 @@
 mod pair;
 
 use super::buffer::{Target, lines};
+use super::dispatch::dispatch;
 use super::isa::Code;
 use super::pack::{self, Keys};
 use super::plan::Plan;
 use super::scaling::Scaling;
 use super::terms::ScoreTerms;
-use super::vector::Simd;
+use super::vector::{PORTABLE_COLUMNS, Simd};
 use super::view::Data;
 use super::{KEY_BLOCK, View};
 use pair::{Buffers, Pair};
@@ -169,3 +170,10 @@ impl Forward<'_> {
         unsafe { self.out.row((row * self.q.heads + head) * self.v_dim, self.v_dim) }
     }
 }
+
+dispatch!(
+    forward_block,
+    Forward<'_>,
+    block<[8, 3], [4, 3], [4, PORTABLE_COLUMNS]>(task: BlockTask, scratch: &mut [f32]),
+    "[`Forward::block`] compiled for `isa`."
+);

@@ -321,8 +321,8 @@ impl Forward<'_> {
                     let (values_first, p_first) = (values.add(first * R), p.add(first * lanes));
                     acc = multiply::<S, R, N>(simd, depth, values_first, 1, R, p_first, lanes, acc);
                     for (v, span) in spans.iter().enumerate() {
-                        let behind = span.start.max(common.end)..span.end;
-                        multiply_one::<S, R, N>(simd, &behind, values, p, lanes, v, &mut acc);
+                        let after = span.start.max(common.end)..span.end;
+                        multiply_one::<S, R, N>(simd, &after, values, p, lanes, v, &mut acc);
                     }
                 }
                 for (i, acc) in acc.iter().enumerate() {

@@ -4,6 +4,7 @@
 
 mod rows;
 
+use super::dispatch::dispatch;
 use rows::store_parts;
 pub(super) use rows::{
     columns, copy, direct, is_finite, load_across, load_along, operand_columns, panels, panels_across, rows,
@@ -156,3 +157,10 @@ impl Packing<'_> {
         keys.has_non_finite[slot * keys.rows.div_ceil(CHUNK) + chunk].store(!finite, Ordering::Relaxed);
     }
 }
+
+dispatch!(
+    pack_chunk,
+    Packing<'_>,
+    chunk<[8], [4], [4]>(head: usize, slot: usize, chunk: usize),
+    "[`Packing::chunk`] compiled for `isa`."
+);

@@ -1,5 +1,6 @@
 //! Products of a few rows with columns whose terms are contiguous: each column is read once, in place.
 
+use super::super::dispatch::dispatch;
 use super::super::pack::{direct, load_along};
 use super::super::vector::Simd;
 use super::lines::Lines;
@@ -12,7 +13,7 @@ pub(super) const ROWS: usize = 4;
 const COLUMNS: usize = 4;
 
 /// A product of rows and columns whose terms are both along lines.
-pub(in super::super) struct Dots<'a> {
+pub(super) struct Dots<'a> {
     /// The left factor, with at most ROWS rows.
     pub(super) a: Lines<'a>,
     pub(super) b: Lines<'a>,
@@ -30,7 +31,7 @@ impl Dots<'_> {
     /// # Safety
     /// No other thread may access these elements of the output.
     #[inline(always)]
-    pub(in super::super) unsafe fn columns<S: Simd>(&self, simd: S, columns: Range<usize>, scratch: &mut [f32]) {
+    pub(super) unsafe fn columns<S: Simd>(&self, simd: S, columns: Range<usize>, scratch: &mut [f32]) {
         let (a, depth) = (self.a, self.a.terms.div_ceil(S::PAIR));
         let rows = &mut scratch[..a.vectors * depth.next_multiple_of(S::LANES)];
         for (i, row) in rows.chunks_exact_mut(depth.next_multiple_of(S::LANES)).enumerate() {
@@ -117,3 +118,10 @@ fn add<S: Simd, const M: usize>(
         }
     }
 }
+
+dispatch!(
+    product_dots,
+    Dots<'_>,
+    columns<[], [], []>(columns: Range<usize>, scratch: &mut [f32]),
+    "[`Dots::columns`] compiled for `isa`."
+);

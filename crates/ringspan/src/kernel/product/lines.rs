@@ -1,6 +1,7 @@
 //! Factors as lines of contiguous elements, for packing.
 
 use super::super::buffer::Target;
+use super::super::dispatch::dispatch;
 use super::super::pack;
 use super::super::vector::Simd;
 use super::super::view::Data;
@@ -11,7 +12,7 @@ use std::ops::Range;
 /// A factor as lines of contiguous elements. Its *vectors* are the rows of a left factor, or the columns of a right factor;
 /// each has a *term* for every product in a sum.
 #[derive(Clone, Copy)]
-pub(in super::super) struct Lines<'a> {
+pub(super) struct Lines<'a> {
     data: Data<'a>,
     /// Elements from one line to the next.
     stride: usize,
@@ -49,7 +50,7 @@ impl<'a> Lines<'a> {
     /// # Safety
     /// `to` must have room for them.
     #[inline(always)]
-    pub(in super::super) unsafe fn pack_rows<S: Simd, const R: usize>(
+    pub(super) unsafe fn pack_rows<S: Simd, const R: usize>(
         &self,
         simd: S,
         rows: Range<usize>,
@@ -72,7 +73,7 @@ impl<'a> Lines<'a> {
     /// # Safety
     /// `to` must have room for them; `width` is a multiple of LANES.
     #[inline(always)]
-    pub(in super::super) unsafe fn pack_columns<S: Simd>(
+    pub(super) unsafe fn pack_columns<S: Simd>(
         &self,
         simd: S,
         columns: Range<usize>,
@@ -90,7 +91,7 @@ impl<'a> Lines<'a> {
     /// # Safety
     /// `to` must have room for them there, which no other thread accesses meanwhile; it may be uninitialised before.
     #[inline(always)]
-    pub(in super::super) unsafe fn pack_columns_across<S: Simd>(
+    pub(super) unsafe fn pack_columns_across<S: Simd>(
         &self,
         simd: S,
         panels: Panels,
@@ -119,3 +120,23 @@ impl<'a> Lines<'a> {
         }
     }
 }
+
+dispatch!(
+    product_rows,
+    Lines<'_>,
+    pack_rows<[8], [4], [4]>(rows: Range<usize>, terms: Range<usize>, to: &mut [f32]),
+    "[`Lines::pack_rows`] compiled for `isa`."
+);
+dispatch!(
+    product_columns,
+    Lines<'_>,
+    pack_columns<[], [], []>(columns: Range<usize>, terms: Range<usize>, width: usize, to: &mut [f32]),
+    "[`Lines::pack_columns`] compiled for `isa`."
+);
+dispatch!(
+    product_columns_across,
+    Lines<'_>,
+    pack_columns_across<[], [], []>
+    (panels: Panels, group: Range<usize>, terms: Range<usize>, to: Target, at: usize),
+    "[`Lines::pack_columns_across`] compiled for `isa`."
+);

@@ -21,14 +21,10 @@ mod tile;
 pub use matrix::{Element, Matrix};
 pub use packed::Packed;
 
-pub(super) use dots::Dots;
-pub(super) use lines::Lines;
-pub(super) use panels::Panels;
-pub(super) use tile::Block;
-
 use super::buffer::{Target, written};
 use super::isa::{Code, Isa};
 use half::bf16;
+use lines::Lines;
 use std::fmt::{Display, Formatter};
 use tile::ProductOutput;
 

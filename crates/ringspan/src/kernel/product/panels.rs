@@ -5,7 +5,7 @@ use std::ops::Range;
 
 /// Columns in panels of at most as many vectors as the micro kernel takes, of sizes as equal as possible.
 #[derive(Debug, Clone, Copy)]
-pub(in super::super) struct Panels {
+pub(super) struct Panels {
     columns: usize,
     /// Number of elements in a vector.
     vector: usize,

@@ -1,13 +1,13 @@
 //! Packs the columns of a product block by block, and distributes its rows over threads.
 
 use super::super::buffer::{Aligned, Target};
-use super::super::isa::{Code, product_block, product_columns, product_columns_across, product_dots, product_rows};
+use super::super::isa::Code;
 use super::super::workers::Workers;
 use super::Output;
-use super::dots::{self, Dots};
-use super::lines::Lines;
+use super::dots::{self, Dots, product_dots};
+use super::lines::{Lines, product_columns, product_columns_across, product_rows};
 use super::panels::{Panels, part};
-use super::tile::{Block, ProductOutput, STEP};
+use super::tile::{Block, ProductOutput, STEP, product_block};
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 

@@ -1,8 +1,9 @@
 //! Sums of packed rows times a packed panel of columns, and their output.
 
 use super::super::buffer::Target;
+use super::super::dispatch::dispatch;
 use super::super::micro::multiply;
-use super::super::vector::{Simd, prefetch_far};
+use super::super::vector::{PORTABLE_COLUMNS, Simd, prefetch_far};
 use half::bf16;
 use std::ops::Range;
 
@@ -54,7 +55,7 @@ impl ProductOutput {
 }
 
 /// Packed rows of the left factor, which are multiplied by one panel of columns after the other.
-pub(in super::super) struct Block<'a> {
+pub(super) struct Block<'a> {
     /// `[depth / STEP][rows / R][STEP][R]`
     pub(super) a: &'a [f32],
     /// The rows in the output.
@@ -73,7 +74,7 @@ impl Block<'_> {
     /// `a` must have been packed for R rows, `width` be at most V vectors, `sums` have room for all rows of all panels of
     /// rows; no other thread may access these elements of the output.
     #[inline(always)]
-    pub(in super::super) unsafe fn multiply<S: Simd, const R: usize, const V: usize>(
+    pub(super) unsafe fn multiply<S: Simd, const R: usize, const V: usize>(
         &self,
         simd: S,
         panel: &[f32],
@@ -188,3 +189,11 @@ fn nearest(x: f32) -> bf16 {
     let nan = bits >> 16 | 0x40;
     bf16::from_bits(if x.is_nan() { nan as u16 } else { up as u16 })
 }
+
+dispatch!(
+    product_block,
+    Block<'_>,
+    multiply<[8, 3], [4, 3], [4, PORTABLE_COLUMNS]>
+    (panel: &[f32], next: &[f32], columns: Range<usize>, sums: &mut [f32]),
+    "[`Block::multiply`] compiled for `isa`."
+);

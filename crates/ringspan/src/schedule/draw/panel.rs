@@ -17,11 +17,11 @@ const NUMBERED: f64 = 33.0;
 
 /// A ring rank in one pass: for each step its number of pairs, the block it computes against its own (`k` or `q` and the owner),
 /// and the bytes sent.
-type Lane = Vec<(u64, Option<(char, usize)>, u64)>;
+type PassSteps = Vec<(u64, Option<(char, usize)>, u64)>;
 
 pub(super) struct Panel {
     ranks: Vec<Rank>,
-    /// Number of steps of the longest lane.
+    /// Number of steps of the longest pass.
     steps: usize,
     /// For each pass, the most pairs and the most bytes of any step, which set the scale of the bars.
     longest: [(u64, u64); 2],
@@ -31,14 +31,14 @@ struct Rank {
     tokens: usize,
     members: String,
     pairs: u64,
-    lanes: [Lane; 2],
+    passes: [PassSteps; 2],
 }
 
 impl Panel {
     pub(super) fn new(schedule: &Schedule, sizes: &Sizes) -> Result<Self> {
         let sizes = schedule.largest_share(sizes)?;
         let keys = schedule.key().documents().row_len();
-        let lane = |pass: Pass, rank: usize| -> Lane {
+        let pass_steps = |pass: Pass, rank: usize| -> PassSteps {
             let of = |step: &Step| {
                 let sent = step.send.iter().chain(&step.after);
                 let bytes = sent.map(|transfer| transfer.rows.len() as u64 * sizes.row(transfer.block, keys)).sum();
@@ -50,7 +50,7 @@ impl Panel {
         };
         let members = schedule.grid().members();
         let rank = |rank: usize| {
-            let lanes = [lane(Pass::Forward, rank), lane(Pass::Backward, rank)];
+            let passes = [pass_steps(Pass::Forward, rank), pass_steps(Pass::Backward, rank)];
             let members = match &members[rank][..] {
                 [_] => String::new(),
                 [first, second, .., last] if last - first > 3 * (second - first) => {
@@ -58,21 +58,21 @@ impl Panel {
                 }
                 several => format!("ranks {}", several.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")),
             };
-            let pairs = lanes[0].iter().map(|step| step.0).sum();
-            Rank { tokens: schedule.query_groups().tokens(rank), members, pairs, lanes }
+            let pairs = passes[0].iter().map(|step| step.0).sum();
+            Rank { tokens: schedule.query_groups().tokens(rank), members, pairs, passes }
         };
         let ranks: Vec<Rank> = (0..schedule.grid().ring).map(rank).collect();
         let longest = [0, 1].map(|pass| {
-            let steps = || ranks.iter().flat_map(move |rank: &Rank| &rank.lanes[pass]);
+            let steps = || ranks.iter().flat_map(move |rank: &Rank| &rank.passes[pass]);
             (steps().map(|step| step.0).max().unwrap_or(0), steps().map(|step| step.2).max().unwrap_or(0))
         });
-        let steps = ranks.iter().flat_map(|rank| rank.lanes.iter().map(Vec::len)).max().unwrap_or(0);
+        let steps = ranks.iter().flat_map(|rank| rank.passes.iter().map(Vec::len)).max().unwrap_or(0);
         Ok(Self { ranks, steps, longest })
     }
 
     /// Whether some rank computes queries of another.
     pub(super) fn moves_queries(&self) -> bool {
-        let blocks = self.ranks.iter().flat_map(|rank| &rank.lanes[0]).filter_map(|(_, block, _)| *block);
+        let blocks = self.ranks.iter().flat_map(|rank| &rank.passes[0]).filter_map(|(_, block, _)| *block);
         blocks.into_iter().any(|(letter, _)| letter == 'q')
     }
 
@@ -129,12 +129,12 @@ impl Panel {
             let top = y + index as f64 * row;
             svg.line((x, top), (x + WIDTH, top), LINE, 1.0);
             self.name(svg, (x, top + (row - self.least_row()) / 2.0), index, rank, total);
-            let lanes = top + (row - self.least_row()) / 2.0 + 9.0;
+            let first = top + (row - self.least_row()) / 2.0 + 9.0;
             let height = (self.least_row() - 12.0) / 2.0;
             for (pass, name) in ["forward", "backward"].into_iter().enumerate() {
-                let at = lanes + pass as f64 * height;
+                let at = first + pass as f64 * height;
                 svg.text((x + NAMES, at + 11.0), 11.0, Anchor::End, MUTED, name);
-                self.lane(svg, (x + STEPS, at), index, pass, &rank.lanes[pass]);
+                self.draw_pass(svg, (x + STEPS, at), index, pass, &rank.passes[pass]);
             }
         }
         let end = y + self.ranks.len() as f64 * row;
@@ -160,13 +160,13 @@ impl Panel {
         }
     }
 
-    fn lane(&self, svg: &mut Svg, (x, y): Point, index: usize, pass: usize, lane: &Lane) {
+    fn draw_pass(&self, svg: &mut Svg, (x, y): Point, index: usize, pass: usize, steps: &PassSteps) {
         let (colour, words) = colours(index, self.ranks.len());
         let width = self.step_width();
         let room = width - 5.0;
         let (most_pairs, most_bytes) = self.longest[pass];
         let (factor, _) = self.unit();
-        for (step, &(pairs, block, bytes)) in lane.iter().enumerate() {
+        for (step, &(pairs, block, bytes)) in steps.iter().enumerate() {
             let x = x + step as f64 * width;
             svg.rect((x, y), (room, BAR.0), UNSEEN, 2.0);
             if let Some((letter, owner)) = block {

@@ -121,7 +121,7 @@ fn well_formed(xml: &str) -> std::result::Result<(), String> {
             }
         }
         if open.is_empty() && !rest.is_empty() {
-            return Err(format!("behind the end: {rest}"));
+            return Err(format!("after the end: {rest}"));
         }
     }
     if open.is_empty() { Ok(()) } else { Err(format!("open: {open:?}")) }

@@ -1,4 +1,4 @@
-//! Lanes, which move elements directly between the devices of two ranks: a vendor's library, or a substitute in tests.
+//! Channels, which move elements directly between the devices of two ranks: a vendor's library, or a substitute in tests.
 
 use crate::comm::OnDevice;
 use crate::error::Result;
@@ -18,7 +18,7 @@ pub enum Transfer {
     Receive {
         /// The sender.
         from: usize,
-        /// Memory allocated by [`Lane::allocate`], which is not read before the flight has ended.
+        /// Memory allocated by [`Channel::allocate`], which is not read before the flight has ended.
         elements: Arc<dyn OnDevice>,
     },
 }
@@ -34,14 +34,14 @@ impl Transfer {
 
 /// Moves elements between the devices of ranks, in *flights*: groups of transfers that move together.
 ///
-/// A lane keeps the given order: flight after flight, and in a flight the order of transfers between two ranks in each
+/// A channel keeps the given order: flight after flight, and in a flight the order of transfers between two ranks in each
 /// direction. The n-th send of one rank is matched with the n-th receive of the other; a send may not end before its
 /// receive has begun. Ranks are those of the underlying communicator. No call blocks.
-pub trait Lane: Send {
+pub trait Channel: Send {
     /// A code for the type of elements: all that a receiver needs to know, except their number, to allocate memory for them.
     ///
     /// # Errors
-    /// Elements that this lane cannot reach.
+    /// Elements that this channel cannot reach.
     fn type_code(&self, elements: &dyn OnDevice) -> Result<u64>;
     /// Allocates memory for `len` elements of the type with code `type_code`.
     ///
@@ -51,7 +51,7 @@ pub trait Lane: Send {
     /// Starts a flight after those that were started before.
     ///
     /// # Errors
-    /// A failure of the lane, which then moves nothing more.
+    /// A failure of the channel, which then moves nothing more.
     fn start(&mut self, transfers: Vec<Transfer>) -> Result<()>;
     /// Advances all flights, and returns how many have ended since the last call; the elements they received can then be
     /// read.
@@ -59,6 +59,6 @@ pub trait Lane: Send {
     /// # Errors
     /// Like those of [`start`](Self::start).
     fn landed(&mut self) -> Result<usize>;
-    /// Ends all flights, whatever they carry. The lane moves nothing more.
+    /// Ends all flights, whatever they carry. The channel moves nothing more.
     fn abort(&mut self);
 }

@@ -1,15 +1,18 @@
 //! The progress function that a kernel calls while it computes, to advance communication that only moves when it is called.
 
-use super::super::Progress;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+/// A function that a kernel calls between parts of its work.
+pub type Progress = Arc<dyn Fn() + Send + Sync>;
+
 /// A rank's progress function, if it has one, with the time of its next call: tasks may take only a microsecond, which is
 /// more often than transfers need.
-pub(in crate::kernel) struct ProgressHook {
-    pub(in crate::kernel) progress: Option<Progress>,
+pub(super) struct ProgressHook {
+    pub(super) progress: Option<Progress>,
     /// Least time between two calls in a computation.
-    pub(in crate::kernel) pause: Duration,
+    pub(super) pause: Duration,
     created: Instant,
     /// Nanoseconds after `created` before which the function is not called again.
     next: AtomicU64,

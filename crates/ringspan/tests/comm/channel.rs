@@ -1,8 +1,8 @@
-//! A lane between threads with the rules of NCCL: flights run one after the other, sends and receives of a pair are matched
+//! A channel between threads with the rules of NCCL: flights run one after the other, sends and receives of a pair are matched
 //! in order, and no send ends before its receive has begun. Wrong orders hang, as they would with NCCL.
 
 use ringspan::Error;
-use ringspan::comm::direct::{Lane, Transfer};
+use ringspan::comm::direct::{Channel, Transfer};
 use ringspan::comm::{Buffer, OnDevice};
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -66,7 +66,7 @@ impl Hub {
         Arc::new(Self(Mutex::new((0..size).map(|_| Device::default()).collect())))
     }
 
-    pub(crate) fn lane(self: &Arc<Self>, rank: usize) -> Box<dyn Lane> {
+    pub(crate) fn channel(self: &Arc<Self>, rank: usize) -> Box<dyn Channel> {
         Box::new(Plane { hub: self.clone(), rank })
     }
 
@@ -122,7 +122,7 @@ fn settle(devices: &mut [Device]) {
     }
 }
 
-impl Lane for Plane {
+impl Channel for Plane {
     fn type_code(&self, elements: &dyn OnDevice) -> Result<u64, Error> {
         assert_eq!(cells(elements).owner, self.rank, "whose memory is sent");
         Ok(64)

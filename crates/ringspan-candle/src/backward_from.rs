@@ -1,4 +1,4 @@
-//! A backward pass that starts from a given gradient; candle's own starts from ones.
+//! A backward pass that starts from a given gradient of the output, as PyTorch's `y.backward(dy)` does; candle's own starts from ones.
 
 use crate::gpu;
 use candle_core::backprop::GradStore;
@@ -7,22 +7,22 @@ use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Ten
 /// Gradients of `sum(dy * y)` with respect to everything that y was computed from.
 ///
 /// # Errors
-/// A `dy` of another shape than y, and what the operations behind y fail with.
+/// A `dy` of another shape than y, and failures of the operations that computed y.
 pub fn backward(y: &Tensor, dy: &Tensor) -> Result<GradStore> {
     if y.shape() != dy.shape() {
         bail!("a gradient of {:?} for {:?}", dy.shape(), y.shape());
     }
-    y.apply_op1(Cotangent { dy: dy.detach() })?.backward()
+    y.apply_op1(OutputGradient { dy: dy.detach() })?.backward()
 }
 
 /// A scalar whose gradient with respect to its input is `dy`. Its value is never read.
-struct Cotangent {
+struct OutputGradient {
     dy: Tensor,
 }
 
-impl CustomOp1 for Cotangent {
+impl CustomOp1 for OutputGradient {
     fn name(&self) -> &'static str {
-        "cotangent"
+        "output-gradient"
     }
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {

@@ -1,41 +1,46 @@
-//! Portions of parameters that are in memory as a whole.
+//! Takes a rank's partition (tensor or expert parallelism) out of a parameter that is in memory as a whole.
 
 use crate::quantized::{QuantizedMatrix, QuantizedStack};
-use crate::shard::Portion;
+use crate::shard::Partition;
 use crate::weight::Weight;
 use candle_core::{Result, Tensor, bail};
 use std::ops::Range;
 
 impl Weight {
-    /// A portion of this whole parameter, in the same format. Rows of matrices, and whole experts, share their memory with the whole
+    /// A partition of this whole parameter, in the same format. Rows of matrices, and whole experts, share their memory with the whole
     /// parameter, unless `copy` asks for memory of their own; columns are always copied.
     ///
     /// # Errors
-    /// A portion of another shape, and columns of a quantized matrix that do not begin and end between blocks.
-    pub fn portion(&self, portion: &Portion, copy: bool) -> Result<Self> {
-        if self.dims() != portion.whole {
-            bail!("{} has shape {:?}, and a portion of {:?} is asked for", portion.name, self.dims(), portion.whole);
+    /// A partition of another shape, and columns of a quantized matrix that do not begin and end between blocks.
+    pub fn partition(&self, partition: &Partition, copy: bool) -> Result<Self> {
+        if self.dims() != partition.whole {
+            bail!(
+                "{} has shape {:?}, and a partition of {:?} is asked for",
+                partition.name,
+                self.dims(),
+                partition.whole
+            );
         }
-        let Portion { rows, columns, .. } = portion;
+        let Partition { rows, columns, .. } = partition;
         Ok(match self {
             Self::Dense(tensor) => {
-                let matrix = tensor.reshape(((), portion.width()))?;
+                let matrix = tensor.reshape(((), partition.width()))?;
                 let part = matrix.narrow(0, rows.start, rows.len())?.narrow(1, columns.start, columns.len())?;
                 let part = if copy { part.copy()? } else { part.contiguous()? };
-                part.reshape(portion.shape())?.into()
+                part.reshape(partition.shape())?.into()
             }
             Self::Quantized(matrix) => {
                 let part = matrix.rows(rows.clone())?.columns(columns.clone())?;
                 if copy { part.copied() } else { part }.into()
             }
-            Self::Stack(stack) => stack_portion(stack, portion, copy)?.into(),
+            Self::Stack(stack) => stack_partition(stack, partition, copy)?.into(),
         })
     }
 
-    /// This portion of a parameter with another one of the same format below it.
+    /// This partition of a parameter with another one of the same format below it.
     ///
     /// # Errors
-    /// Portions of different formats or widths, and stacks of experts.
+    /// Partitions of different formats or widths, and stacks of experts.
     pub fn above(&self, below: &Self) -> Result<Self> {
         match (self, below) {
             (Self::Dense(above), Self::Dense(below)) => Ok(Tensor::cat(&[above, below], 0)?.into()),
@@ -48,11 +53,11 @@ impl Weight {
 }
 
 /// Some experts of a parameter `[e, in, out]`, or some rows or columns of their matrices, which are stored as `[out, in]`.
-fn stack_portion(stack: &QuantizedStack, portion: &Portion, copy: bool) -> Result<QuantizedStack> {
+fn stack_partition(stack: &QuantizedStack, partition: &Partition, copy: bool) -> Result<QuantizedStack> {
     let [_, inputs, outputs] = stack.dims();
-    let (experts, rows, columns) = match portion.dim {
-        2 => (groups(&portion.rows, inputs), portion.columns.clone(), 0..inputs),
-        _ => (portion.rows.clone(), 0..outputs, groups(&portion.columns, outputs)),
+    let (experts, rows, columns) = match partition.dim {
+        2 => (groups(&partition.rows, inputs), partition.columns.clone(), 0..inputs),
+        _ => (partition.rows.clone(), 0..outputs, groups(&partition.columns, outputs)),
     };
     if rows.len() == outputs && columns.len() == inputs {
         let part = stack.matrix().rows(experts.start * outputs..experts.end * outputs)?;

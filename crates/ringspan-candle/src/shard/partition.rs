@@ -4,10 +4,11 @@ use super::rank::ReplicaGroup;
 use std::borrow::Cow;
 use std::ops::Range;
 
-/// A portion: the part of a parameter that a rank computes with (its tensor- or expert-parallel shard). It is a rectangle of
+/// The part of a parameter that a rank computes with, as Megatron calls it: rows or columns of a matrix with tensor parallelism,
+/// some experts with expert parallelism, otherwise the whole parameter. FSDP cuts it further, into shards. It is a rectangle of
 /// a matrix or a range of a vector; a tensor of more dims is viewed as a matrix.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Portion {
+pub struct Partition {
     /// The name of the parameter.
     pub name: String,
     /// The shape of the whole parameter.
@@ -19,14 +20,14 @@ pub struct Portion {
     pub rows: Range<usize>,
     /// The range of columns of the matrix; one column for a vector.
     pub columns: Range<usize>,
-    /// The first row of this portion in the rank's tensor, if that concatenates several portions.
+    /// The first row of this partition in the rank's tensor, if that concatenates several partitions.
     pub stacked_at: Option<usize>,
-    /// The ranks that hold the same portion.
+    /// The ranks that hold the same partition.
     pub replicas: ReplicaGroup,
 }
 
-impl Portion {
-    /// The shape of the portion.
+impl Partition {
+    /// The shape of the partition.
     pub fn shape(&self) -> Vec<usize> {
         let mut shape = self.whole.clone();
         let in_row = self.whole[1..self.dim].iter().product::<usize>().max(1);
@@ -47,7 +48,7 @@ impl Portion {
         self.len() == 0
     }
 
-    /// A key that is different for each portion of a parameter.
+    /// A key that is different for each partition of a parameter.
     pub fn key(&self) -> Cow<'_, str> {
         match self.stacked_at {
             None => Cow::Borrowed(&self.name),
