@@ -115,7 +115,7 @@ impl Lora {
     ///
     /// # Errors
     /// A pattern whose regular expression is too expensive to match.
-    pub(crate) fn size(&self, layer: &str) -> Result<AdapterSize> {
+    pub fn size(&self, layer: &str) -> Result<AdapterSize> {
         let rank = first_match(&self.ranks, layer)?.unwrap_or(self.rank);
         let alpha = first_match(&self.alphas, layer)?.unwrap_or(self.alpha);
         let divisor = if self.rank_stabilized { (rank as f64).sqrt() } else { rank as f64 };

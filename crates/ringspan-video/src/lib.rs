@@ -4,6 +4,7 @@
 pub mod denoise;
 pub mod error;
 pub mod frames;
+pub mod lora;
 pub mod noise;
 pub mod scheduler;
 pub mod tensor_folder;

@@ -12,6 +12,7 @@ mod conditioning;
 mod config;
 mod grid;
 mod head;
+mod original_names;
 mod patch_embedding;
 mod vace;
 mod video_context;
@@ -20,6 +21,7 @@ mod weights;
 pub use attention::BlockPrompt;
 pub use config::WanConfig;
 pub use grid::TokenGrid;
+pub(crate) use original_names::original_name;
 pub use video_context::{Timesteps, VideoContext};
 pub use weights::{WanFolder, WeightType};
 
@@ -99,9 +101,20 @@ impl WanTransformer {
         }
     }
 
+    /// The transformer with adapters of these sizes, whose matrices are among the weights of each pass.
+    #[must_use]
+    pub(crate) fn with_adapters(self, adapters: Adapters) -> Self {
+        Self { adapters, ..self }
+    }
+
     /// The transformer's sizes.
     pub fn config(&self) -> &WanConfig {
         &self.config
+    }
+
+    /// Which layers have adapters.
+    pub(crate) fn adapters(&self) -> &Adapters {
+        &self.adapters
     }
 
     /// The parameters of all units.
