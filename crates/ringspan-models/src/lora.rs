@@ -111,6 +111,14 @@ impl Lora {
         &self.layers.targets
     }
 
+    /// Whether the layer with this full name has an adapter.
+    ///
+    /// # Errors
+    /// A pattern whose regular expression is too expensive to match.
+    pub fn adapts(&self, layer: &str) -> Result<bool> {
+        self.layers.has(layer)
+    }
+
     /// The rank and scale of the adapter for the layer with this full name.
     ///
     /// # Errors

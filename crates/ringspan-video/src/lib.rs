@@ -9,6 +9,7 @@ pub mod noise;
 pub mod scheduler;
 pub mod tensor_folder;
 pub mod text_encoder;
+pub mod training;
 pub mod transformer;
 pub mod vae;
 

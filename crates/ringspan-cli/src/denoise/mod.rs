@@ -8,7 +8,7 @@ use crate::mesh::{DEADLINE, MeshArgs};
 use crate::output;
 use anyhow::{Context, Result, ensure};
 use input::Input;
-use progress::Progress;
+pub(crate) use progress::Progress;
 use ringspan::comm::ranks::Ranks;
 use ringspan_video::denoise::{DenoiseFolder, DenoisePlan, DenoiseSettings, VideoMesh, denoise};
 use ringspan_video::lora::LoraSource;

@@ -155,7 +155,9 @@ impl TransformerChange {
             let tensors = &self.files[*file].tensors;
             let difference = match &names[..] {
                 [down, up] => tensors.read(up)?.flatten_from(1)?.matmul(&tensors.read(down)?.flatten_from(1)?)?,
-                names => names.first().map_or_else(|| value.zeros_like().map_err(Into::into), |name| tensors.read(name))?,
+                names => {
+                    names.first().map_or_else(|| value.zeros_like().map_err(Into::into), |name| tensors.read(name))?
+                }
             };
             value = (value.as_ref() + (difference.reshape(value.shape())? * *factor)?)?;
         }

@@ -10,10 +10,10 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 /// The name of diffusers' file in a folder, and that of PEFT's.
-const DIFFUSERS: &str = "pytorch_lora_weights.safetensors";
+pub(super) const DIFFUSERS: &str = "pytorch_lora_weights.safetensors";
 const PEFT: &str = "adapter_model.safetensors";
 /// The entry of a file's metadata in which diffusers keeps PEFT's configuration.
-const METADATA: &str = "lora_adapter_metadata";
+pub(super) const METADATA: &str = "lora_adapter_metadata";
 
 /// The tensors of an adapter's file, which stay on disk.
 #[derive(Debug)]
@@ -67,10 +67,8 @@ impl LoraFile {
         let size = config.size(module)?;
         match size.rank == rank {
             true => Ok(size.scale),
-            false => Err(self.refuse(format!(
-                "the adapter of {module} has rank {rank}, and its configuration says {}",
-                size.rank
-            ))),
+            false => Err(self
+                .refuse(format!("the adapter of {module} has rank {rank}, and its configuration says {}", size.rank))),
         }
     }
 

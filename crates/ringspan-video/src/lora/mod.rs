@@ -3,9 +3,11 @@
 
 mod change;
 mod file;
+mod save;
 mod tensor_name;
 
 pub(crate) use change::TransformerChange;
+pub use save::save;
 
 use crate::error::{Error, Result};
 use std::fmt;

@@ -8,7 +8,9 @@ use crate::tensor_folder::TensorFolder;
 use candle_core::DType;
 use ringspan_candle::cast::cast;
 use ringspan_candle::lora::matrices;
-use ringspan_candle::{StoredWeights, Weight};
+use ringspan_candle::{Adapters, StoredWeights, Weight};
+use ringspan_models::{LayerNames, Lora};
+use std::collections::BTreeSet;
 use std::fmt;
 use std::path::Path;
 use std::str::FromStr;
@@ -100,6 +102,31 @@ impl WanFolder {
         let change = TransformerChange::open(sources, &self.transformer)?;
         let transformer = self.transformer.with_adapters(change.adapters());
         Ok(Self { transformer, change, ..self })
+    }
+
+    /// The folder with adapters that are to be trained, whose matrices are not among the weights that are [loaded](Self::load).
+    ///
+    /// # Errors
+    /// A name that no linear layer has.
+    pub fn with_new_adapters(self, lora: &Lora) -> Result<Self> {
+        let mut adapters = Adapters::none();
+        for layer in self.transformer.parameters().linear_layers() {
+            if lora.adapts(&layer.name)? {
+                adapters.sizes.insert(layer.name.clone(), lora.size(&layer.name)?);
+            }
+        }
+        let names = |end: &str| adapters.sizes.keys().any(|layer| layer == end || layer.ends_with(&format!(".{end}")));
+        if let LayerNames::Ends(ends) = lora.targets()
+            && let Some(end) = ends.iter().find(|end| !names(end))
+        {
+            let layers = self.transformer.parameters().linear_layers();
+            let known: BTreeSet<_> = layers.filter_map(|layer| layer.name.rsplit("blocks.0.").next()).collect();
+            let known = known.into_iter().collect::<Vec<_>>().join(", ");
+            return Err(Error::Input(format!(
+                "no linear layer is called '{end}'; among those of the model are {known}"
+            )));
+        }
+        Ok(Self { transformer: self.transformer.with_adapters(adapters), ..self })
     }
 
     /// The transformer.

@@ -49,7 +49,7 @@ fn adapters_of_every_form_compute_what_diffusers_loads() -> Result<()> {
         }
         let both = [source("diffusers", 0.5), source("original.safetensors", 1.25)];
         let far = distance(&pass(&both, weights)?.velocities((1, 1))?[0], &inputs["both"]);
-        assert!(far < 1e-5, "two adapters, weights {weights}: {far:e}");
+        assert!(far < 3e-5, "two adapters, weights {weights}: {far:e}");
     }
     Ok(())
 }
@@ -142,7 +142,10 @@ fn what_has_no_effect_or_does_not_fit_is_refused_by_name() -> Result<()> {
         Ok(())
     };
     let q = "diffusion_model.blocks.0.self_attn.q";
-    refused(&insert("diffusion_model.blocks.7.self_attn.q.diff_b", &[24]), &["blocks.7.self_attn.q.diff_b", "no such"])?;
+    refused(
+        &insert("diffusion_model.blocks.7.self_attn.q.diff_b", &[24]),
+        &["blocks.7.self_attn.q.diff_b", "no such"],
+    )?;
     refused(&insert("diffusion_model.blocks.0.cross_attn.k_img.diff_b", &[24]), &["k_img", "no such module"])?;
     refused(&insert("diffusion_model.blocks.0.self_attn.q.dora_scale", &[24]), &["dora_scale", "no tensor of a LoRA"])?;
     refused(&insert("lora_te_text_model_encoder.lora_down.weight", &[4, 24]), &["lora_te", "no such module"])?;

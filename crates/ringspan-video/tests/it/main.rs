@@ -3,4 +3,5 @@
 mod denoise;
 mod lora;
 mod support;
+mod training;
 mod transformer;
