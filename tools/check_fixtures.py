@@ -38,6 +38,8 @@ SCRIPTS = {
     "make_training_fixture.py": (TRAIN / "ten_steps", ["."]),
     "make_chat_fixture.py": (TRAIN / "chat", ["."]),
     "make_video_fixture.py": (VIDEO / "transformer", ["."]),
+    "make_video_lora_fixture.py": (VIDEO / "lora", ["."]),
+    "make_video_training_fixture.py": (VIDEO / "training", ["."]),
     "make_quantized_fixture.py": (CANDLE / "quantized", ["."]),
     "make_text_encoder_fixture.py": (VIDEO / "text", ["."]),
     "make_video_vae_fixture.py": (VIDEO / "vae", ["."]),

@@ -27,6 +27,7 @@ mod topology;
 mod train;
 mod verify;
 mod video;
+mod video_training;
 
 pub use allocator::CountingAllocator;
 

@@ -1,9 +1,10 @@
-//! `ringspan train`: from text to a model folder.
+//! `ringspan train`: from text to a model folder, or from latents to an adapter of a video transformer.
 
-use crate::{allocator, interrupt, mesh, output};
+use crate::{allocator, interrupt, mesh, output, video_training};
 use anyhow::{Result, bail};
 use ringspan::comm::ranks::Ranks;
 use ringspan_train::{Error, Observer, Outcome, SilentObserver, TerminalObserver, TrainConfig, plan_on, train_on};
+use ringspan_video::training::transformer_folder;
 use std::process::ExitCode;
 
 pub(crate) use ringspan_train::TrainArgs;
@@ -16,6 +17,10 @@ pub(crate) fn run(args: TrainArgs, ranks: &Ranks) -> Result<ExitCode> {
     let mut config = TrainConfig::from_args(&args)?;
     ranks.check(config.ranks())?;
     config.set_local_ranks(ranks);
+    if config.model.as_deref().is_some_and(|model| transformer_folder(model).is_some()) {
+        let interrupted = video_training::run(&config, args.dry_run, ranks)?;
+        return Ok(if interrupted { ExitCode::from(INTERRUPTED) } else { ExitCode::SUCCESS });
+    }
     config.peak_allocated = Some(allocator::take_peak);
     mesh::limit_threads(config.ranks(), config.threads);
     if ranks.local().is_none() {

@@ -84,6 +84,14 @@ pub fn describe(folder: &Path) -> Result<Description> {
     Ok(Description { base: Base::at(found), lora, frozen })
 }
 
+/// Parses an adapter's configuration; `path` is the file's name for messages.
+///
+/// # Errors
+/// A text that is corrupt, and a kind of adapter that this crate cannot compute.
+pub fn parse_config(text: &[u8], path: &Path) -> Result<Lora> {
+    Ok(config::Config::parse(text, path)?.lora)
+}
+
 /// Reads an adapter with its matrices.
 ///
 /// # Errors

@@ -7,10 +7,10 @@ use crate::decoder::Decoder;
 use crate::error::{Error, Result};
 use crate::parameters::Parameters;
 use candle_core::{Tensor, Var};
-use graph::Graph;
+pub use graph::{Graph, Recording};
 use ringspan_candle::layers::ForwardPass;
-use ringspan_candle::model::constant;
-use ringspan_candle::{ActivationStore, Attend, CheckpointPolicy, StoredWeights, Unit};
+use ringspan_candle::model::{Layer, constant};
+use ringspan_candle::{ActivationStore, Adapters, Attend, CheckpointPolicy, StoredWeights, Unit};
 use std::collections::BTreeMap;
 
 /// Returns the negative log-likelihood, summed over the tokens with a target, and computes the gradients of `scale` times it.
@@ -93,7 +93,7 @@ pub fn loss_and_gradients<'a>(
         let x = variable(input.tensor()?)?;
         drop(input);
         let mut graph = Graph::new(weights, trains)?;
-        dx = backward_of_layer(decoder, index, &store, &mut graph, x, dx)?;
+        dx = backward_of_layer(model.layer(index), index, decoder.adapter_sizes(), &store, &mut graph, x, dx)?;
         let gradients = graph.finish()?;
         on_gradients(Unit::Layer(index), gradients)?;
     }
@@ -110,22 +110,27 @@ pub fn loss_and_gradients<'a>(
     Ok(loss.nll_sum)
 }
 
-/// Differentiates layer `index` for its input x and the gradient dy of its output; returns the gradient of x.
+/// Differentiates layer `index` for its input x, a [`variable`], and the gradient dy of its output; returns the gradient of x. The
+/// gradients of the layer's parameters, and of other variables that it reads, are in `graph`. `store` has the activations of the
+/// forward pass.
 ///
 /// On a CPU, what follows attention is differentiated first, and then, with queries, keys and values computed again, attention
 /// and what is before it. So the activations of one part are in memory while those of the other are not, and the output of
 /// attention is freed before its inputs are computed.
-fn backward_of_layer(
-    decoder: &Decoder,
+///
+/// # Errors
+/// As for the layer's forward pass, and failures of other ranks.
+pub fn backward_of_layer(
+    layer: &dyn Layer,
     index: usize,
+    adapters: &Adapters,
     store: &ActivationStore,
     graph: &mut Graph,
     x: Tensor,
     dy: Tensor,
 ) -> Result<Tensor> {
-    let layer = decoder.model().layer(index);
     let pass = |weights: &StoredWeights, f: &dyn Fn(&ForwardPass) -> candle_core::Result<Tensor>| {
-        Ok(f(&ForwardPass::storing(weights, decoder.adapter_sizes(), store))?)
+        Ok(f(&ForwardPass::storing(weights, adapters, store))?)
     };
     let mut attended = if x.device().is_cpu() { store.take_attention(index)? } else { None };
     if attended.is_none() && x.device().is_cpu() {
@@ -155,7 +160,10 @@ fn backward_of_layer(
 }
 
 /// A variable with the values of x, which is freed: the values are copied.
-fn variable(x: Tensor) -> Result<Tensor> {
+///
+/// # Errors
+/// A device without memory for them.
+pub fn variable(x: Tensor) -> Result<Tensor> {
     Ok(Var::from_tensor(&x)?.into_inner())
 }
 

@@ -111,11 +111,19 @@ impl Lora {
         &self.layers.targets
     }
 
+    /// Whether the layer with this full name has an adapter.
+    ///
+    /// # Errors
+    /// A pattern whose regular expression is too expensive to match.
+    pub fn adapts(&self, layer: &str) -> Result<bool> {
+        self.layers.has(layer)
+    }
+
     /// The rank and scale of the adapter for the layer with this full name.
     ///
     /// # Errors
     /// A pattern whose regular expression is too expensive to match.
-    pub(crate) fn size(&self, layer: &str) -> Result<AdapterSize> {
+    pub fn size(&self, layer: &str) -> Result<AdapterSize> {
         let rank = first_match(&self.ranks, layer)?.unwrap_or(self.rank);
         let alpha = first_match(&self.alphas, layer)?.unwrap_or(self.alpha);
         let divisor = if self.rank_stabilized { (rank as f64).sqrt() } else { rank as f64 };

@@ -49,6 +49,7 @@ pub use optimizer::{
     Optimizer, OptimizerConfig, OptimizerKind, OptimizerState, UpdateArguments, clip_scale, sum_of_squares,
 };
 pub use plan::Plan;
+pub use run_file::write as write_run_file;
 pub use sample::Sample;
 pub use settings::{Settings, TrainArgs};
 pub use single_step::{StepResults, single_step};

@@ -10,7 +10,10 @@ use crate::{
 use std::path::Path;
 
 /// Writes the settings into the run's folder, with paths that mean the same from any current folder.
-pub(crate) fn write(config: &TrainConfig, lr: &LrSchedule) -> Result<()> {
+///
+/// # Errors
+/// A path that does not exist, and failures of the file system.
+pub fn write(config: &TrainConfig, lr: &LrSchedule) -> Result<()> {
     std::fs::create_dir_all(&config.out).map_err(Error::io("create", &config.out))?;
     let mut settings = config.settings.clone();
     let absolute = |path: &Path| path.canonicalize().map_err(Error::io("read", path));

@@ -65,6 +65,9 @@ pub enum Error {
     /// An error of model files, such as a missing tensor.
     #[error(transparent)]
     Model(#[from] ringspan_models::Error),
+    /// An error of the trainer: its settings, a checkpoint, a loss that is not finite.
+    #[error(transparent)]
+    Train(#[from] ringspan_train::Error),
     /// An error of attention or communication.
     #[error(transparent)]
     Ringspan(#[from] ringspan::error::Error),

@@ -4,10 +4,12 @@
 pub mod denoise;
 pub mod error;
 pub mod frames;
+pub mod lora;
 pub mod noise;
 pub mod scheduler;
 pub mod tensor_folder;
 pub mod text_encoder;
+pub mod training;
 pub mod transformer;
 pub mod vae;
 

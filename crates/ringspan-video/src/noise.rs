@@ -19,11 +19,23 @@ pub fn noise(seed: u64, shape: &[usize]) -> Result<Tensor> {
     Ok(Tensor::from_vec(values, shape, &Device::Cpu)?)
 }
 
+/// Uniform numbers in (0, 1].
+#[must_use]
+pub fn uniform(seed: u64, count: usize) -> Vec<f64> {
+    let mut random = ChaCha8Rng::seed_from_u64(seed);
+    (0..count).map(|_| above_zero(&mut random)).collect()
+}
+
 /// A normal number by Box and Muller, 1958; the second number of the pair is not used.
 fn normal(random: &mut ChaCha8Rng) -> f64 {
-    // 53 bits, in (0, 1]: 0 is left out, so the logarithm stays finite.
-    let mut uniform = || ((random.next_u64() >> 11) as f64 + 1.0) / (1u64 << 53) as f64;
+    // 0 is left out, so the logarithm stays finite.
+    let mut uniform = || above_zero(random);
     (-2.0 * uniform().ln()).sqrt() * (2.0 * std::f64::consts::PI * uniform()).cos()
+}
+
+/// A uniform number of 53 bits in (0, 1].
+fn above_zero(random: &mut ChaCha8Rng) -> f64 {
+    ((random.next_u64() >> 11) as f64 + 1.0) / (1u64 << 53) as f64
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use ringspan_candle::Weight;
 use ringspan_candle::quantized::{Format, QuantizedMatrix};
 use ringspan_models::TensorFile;
 use safetensors::Dtype;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
@@ -36,9 +36,22 @@ impl TensorFolder {
     /// # Errors
     /// No such files, files that are not whole, an index that lists files elsewhere, tensors of other types than F32, BF16 and F16.
     pub fn open(path: &Path, stem: &str) -> Result<Self> {
-        let mut tensors = BTreeMap::new();
-        for file in files(path, stem)? {
+        Ok(Self::of_files(path, files(path, stem)?)?.0)
+    }
+
+    /// Opens one file, and returns the metadata of its header with it.
+    ///
+    /// # Errors
+    /// As for [`open`](Self::open).
+    pub(crate) fn open_file(file: &Path) -> Result<(Self, HashMap<String, String>)> {
+        Self::of_files(file, vec![file.to_owned()])
+    }
+
+    fn of_files(path: &Path, files: Vec<PathBuf>) -> Result<(Self, HashMap<String, String>)> {
+        let (mut tensors, mut notes) = (BTreeMap::new(), HashMap::new());
+        for file in files {
             let TensorFile { metadata, data, .. } = TensorFile::open(&file)?;
+            notes.extend(metadata.metadata().clone().unwrap_or_default());
             let mut all: Vec<_> = metadata.tensors().into_iter().collect();
             // A hash map has no order; with sorting, errors always name the same tensor.
             all.sort_by(|(a, _), (b, _)| a.cmp(b));
@@ -53,7 +66,7 @@ impl TensorFolder {
                 }
             }
         }
-        Ok(Self { path: path.to_owned(), tensors })
+        Ok((Self { path: path.to_owned(), tensors }, notes))
     }
 
     /// The folder.
@@ -65,6 +78,11 @@ impl TensorFolder {
     /// The tensors with their shapes, in the order of their names.
     pub fn shapes(&self) -> impl Iterator<Item = (&str, &[usize])> {
         self.tensors.iter().map(|(name, place)| (name.as_str(), place.shape.as_slice()))
+    }
+
+    /// The shape of a tensor.
+    pub(crate) fn shape(&self, name: &str) -> Option<&[usize]> {
+        self.tensors.get(name).map(|place| place.shape.as_slice())
     }
 
     /// Checks that the folder has the tensors of these names and shapes, and no others except those that `ignored` names.
@@ -98,8 +116,12 @@ impl TensorFolder {
     /// Bytes of all tensors in their files.
     #[must_use]
     pub fn bytes(&self) -> u64 {
-        let of = |place: &TensorLocation| (place.shape.iter().product::<usize>() * place.dtype.bitsize() / 8) as u64;
-        self.tensors.values().map(of).sum()
+        self.tensors.values().map(TensorLocation::bytes).sum()
+    }
+
+    /// Bytes of a tensor in its file; 0 for one that does not exist.
+    pub(crate) fn bytes_of(&self, name: &str) -> u64 {
+        self.tensors.get(name).map_or(0, TensorLocation::bytes)
     }
 
     /// Reads a tensor as f32.
@@ -155,6 +177,10 @@ impl TensorFolder {
 }
 
 impl TensorLocation {
+    fn bytes(&self) -> u64 {
+        (self.shape.iter().product::<usize>() * self.dtype.bitsize() / 8) as u64
+    }
+
     fn read(&self) -> Result<Vec<u8>> {
         let mut bytes = vec![0; self.shape.iter().product::<usize>() * self.dtype.bitsize() / 8];
         let read = |bytes: &mut [u8]| {

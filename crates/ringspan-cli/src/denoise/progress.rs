@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 /// Time between plain lines.
 const PLAIN_INTERVAL: Duration = Duration::from_secs(5);
 
-pub(super) struct Progress {
+pub(crate) struct Progress {
     bar: Option<ProgressBar>,
     steps: usize,
     began: Instant,
@@ -17,7 +17,7 @@ pub(super) struct Progress {
 }
 
 impl Progress {
-    pub(super) fn new(steps: usize) -> Self {
+    pub(crate) fn new(steps: usize) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
             let bar = ProgressBar::with_draw_target(Some(steps as u64), ProgressDrawTarget::stderr());
             let style = ProgressStyle::with_template("step {pos}/{len} [{bar:32}] {msg} left");
@@ -29,13 +29,18 @@ impl Progress {
     }
 
     /// Says that so many steps have been taken.
-    pub(super) fn stepped(&self, step: usize) {
+    pub(crate) fn stepped(&self, step: usize) {
+        self.stepped_with(step, "");
+    }
+
+    /// Like [`stepped`](Self::stepped), with words about the step before the time that is left.
+    pub(crate) fn stepped_with(&self, step: usize, words: &str) {
         let each = self.began.elapsed().as_secs_f64() / step.max(1) as f64;
         let left = (each * self.steps.saturating_sub(step) as f64).round() as u64;
         let left = if left < 60 { format!("{left} s") } else { format!("{} min {:02} s", left / 60, left % 60) };
         if let Some(bar) = &self.bar {
             bar.set_position(step as u64);
-            bar.set_message(left);
+            bar.set_message(format!("{words}{left}"));
             if step == self.steps {
                 bar.finish();
             }
@@ -44,7 +49,7 @@ impl Progress {
         let mut last = self.last_line.lock().unwrap_or_else(PoisonError::into_inner);
         if step == self.steps || last.is_none_or(|last| last.elapsed() >= PLAIN_INTERVAL) {
             *last = Some(Instant::now());
-            output::note(format!("step {step}/{}, {left} left", self.steps));
+            output::note(format!("step {step}/{}, {words}{left} left", self.steps));
         }
     }
 }

@@ -79,6 +79,25 @@ fn denoise_is_the_loop_of_diffusers_on_every_mesh() {
     }
 }
 
+/// A distilled adapter: few steps without guidance, and so without a negative prompt.
+#[test]
+fn denoise_with_an_adapter_is_the_loop_of_diffusers_on_every_mesh() {
+    let tensors = read(&fixture("lora/reference.safetensors"));
+    let inputs = [("latents", tensors["latents"].clone()), ("prompt_embeds", tensors["encoder_hidden_states"].clone())];
+    let video = Video { bench: Bench::new(&inputs), command: "denoise", model: fixture("transformer/t2v") };
+    let steps = tensors["steps"].values();
+    let last = &steps[steps.len() / 4 * 3..];
+    let lora = fixture("lora/original.safetensors");
+    let flags = "--embeds in.safetensors --steps 4 --scheduler euler --shift 3 --guidance 1";
+    for mesh in ["", "--ring 2 --ulysses 2"] {
+        let found = video.results(&format!("{flags} {mesh} --lora {}", lora.display()));
+        let apart = distance(&found["latents"], last);
+        assert!(apart < 1e-4, "{mesh}: {apart:.2e}");
+    }
+    let half = video.results(&format!("{flags} --lora {}=0.5", lora.display()));
+    assert!(distance(&half["latents"], last) > 1e-3, "the scale changes nothing");
+}
+
 #[test]
 fn denoise_refuses_what_it_cannot_do_and_leaves_nothing() {
     let video = Video::denoise();
@@ -92,6 +111,9 @@ fn denoise_refuses_what_it_cannot_do_and_leaves_nothing() {
     video.refused(&format!("{flags} --guidance-2 3"), &["--guidance-2 has no effect"]);
     video.refused(&format!("{flags} --frames 9 --height 64 --width 64"), &["--frames", "no effect"]);
     video.refused(&format!("{flags} --guidance 1 --cfg-parallel"), &["guidance"]);
+    video.refused(&format!("{flags} --lora-2 a.safetensors"), &["--lora-2 has no effect"]);
+    video.refused(&format!("{flags} --lora none.safetensors"), &["--lora", "none.safetensors"]);
+    video.refused(&format!("{flags} --lora a.safetensors=none"), &["--lora", "other than 0"]);
     video.refused("--embeds none.safetensors --out new.safetensors --steps 1 --scheduler euler", &["none.safetensors"]);
 }
 

@@ -7,7 +7,7 @@ use ringspan_candle::tape::{self, Tape};
 use ringspan_candle::{StoredWeights, Weights};
 
 /// The parameters of a unit that is differentiated, and the gradients that are known so far.
-pub(crate) struct Graph {
+pub struct Graph {
     weights: StoredWeights,
     /// The parameters that receive gradients.
     trained: Weights,
@@ -15,21 +15,25 @@ pub(crate) struct Graph {
 }
 
 /// A recorded computation.
-pub(crate) struct Recording {
+pub struct Recording {
     output: Tensor,
     tape: Tape,
 }
 
 impl Recording {
     /// The values of the output, for computations that are not recorded.
-    pub(crate) fn output(&self) -> Tensor {
+    #[must_use]
+    pub fn output(&self) -> Tensor {
         self.output.detach()
     }
 }
 
 impl Graph {
     /// A unit with these parameters, of which `trains` names those that receive gradients.
-    pub(crate) fn new(parameters: StoredWeights, trains: impl Fn(&str) -> bool) -> Result<Self> {
+    ///
+    /// # Errors
+    /// A trained parameter that is quantized, a device without memory for a copy of it.
+    pub fn new(parameters: StoredWeights, trains: impl Fn(&str) -> bool) -> Result<Self> {
         // `Var::from_tensor` copies tensors that are no variables yet. One parameter is copied at a time, so at most one is in
         // memory twice.
         let (mut weights, mut trained) = (StoredWeights::new(), Weights::new());
@@ -46,36 +50,54 @@ impl Graph {
     }
 
     /// Computes `f` of the parameters, and records it for gradients with respect to variables.
-    pub(crate) fn record(&self, f: impl FnOnce(&StoredWeights) -> Result<Tensor>) -> Result<Recording> {
+    ///
+    /// # Errors
+    /// Errors of `f`.
+    pub fn record(&self, f: impl FnOnce(&StoredWeights) -> Result<Tensor>) -> Result<Recording> {
         let (output, tape) = Tape::record(|| f(&self.weights))?;
         Ok(Recording { output, tape })
     }
 
     /// Like [`record`](Self::record), but computes norms again where a backward pass reads them.
-    pub(crate) fn record_without_norms(&self, f: impl FnOnce(&StoredWeights) -> Result<Tensor>) -> Result<Recording> {
+    ///
+    /// # Errors
+    /// Errors of `f`.
+    pub fn record_without_norms(&self, f: impl FnOnce(&StoredWeights) -> Result<Tensor>) -> Result<Recording> {
         let (output, tape) = Tape::record_without_norms(|| f(&self.weights))?;
         Ok(Recording { output, tape })
     }
 
     /// Computes `f` without recording it.
-    pub(crate) fn compute(&self, f: impl FnOnce(&StoredWeights) -> Result<Tensor>) -> Result<Tensor> {
+    ///
+    /// # Errors
+    /// Errors of `f`.
+    pub fn compute(&self, f: impl FnOnce(&StoredWeights) -> Result<Tensor>) -> Result<Tensor> {
         let detached = self.weights.iter().map(|(name, weight)| (name.clone(), weight.detach())).collect();
         f(&detached)
     }
 
     /// Adds the gradients of `sum(dy * output)` to those that are known.
-    pub(crate) fn differentiate(&mut self, Recording { output, tape }: Recording, dy: Tensor) -> Result<()> {
+    ///
+    /// # Errors
+    /// A `dy` of another shape than the output, and failures of the operations' backward passes.
+    pub fn differentiate(&mut self, Recording { output, tape }: Recording, dy: Tensor) -> Result<()> {
         self.gradients = tape.backward_from(std::mem::take(&mut self.gradients), output, dy)?;
         Ok(())
     }
 
     /// Takes out the gradient of a variable; zeros if it took no part in an output.
-    pub(crate) fn take(&mut self, variable: &Tensor) -> Result<Tensor> {
+    ///
+    /// # Errors
+    /// A device without memory for the zeros.
+    pub fn take(&mut self, variable: &Tensor) -> Result<Tensor> {
         Ok(self.gradients.remove(variable).map_or_else(|| variable.zeros_like(), Ok)?)
     }
 
     /// The gradients of all trained parameters.
-    pub(crate) fn finish(mut self) -> Result<Gradients> {
+    ///
+    /// # Errors
+    /// As for [`take`](Self::take).
+    pub fn finish(mut self) -> Result<Gradients> {
         let trained = std::mem::take(&mut self.trained);
         trained.into_iter().map(|(name, tensor)| Ok((name, self.take(&tensor)?))).collect()
     }

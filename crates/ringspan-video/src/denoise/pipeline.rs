@@ -1,6 +1,7 @@
 //! The folder of one transformer, or of a pipeline with one or two of them.
 
 use crate::error::{Error, Result};
+use crate::lora::LoraSource;
 use crate::scheduler::SchedulerConfig;
 use crate::tensor_folder::read_json;
 use crate::transformer::{TokenGrid, WanConfig, WanFolder, WanTransformer, WeightType};
@@ -74,6 +75,18 @@ impl DenoiseFolder {
         };
         let scale = scale(Some(path), &stages[0])?;
         Ok(Self { stages, boundary_ratio, scheduler, scale, weight_type, loaded: Mutex::default() })
+    }
+
+    /// The folder with adapters of each transformer.
+    ///
+    /// # Errors
+    /// Adapters of a second transformer where there is none; otherwise as for [`WanFolder::with_loras`].
+    pub fn with_loras(self, sources: [&[LoraSource]; 2]) -> Result<Self> {
+        if let Some(source) = sources[1].first().filter(|_| self.stages.len() < 2) {
+            return Err(Error::Input(format!("the adapter {source} is for transformer_2, and there is none")));
+        }
+        let stages = self.stages.into_iter().zip(sources).map(|(stage, sources)| stage.with_loras(sources));
+        Ok(Self { stages: stages.collect::<Result<_>>()?, loaded: Mutex::default(), ..self })
     }
 
     /// Number of transformers: 1 or 2.

@@ -49,11 +49,20 @@ impl WanBlock {
     }
 }
 
+/// The prompt as a block takes it.
+#[derive(Clone, Copy)]
+pub(super) enum PromptInput<'a> {
+    /// Its keys and values, which were computed once for all steps of a run.
+    KeysAndValues(&'a BlockPrompt),
+    /// Embedded text and images `[B * N, C]`: in training, keys and values are computed with each pass, for their gradients.
+    Embedded { text: &'a Tensor, image: Option<&'a Tensor> },
+}
+
 /// A block with the conditions under which it computes, which are the same for all its calls in a step.
 pub(super) struct ConditionedBlock<'a> {
     pub(super) block: &'a WanBlock,
     pub(super) times: &'a TimeCondition,
-    pub(super) prompt: &'a BlockPrompt,
+    pub(super) prompt: PromptInput<'a>,
     pub(super) video: &'a VideoContext,
 }
 
@@ -79,7 +88,15 @@ impl Layer for ConditionedBlock<'_> {
         let [_, _, gate, ffn_shift, ffn_scale, ffn_gate] = self.factors(pass)?;
         let x = gated_residual(x, &attn1.output(attended, pass)?, &gate, self.times.rows())?;
         let normed = norm2.as_ref().map(|norm| norm.forward(&x, pass)).transpose()?;
-        let from_prompt = attn2.forward(normed.as_ref().unwrap_or(&x), self.prompt, self.video, pass)?;
+        let computed;
+        let prompt = match self.prompt {
+            PromptInput::KeysAndValues(prompt) => prompt,
+            PromptInput::Embedded { text, image } => {
+                computed = self.block.prompt(text, image, pass)?;
+                &computed
+            }
+        };
+        let from_prompt = attn2.forward(normed.as_ref().unwrap_or(&x), prompt, self.video, pass)?;
         let x = residual(&x, &from_prompt)?;
         let inner = ffn.forward(&self.modulated(&x, &ffn_shift, &ffn_scale)?, pass)?;
         gated_residual(&x, &inner, &ffn_gate, self.times.rows())

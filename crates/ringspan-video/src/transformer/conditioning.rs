@@ -42,12 +42,22 @@ impl ConditionEmbedder {
 
     /// The conditions of time steps.
     pub(super) fn times(&self, times: &Timesteps, pass: &ForwardPass) -> Result<TimeCondition> {
+        let embedded = self.embedded_times(times, pass)?;
+        let projected = self.projected_times(&embedded, pass)?;
+        Ok(TimeCondition { embedded, projected, rows: times.rows.clone() })
+    }
+
+    /// The embedding `[M, C]` of time steps.
+    pub(super) fn embedded_times(&self, times: &Timesteps, pass: &ForwardPass) -> Result<Tensor> {
         let [first, second] = &self.time;
         let inner = first.forward(&sinusoids(&times.values, self.freq_dim)?, pass)?;
-        let embedded = second.forward(&activate(&inner, Activation::Silu)?, pass)?;
-        let projected = self.time_proj.forward(&activate(&embedded, Activation::Silu)?, pass)?;
-        let projected = projected.reshape((times.values.len(), 6, self.width))?;
-        Ok(TimeCondition { embedded, projected, rows: times.rows.clone() })
+        Ok(second.forward(&activate(&inner, Activation::Silu)?, pass)?)
+    }
+
+    /// The factors `[M, 6, C]` for the blocks from embedded time steps `[M, C]`.
+    pub(super) fn projected_times(&self, embedded: &Tensor, pass: &ForwardPass) -> Result<Tensor> {
+        let projected = self.time_proj.forward(&activate(embedded, Activation::Silu)?, pass)?;
+        Ok(projected.reshape((embedded.dim(0)?, 6, self.width))?)
     }
 
     /// The embedding `[B * N, C]` of a text encoder's output `[B, N, text_dim]`.
@@ -123,10 +133,10 @@ impl ImageEmbedder {
 #[derive(Debug, Clone)]
 pub(super) struct TimeCondition {
     /// `[M, C]`, for the output.
-    embedded: Tensor,
+    pub(super) embedded: Tensor,
     /// `[M, 6, C]`, for the blocks.
-    projected: Tensor,
-    rows: TableRows,
+    pub(super) projected: Tensor,
+    pub(super) rows: TableRows,
 }
 
 impl TimeCondition {

@@ -10,8 +10,10 @@ mod attention;
 mod block;
 mod conditioning;
 mod config;
+mod gradients;
 mod grid;
 mod head;
+mod original_names;
 mod patch_embedding;
 mod vace;
 mod video_context;
@@ -19,19 +21,22 @@ mod weights;
 
 pub use attention::BlockPrompt;
 pub use config::WanConfig;
+pub use gradients::FlowSample;
+pub(crate) use gradients::TIMESTEPS;
 pub use grid::TokenGrid;
+pub(crate) use original_names::original_name;
 pub use video_context::{Timesteps, VideoContext};
 pub use weights::{WanFolder, WeightType};
 
 use crate::error::{Error, Result};
-use block::{ConditionedBlock, WanBlock};
+use block::{ConditionedBlock, PromptInput, WanBlock};
 use candle_core::Tensor;
 use conditioning::ConditionEmbedder;
 use head::OutputHead;
 use patch_embedding::PatchEmbedding;
 use ringspan_candle::cast::cast;
 use ringspan_candle::layers::ForwardPass;
-use ringspan_candle::model::{Layer, ModelBuilder, ModelParameters, Unit};
+use ringspan_candle::model::{Layer, LinearLayer, ModelBuilder, ModelParameters, Unit};
 use ringspan_candle::residual::residual;
 use ringspan_candle::{Adapters, StoredWeights};
 use std::collections::BTreeMap;
@@ -99,9 +104,49 @@ impl WanTransformer {
         }
     }
 
+    /// The transformer with adapters of these sizes, whose matrices are among the weights of each pass.
+    #[must_use]
+    pub(crate) fn with_adapters(self, adapters: Adapters) -> Self {
+        Self { adapters, ..self }
+    }
+
     /// The transformer's sizes.
     pub fn config(&self) -> &WanConfig {
         &self.config
+    }
+
+    /// Which layers have adapters.
+    pub(crate) fn adapters(&self) -> &Adapters {
+        &self.adapters
+    }
+
+    /// The shapes of the matrices A and B of all adapters, by name.
+    #[must_use]
+    pub fn adapter_shapes(&self) -> BTreeMap<String, Vec<usize>> {
+        self.shapes_of_adapters(self.parameters.linear_layers())
+    }
+
+    /// The shapes of the matrices of a unit's adapters, by name.
+    pub(crate) fn adapter_shapes_of(&self, unit: Unit) -> BTreeMap<String, Vec<usize>> {
+        self.shapes_of_adapters(self.parameters.linear_layers_of(unit).iter())
+    }
+
+    fn shapes_of_adapters<'a>(&self, layers: impl Iterator<Item = &'a LinearLayer>) -> BTreeMap<String, Vec<usize>> {
+        let adapted = layers.filter_map(|layer| Some(layer.adapter_parameters(self.adapters.size(&layer.name)?.rank)));
+        adapted.flatten().map(|parameter| (parameter.name, parameter.shape)).collect()
+    }
+
+    /// The grid of tokens of latents `[B, C, F, H, W]`.
+    ///
+    /// # Errors
+    /// Another number of dims, sizes that patches do not divide, more tokens on an axis than the model has positions.
+    pub fn grid_of(&self, latents: &[usize]) -> Result<TokenGrid> {
+        let &[_, _, frames, height, width] = latents else {
+            return Err(Error::Input(format!("latents are {latents:?}, expected [B, C, F, H, W]")));
+        };
+        let grid = TokenGrid::new([frames, height, width], self.config.patch_size)?;
+        grid.check_positions(self.config.rope_max_seq_len)?;
+        Ok(grid)
     }
 
     /// The parameters of all units.
@@ -207,13 +252,14 @@ impl WanTransformer {
             // The control is that of the input, so it is computed before the block changes x; only one is in memory at a time.
             let added = match (self.control_blocks.get(&index), &mut controlled) {
                 (Some(control), Some(stream)) => {
-                    let prompt = &prompt.control_blocks[control.number()];
+                    let prompt = PromptInput::KeysAndValues(&prompt.control_blocks[control.number()]);
                     let conditioned = ConditionedBlock { block: control.block(), times: &times, prompt, video };
                     Some(control.forward(stream, &conditioned, &pass)?)
                 }
                 _ => None,
             };
-            x = ConditionedBlock { block, times: &times, prompt: &prompt.blocks[index], video }.forward(&x, &pass)?;
+            let prompt = PromptInput::KeysAndValues(&prompt.blocks[index]);
+            x = ConditionedBlock { block, times: &times, prompt, video }.forward(&x, &pass)?;
             if let Some(added) = added {
                 x = residual(&x, &added)?;
             }

@@ -3,10 +3,14 @@
 use super::WanTransformer;
 use super::config::WanConfig;
 use crate::error::{Error, Result};
+use crate::lora::{LoraSource, TransformerChange};
 use crate::tensor_folder::TensorFolder;
 use candle_core::DType;
 use ringspan_candle::cast::cast;
-use ringspan_candle::{StoredWeights, Weight};
+use ringspan_candle::lora::matrices;
+use ringspan_candle::{Adapters, StoredWeights, Weight};
+use ringspan_models::{LayerNames, Lora};
+use std::collections::BTreeSet;
 use std::fmt;
 use std::path::Path;
 use std::str::FromStr;
@@ -24,6 +28,14 @@ pub enum WeightType {
 }
 
 impl WeightType {
+    /// The type of a parameter, or of the adapter of a layer, where it does not stay in that of its file.
+    fn dtype_of(self, name: &str) -> DType {
+        match self {
+            Self::Bf16 if !stays_f32(name) => DType::BF16,
+            Self::Bf16 | Self::F32 | Self::AsStored => DType::F32,
+        }
+    }
+
     /// Bytes of an element of queries, keys and values, which ranks send to each other in the type the model computes in.
     #[must_use]
     pub fn computed_bytes(self) -> usize {
@@ -62,6 +74,8 @@ impl fmt::Display for WeightType {
 pub struct WanFolder {
     transformer: WanTransformer,
     tensors: TensorFolder,
+    /// What adapters change.
+    change: TransformerChange,
 }
 
 /// The stem of the names of diffusers' weight files.
@@ -77,7 +91,42 @@ impl WanFolder {
         let tensors = TensorFolder::open(path, WEIGHTS)?;
         // Some checkpoints have a norm of queries to images, which no version of the model computes.
         tensors.check(&transformer.shapes(), |name| name.ends_with(".norm_added_q.weight"))?;
-        Ok(Self { transformer, tensors })
+        Ok(Self { transformer, tensors, change: TransformerChange::default() })
+    }
+
+    /// The folder with adapters instead of those that it had, if any.
+    ///
+    /// # Errors
+    /// Files that are missing or corrupt; tensors that are no adapter's, that belong to no module of the transformer, or do not fit it.
+    pub fn with_loras(self, sources: &[LoraSource]) -> Result<Self> {
+        let change = TransformerChange::open(sources, &self.transformer)?;
+        let transformer = self.transformer.with_adapters(change.adapters());
+        Ok(Self { transformer, change, ..self })
+    }
+
+    /// The folder with adapters that are to be trained, whose matrices are not among the weights that are [loaded](Self::load).
+    ///
+    /// # Errors
+    /// A name that no linear layer has.
+    pub fn with_new_adapters(self, lora: &Lora) -> Result<Self> {
+        let mut adapters = Adapters::none();
+        for layer in self.transformer.parameters().linear_layers() {
+            if lora.adapts(&layer.name)? {
+                adapters.sizes.insert(layer.name.clone(), lora.size(&layer.name)?);
+            }
+        }
+        let names = |end: &str| adapters.sizes.keys().any(|layer| layer == end || layer.ends_with(&format!(".{end}")));
+        if let LayerNames::Ends(ends) = lora.targets()
+            && let Some(end) = ends.iter().find(|end| !names(end))
+        {
+            let layers = self.transformer.parameters().linear_layers();
+            let known: BTreeSet<_> = layers.filter_map(|layer| layer.name.rsplit("blocks.0.").next()).collect();
+            let known = known.into_iter().collect::<Vec<_>>().join(", ");
+            return Err(Error::Input(format!(
+                "no linear layer is called '{end}'; among those of the model are {known}"
+            )));
+        }
+        Ok(Self { transformer: self.transformer.with_adapters(adapters), ..self })
     }
 
     /// The transformer.
@@ -85,34 +134,41 @@ impl WanFolder {
         &self.transformer
     }
 
-    /// Bytes that the weights take in memory.
+    /// Bytes that the weights take in memory, with the matrices of adapters.
     #[must_use]
     pub fn bytes(&self, of: WeightType) -> u64 {
-        let elements = |shape: &Vec<usize>| shape.iter().product::<usize>() as u64;
-        let shapes = self.transformer.shapes();
-        match of {
-            WeightType::AsStored => self.tensors.bytes(),
-            WeightType::F32 => shapes.values().map(|shape| 4 * elements(shape)).sum(),
-            WeightType::Bf16 => {
-                shapes.iter().map(|(name, shape)| if stays_f32(name) { 4 } else { 2 } * elements(shape)).sum()
-            }
-        }
+        let elements = |shape: &[usize]| shape.iter().product::<usize>() as u64;
+        let parameter = |(name, shape): (String, Vec<usize>)| match of {
+            WeightType::AsStored if !self.change.changes(&name) => self.tensors.bytes_of(&name),
+            _ => of.dtype_of(&name).size_in_bytes() as u64 * elements(&shape),
+        };
+        let adapters = self.transformer.parameters().linear_layers().filter_map(|layer| {
+            let rank = self.transformer.adapters().size(&layer.name)?.rank;
+            Some(of.dtype_of(&layer.name).size_in_bytes() as u64 * elements(&[rank, layer.inputs + layer.outputs]))
+        });
+        self.transformer.shapes().into_iter().map(parameter).chain(adapters).sum()
     }
 
-    /// Reads all weights.
+    /// Reads all weights, and the matrices of adapters.
     ///
     /// # Errors
     /// Failures of the file system.
     pub fn load(&self, of: WeightType) -> Result<StoredWeights> {
-        let read = |name: String| {
+        let mut weights = StoredWeights::new();
+        for name in self.transformer.shapes().into_keys() {
             let weight: Weight = match of {
-                WeightType::AsStored => self.tensors.read_stored(&name)?,
-                WeightType::Bf16 if !stays_f32(&name) => cast(&self.tensors.read(&name)?, DType::BF16)?.into(),
-                WeightType::Bf16 | WeightType::F32 => self.tensors.read(&name)?.into(),
+                WeightType::AsStored if !self.change.changes(&name) => self.tensors.read_stored(&name)?,
+                _ => cast(&self.change.changed(&name, self.tensors.read(&name)?)?, of.dtype_of(&name))?.into(),
             };
-            Ok((name, weight))
-        };
-        self.transformer.shapes().into_keys().map(read).collect()
+            weights.insert(name, weight);
+        }
+        for layer in self.change.layers() {
+            let of_layer = self.change.matrices(layer)?;
+            for (name, matrix) in matrices(layer).into_iter().zip(of_layer) {
+                weights.insert(name, cast(&matrix, of.dtype_of(layer))?.into());
+            }
+        }
+        Ok(weights)
     }
 }
 

@@ -1,5 +1,7 @@
 //! Tests of the video pipeline against diffusers and against one rank.
 
 mod denoise;
+mod lora;
 mod support;
+mod training;
 mod transformer;

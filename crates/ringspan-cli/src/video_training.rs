@@ -1,0 +1,45 @@
+//! `ringspan train` of a video transformer: from latents and prompts to an adapter.
+
+use crate::denoise::Progress;
+use crate::{interrupt, mesh, output};
+use anyhow::Result;
+use ringspan::comm::ranks::Ranks;
+use ringspan_train::TrainConfig;
+use ringspan_video::training::{TrainingOutcome, VideoTraining};
+
+/// Trains adapters, or prints what would be done; returns whether the training was stopped before its end.
+pub(crate) fn run(config: &TrainConfig, dry_run: bool, ranks: &Ranks) -> Result<bool> {
+    ranks.agree(&config.settings.entries()?)?;
+    mesh::limit_threads(config.ranks(), config.threads);
+    let training = VideoTraining::open(config, ranks)?;
+    if dry_run {
+        output::line(&training)?;
+        return Ok(false);
+    }
+    output::note(&training);
+    let progress = Progress::new(training.steps() as usize);
+    let outcome = training.run(interrupt::watch(), &|metrics| {
+        progress.stepped_with(metrics.step as usize, &format!("loss {:.4}, ", metrics.loss));
+    })?;
+    if ranks.lead() {
+        report(config, &outcome)?;
+    }
+    Ok(outcome.interrupted)
+}
+
+fn report(config: &TrainConfig, TrainingOutcome { step, adapter, .. }: &TrainingOutcome) -> Result<()> {
+    let out = config.out.display();
+    match adapter {
+        Some(file) => {
+            output::line(format_args!("adapter              {}", file.display()))?;
+            output::line(format_args!("metrics              {out}/metrics.jsonl"))?;
+            output::line("go on with:")?;
+            output::line(format_args!("  ringspan denoise --lora {out} ..."))?;
+        }
+        None => {
+            output::line(format_args!("stopped after step {step}; nothing is lost, go on with:"))?;
+            output::line(format_args!("  ringspan train --resume {out}"))?;
+        }
+    }
+    Ok(())
+}

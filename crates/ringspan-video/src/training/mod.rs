@@ -1,0 +1,157 @@
+//! Training of a transformer's adapters by flow matching, over a mesh of ranks that share the tokens of each video.
+//!
+//! Optimiser, learning rates, checkpoints and metrics are those of [`ringspan_train`].
+
+mod adapter_trainer;
+mod data;
+mod rank;
+mod settings;
+
+pub use adapter_trainer::{AdapterTrainer, StepSettings};
+pub use data::FlowData;
+pub use rank::FlowMetrics;
+
+use crate::denoise::VideoMesh;
+use crate::error::{Error, Result};
+use crate::lora;
+use crate::transformer::{WanFolder, WeightType};
+use ringspan::comm::ranks::Ranks;
+use ringspan_candle::StoredWeights;
+use ringspan_candle::lora::stream;
+use ringspan_models::Lora;
+use ringspan_train::checkpoint::{Checkpoint, Checkpoints, Identity};
+use ringspan_train::{LrSchedule, MetricsFile, TrainConfig};
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::sync::atomic::AtomicBool;
+
+/// A training that can begin: its model, data and settings have been read and checked.
+pub struct VideoTraining<'a> {
+    config: &'a TrainConfig,
+    folder: WanFolder,
+    weights: StoredWeights,
+    data: FlowData,
+    lora: Lora,
+    lr: LrSchedule,
+    mesh: VideoMesh,
+    model: Identity,
+    data_identity: Identity,
+    resumed: Option<Checkpoint>,
+}
+
+/// The outcome of a training.
+#[derive(Debug)]
+pub struct TrainingOutcome {
+    /// Steps done in all.
+    pub step: u64,
+    /// Whether it was stopped before the last step; then there is a checkpoint, but no adapter.
+    pub interrupted: bool,
+    /// The file of the adapter.
+    pub adapter: Option<PathBuf>,
+}
+
+/// The folder of a video transformer that a path names: its own, or that of a pipeline. `None` for other models.
+#[must_use]
+pub fn transformer_folder(path: &Path) -> Option<PathBuf> {
+    let is_transformer = |folder: &Path| {
+        let config = std::fs::read_to_string(folder.join("config.json")).ok()?;
+        let config: serde_json::Value = serde_json::from_str(&config).ok()?;
+        let class = config.get("_class_name")?.as_str()?.to_owned();
+        class.starts_with("Wan").then(|| folder.to_owned())
+    };
+    is_transformer(path).or_else(|| is_transformer(&path.join("transformer")))
+}
+
+impl<'a> VideoTraining<'a> {
+    /// Reads and checks everything.
+    ///
+    /// # Errors
+    /// Settings without effect on a video transformer, by name; a model or data that do not fit; a checkpoint of another run.
+    pub fn open(config: &'a TrainConfig, ranks: &Ranks) -> Result<Self> {
+        let lora = settings::checked(config)?;
+        let path = config.model.as_deref().unwrap_or(Path::new("."));
+        if path.join("transformer_2").is_dir() {
+            let problem = "it has two transformers: name one of them, transformer or transformer_2, with --model";
+            return Err(Error::Format { path: path.to_owned(), problem: problem.into() });
+        }
+        let folder = transformer_folder(path).unwrap_or_else(|| path.to_owned());
+        let folder = WanFolder::open(&folder)?.with_new_adapters(&lora)?;
+        let data = FlowData::open(settings::data(config)?)?;
+        data.check(folder.transformer())?;
+        let (ring, ulysses) = (config.ring, config.ulysses);
+        let mesh = VideoMesh {
+            ring,
+            ulysses,
+            cfg_parallel: false,
+            threads: config.threads,
+            deadline: config.deadline,
+            ranks: ranks.clone(),
+        };
+        let names: Vec<String> =
+            folder.transformer().adapter_shapes().iter().map(|(name, shape)| format!("{name} {shape:?}")).collect();
+        let model = Identity {
+            summary: format!("adapters of rank {}, alpha {}, {} matrices", lora.rank, lora.alpha, names.len()),
+            fingerprint: stream(&format!("{} {}", lora.alpha, names.join(", "))),
+        };
+        let data_identity = data.identity();
+        let resumed = match config.resume {
+            true => Some(Checkpoints::new(&config.out, config.keep).newest(&model, &data_identity)?),
+            false => None,
+        };
+        let weights = folder.load(WeightType::AsStored)?;
+        let lr = config.lr(settings::steps(config)?)?;
+        Ok(Self { config, folder, weights, data, lora, lr, mesh, model, data_identity, resumed })
+    }
+
+    /// Trains to the last step, or until `stop` is set in the process of rank 0, which alone writes and calls `stepped`.
+    ///
+    /// # Errors
+    /// Failures of ranks, a disk that refuses, a loss that is not finite.
+    pub fn run(&self, stop: &AtomicBool, stepped: &(dyn Fn(&FlowMetrics) + Sync)) -> Result<TrainingOutcome> {
+        let metrics = match self.mesh.ranks.lead() {
+            true => {
+                ringspan_train::write_run_file(self.config, &self.lr)?;
+                Some(MetricsFile::open(&self.config.out.join("metrics.jsonl"), self.first_step())?)
+            }
+            false => None,
+        };
+        let metrics = Mutex::new(metrics);
+        let ends = self.mesh.run(|groups| self.on_rank(groups, stop, &metrics, stepped))?;
+        let Some((step, interrupted, matrices)) = ends.into_iter().next() else {
+            return Err(Error::Mesh("a training needs at least one rank".into()));
+        };
+        let adapter = match self.mesh.ranks.lead() && !interrupted {
+            true => Some(lora::save(&self.config.out, &self.lora, &matrices)?),
+            false => None,
+        };
+        Ok(TrainingOutcome { step, interrupted, adapter })
+    }
+
+    /// The number of steps in all.
+    #[must_use]
+    pub fn steps(&self) -> u64 {
+        self.lr.steps
+    }
+
+    fn first_step(&self) -> u64 {
+        self.resumed.as_ref().map_or(0, |checkpoint| checkpoint.progress.step)
+    }
+}
+
+impl fmt::Display for VideoTraining<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let shapes = self.folder.transformer().adapter_shapes();
+        let parameters: usize = shapes.values().map(|shape| shape.iter().product::<usize>()).sum();
+        let Lora { rank, alpha, .. } = self.lora;
+        writeln!(f, "mesh      {}", self.mesh)?;
+        writeln!(f, "adapters  rank {rank}, alpha {alpha}: {} layers, {parameters} parameters", shapes.len() / 2)?;
+        writeln!(f, "data      {}", self.data)?;
+        writeln!(
+            f,
+            "weights   {} bytes, frozen, once for the ranks of a process",
+            self.folder.bytes(WeightType::AsStored)
+        )?;
+        write!(f, "steps     {} to {}, learning rate {:e} at most", self.first_step(), self.lr.steps, self.lr.peak)
+    }
+}
