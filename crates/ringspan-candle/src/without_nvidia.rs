@@ -1,7 +1,7 @@
 //! GPUs in a program that was built without them: none.
 
 use candle_core::{CudaDevice, CudaStorage, bail};
-use ringspan::comm::ranks::Ranks;
+use ringspan::comm::process_group::ProcessGroup;
 use ringspan::kernel::{DeviceArray, DeviceSlice};
 use ringspan::{Error, Kernel, Result};
 use std::convert::Infallible;
@@ -32,7 +32,7 @@ impl Gpu {
         match *self {}
     }
 
-    pub(crate) fn connect(&self, _: &Ranks, _: Duration) -> Result<(Ranks, Option<String>)> {
+    pub(crate) fn connect(&self, _: &ProcessGroup, _: Duration) -> Result<(ProcessGroup, Option<String>)> {
         match *self {}
     }
 

@@ -4,7 +4,7 @@ use crate::files::{self, OutputTensor};
 use crate::mesh::{DEADLINE, MeshArgs};
 use crate::output;
 use anyhow::{Context, Result};
-use ringspan::comm::ranks::Ranks;
+use ringspan::comm::process_group::ProcessGroup;
 use ringspan_video::text_encoder::{PromptTokenizer, TextEncoder, TextMesh};
 use safetensors::Dtype;
 use std::path::PathBuf;
@@ -35,11 +35,11 @@ pub(crate) struct TextEmbedArgs {
     mesh: MeshArgs,
 }
 
-pub(crate) fn run(args: &TextEmbedArgs, ranks: &Ranks) -> Result<()> {
+pub(crate) fn run(args: &TextEmbedArgs, processes: &ProcessGroup) -> Result<()> {
     files::check_output("--out", &args.out)?;
-    let (_, threads) = args.mesh.start(ranks)?;
+    let (_, threads) = args.mesh.start(processes)?;
     let (ring, ulysses) = (args.mesh.ring, args.mesh.ulysses);
-    let mesh = TextMesh { ranks: ranks.clone(), ring, ulysses, threads, deadline: DEADLINE };
+    let mesh = TextMesh { processes: processes.clone(), ring, ulysses, threads, deadline: DEADLINE };
     let of_model = || format!("--model {}", args.model.display());
     let tokenizer = PromptTokenizer::open(&args.model).with_context(of_model)?;
     let encoder = TextEncoder::open(&args.model).with_context(of_model)?;

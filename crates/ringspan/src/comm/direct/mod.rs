@@ -4,7 +4,7 @@
 mod engine;
 mod lane;
 mod note;
-mod world;
+mod transport;
 
 pub use lane::{Lane, Transfer};
 
@@ -14,7 +14,7 @@ use crate::error::Result;
 use engine::Engine;
 use std::sync::Arc;
 use std::time::Duration;
-use world::World;
+use transport::DirectTransport;
 
 /// Makes a communicator of the same ranks that moves blocks on devices through `lane`, and everything else through
 /// `underlying`. All ranks must call this; `deadline` is the longest wait for another rank.
@@ -29,5 +29,5 @@ pub fn over(underlying: &dyn Communicator, lane: Box<dyn Lane>, deadline: Durati
     let (rank, size) = (underlying.rank(), underlying.size());
     // It gets its own group, so that its tags are used by nobody else.
     let engine = Engine::new(underlying.split(0, rank)?, lane);
-    Ok(Arc::new(Group::world(Arc::new(World::new(engine, deadline)), (0..size).collect(), rank)))
+    Ok(Arc::new(Group::world(Arc::new(DirectTransport::new(engine, deadline)), (0..size).collect(), rank)))
 }
