@@ -16,7 +16,7 @@ const ROWS: usize = 512;
 /// Make the embeddings of a prompt for WAN's transformer with UMT5's encoder, over a mesh of ranks that share the tokens
 ///
 /// OUT receives `prompt_embeds` [1,512,d] f32, and with --negative also `negative_prompt_embeds`: the states of the prompt's
-/// tokens with the end token, and zeros behind them. Weights are read layer by layer.
+/// tokens with the end token, and zeros after them. Weights are read layer by layer.
 #[derive(Debug, clap::Args)]
 pub(crate) struct TextEmbedArgs {
     /// The folder of a pipeline, with text_encoder and tokenizer, or of an encoder with tokenizer.json in it

@@ -1,8 +1,8 @@
 //! The owner of an engine: it starts and ends the ranks.
 
 use super::client::Client;
+use super::engine_core::EngineCore;
 use super::executor::Executor;
-use super::lead::Lead;
 use super::model_executor::ModelExecutor;
 use super::model_shards::{AdaptedModels, ModelShards};
 use super::options::{EngineOptions, EngineSizes, WindowSizes};
@@ -190,7 +190,7 @@ where
     let _ = ready.send(());
     if groups.rank() == 0 {
         let mut scheduler = scheduler.lock().unwrap_or_else(PoisonError::into_inner);
-        Lead::new(&mut scheduler, shared, heartbeat).run(&mut rank)
+        EngineCore::new(&mut scheduler, shared, heartbeat).run(&mut rank)
     } else {
         rank.follow()
     }

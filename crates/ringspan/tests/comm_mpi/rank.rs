@@ -60,8 +60,8 @@ fn worlds_of_a_group(processes: &ProcessGroup, comm: &Comm) -> Result<(), Error>
             });
             assert_eq!(sums, Ok(vec![size as f32]));
         }
-        let refused = world.run(|_| Err::<(), _>(Error::Backend("no memory".into())));
-        assert_eq!(refused, Err(Error::Backend("no memory".into())));
+        let refused = world.run(|_| Err::<(), _>(Error::Layout("no memory".into())));
+        assert_eq!(refused, Err(Error::Layout("no memory".into())));
         let after = world.run(|_| Ok::<_, Error>(())).expect_err("a world that failed is closed");
         assert!(after.to_string().contains("the world is closed"), "{after}");
     }
