@@ -42,8 +42,8 @@ impl Document {
         let room = room.filter(|_| length / 2 > QUESTION.len() + DIGITS);
         let room = room.with_context(|| format!("{length} tokens are too few for a needle and a question"))?;
         let before = below(random, room + 1);
-        let behind = length - before - needle.len() - QUESTION.len() - DIGITS - 1;
-        let prompt = [filler(random, before), needle.clone(), filler(random, behind), QUESTION.into()].concat();
+        let after = length - before - needle.len() - QUESTION.len() - DIGITS - 1;
+        let prompt = [filler(random, before), needle.clone(), filler(random, after), QUESTION.into()].concat();
         Ok(Self { prompt, key, needle: before..before + needle.len() })
     }
 

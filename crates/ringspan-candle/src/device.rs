@@ -7,7 +7,7 @@ use crate::rounding::rounded;
 use crate::slices;
 use candle_core::{DType, Device, Tensor};
 use ringspan::Kernel;
-use ringspan::comm::ranks::Ranks;
+use ringspan::comm::process_group::ProcessGroup;
 use ringspan::error::{Error, Result};
 use std::fmt;
 use std::str::FromStr;
@@ -164,18 +164,18 @@ impl Devices {
         Ok(Self { gpus: numbers.map(RankDevice::gpu).collect::<Result<_>>()?, ..Self::CPU })
     }
 
-    /// Connects the ranks' GPUs, if ranks are processes that all compute on GPUs and NCCL works: the returned ranks send
+    /// Connects the ranks' GPUs, if ranks are processes that all compute on GPUs and NCCL works: the returned processes send
     /// tensors from GPU to GPU by NCCL. It also returns a description of how attention's blocks are sent, where there is more
-    /// than one way. All ranks must call this; `deadline` is the longest wait for another rank. The returned ranks must be
-    /// dropped before the communicator of `ranks`.
+    /// than one way. All ranks must call this; `deadline` is the longest wait for another rank. The returned group must be
+    /// dropped before the communicator of `processes`.
     ///
     /// # Errors
     /// Failures of NCCL and of other ranks.
-    pub fn connect(&self, ranks: &Ranks, deadline: Duration) -> Result<(Ranks, Option<String>)> {
+    pub fn connect(&self, processes: &ProcessGroup, deadline: Duration) -> Result<(ProcessGroup, Option<String>)> {
         if let Some(gpu) = self.gpus.first().and_then(|device| device.gpu.as_ref()) {
-            return gpu.connect(ranks, deadline);
+            return gpu.connect(processes, deadline);
         }
-        Ok((ranks.clone(), None))
+        Ok((processes.clone(), None))
     }
 
     /// The same devices, with models that compute in `precision`.

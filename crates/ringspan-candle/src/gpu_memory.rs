@@ -3,7 +3,7 @@
 use crate::device::{Devices, RankDevice};
 use crate::nvidia::{self, Gpu};
 use ringspan::comm::Buffer;
-use ringspan::comm::ranks::Ranks;
+use ringspan::comm::process_group::ProcessGroup;
 use ringspan::error::Result;
 
 /// The memory of a GPU on which ranks of this process compute.
@@ -38,8 +38,8 @@ impl Devices {
     ///
     /// # Errors
     /// Failures of the driver and of other ranks.
-    pub fn gpu_memory_use(&self, ranks: &Ranks, size: usize) -> Result<Vec<GpuMemoryUse>> {
-        let Some(comm) = ranks.comm() else {
+    pub fn gpu_memory_use(&self, processes: &ProcessGroup, size: usize) -> Result<Vec<GpuMemoryUse>> {
+        let Some(comm) = processes.comm() else {
             let of = |index: usize| (index..size).step_by(self.count()).count();
             return self.gpus().enumerate().map(|(index, device)| memory_use(device, of(index))).collect();
         };

@@ -35,6 +35,19 @@ pub fn run_with_isa<R: Send>(threads: usize, isa: Option<Isa>, work: impl FnOnce
     Ok(pool.map_err(Error::wrap)?.install(work))
 }
 
+/// Lets attention and products of matrices on all threads of the current pool use an instruction set, as [`run_with_isa`] does.
+///
+/// # Errors
+/// An instruction set that this machine lacks.
+pub fn set_isa(isa: Isa) -> Result<()> {
+    isa.check_available().map_err(Error::wrap)?;
+    match rayon::current_thread_index() {
+        Some(_) => drop(rayon::broadcast(|_| ISA.set(Some(isa)))),
+        None => ISA.set(Some(isa)),
+    }
+    Ok(())
+}
+
 /// The instruction set that was chosen for the pool of this thread; `None` for the fastest.
 #[must_use]
 pub fn isa() -> Option<Isa> {

@@ -2,7 +2,7 @@
 //! can be made, since no GPU can be opened.
 
 use candle_core::{CudaDevice, CudaStorage, bail};
-use ringspan::comm::ranks::Ranks;
+use ringspan::comm::process_group::ProcessGroup;
 use ringspan::kernel::{DeviceArray, DeviceSlice};
 use ringspan::{Error, Kernel, Result};
 use std::convert::Infallible;
@@ -33,7 +33,7 @@ impl Gpu {
         match *self {}
     }
 
-    pub(crate) fn connect(&self, _: &Ranks, _: Duration) -> Result<(Ranks, Option<String>)> {
+    pub(crate) fn connect(&self, _: &ProcessGroup, _: Duration) -> Result<(ProcessGroup, Option<String>)> {
         match *self {}
     }
 

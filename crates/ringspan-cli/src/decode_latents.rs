@@ -5,7 +5,7 @@ use crate::mesh::MeshArgs;
 use crate::output;
 use crate::video::{self, Destination, VaeArgs};
 use anyhow::Result;
-use ringspan::comm::ranks::Ranks;
+use ringspan::comm::process_group::ProcessGroup;
 use safetensors::Dtype;
 use std::path::PathBuf;
 use std::time::Instant;
@@ -29,9 +29,9 @@ pub(crate) struct DecodeLatentsArgs {
     mesh: MeshArgs,
 }
 
-pub(crate) fn run(args: &DecodeLatentsArgs, ranks: &Ranks) -> Result<()> {
+pub(crate) fn run(args: &DecodeLatentsArgs, processes: &ProcessGroup) -> Result<()> {
     let destination = Destination::of(&args.out)?;
-    let mesh = video::mesh(&args.mesh, ranks)?;
+    let mesh = video::mesh(&args.mesh, processes)?;
     let latents = video::read(&args.latents, "latents")?;
     let folder = args.vae.open()?;
     let decoder = folder.decoder()?;

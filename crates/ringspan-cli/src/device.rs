@@ -6,7 +6,7 @@ mod gpus;
 use anyhow::{Result, ensure};
 use gpus::Gpus;
 use ringspan::Kernel;
-use ringspan::comm::ranks::Ranks;
+use ringspan::comm::process_group::ProcessGroup;
 use ringspan::kernel::Isa;
 use ringspan_candle::DeviceName;
 
@@ -29,7 +29,13 @@ impl Devices {
     ///
     /// # Errors
     /// An instruction set that this processor lacks, or that is requested on a GPU; GPUs that do not exist.
-    pub(crate) fn open(name: DeviceName, world: &Ranks, threads: usize, given: bool, isa: Option<Isa>) -> Result<Self> {
+    pub(crate) fn open(
+        name: DeviceName,
+        processes: &ProcessGroup,
+        threads: usize,
+        given: bool,
+        isa: Option<Isa>,
+    ) -> Result<Self> {
         match name {
             DeviceName::Cpu => {
                 let isa = isa.unwrap_or_else(Isa::best);
@@ -39,7 +45,7 @@ impl Devices {
             }
             DeviceName::Cuda(number) => {
                 ensure!(isa.is_none(), "--isa names instructions of the CPU, and --device cuda computes on a GPU");
-                Ok(Self::Gpus(Gpus::open(number, world, given)?))
+                Ok(Self::Gpus(Gpus::open(number, processes, given)?))
             }
         }
     }
@@ -54,10 +60,10 @@ impl Devices {
 
     /// Connects ranks that are processes and compute on GPUs by NCCL, if all of them can; returns the ranks, and a description
     /// of how blocks travel where there is a choice. All ranks must call this.
-    pub(crate) fn connect(&self, world: &Ranks) -> Result<(Ranks, Option<String>)> {
+    pub(crate) fn connect(&self, processes: &ProcessGroup) -> Result<(ProcessGroup, Option<String>)> {
         match self {
-            Self::Cpu { .. } => Ok((world.clone(), None)),
-            Self::Gpus(gpus) => gpus.connect(world),
+            Self::Cpu { .. } => Ok((processes.clone(), None)),
+            Self::Gpus(gpus) => gpus.connect(processes),
         }
     }
 

@@ -3,7 +3,7 @@
 use crate::attend::args::{MaskName, Window, WireName, window};
 use crate::{files, mesh, output};
 use anyhow::{Context, Result, ensure};
-use ringspan::comm::ranks::Ranks;
+use ringspan::comm::process_group::ProcessGroup;
 use ringspan::mesh::Grid;
 use ringspan::schedule::{HeadShare, Pass, Sizes};
 use ringspan::{Documents, Layout, LayoutKind, Mask, Schedule, StrategyKind};
@@ -80,8 +80,8 @@ pub(crate) struct DrawArgs {
     svg: Option<PathBuf>,
 }
 
-pub(crate) fn run(args: &DrawArgs, ranks: &Ranks) -> Result<()> {
-    ensure!(ranks.local().is_none(), "draw computes nothing on ranks: start it as one process, without a launcher");
+pub(crate) fn run(args: &DrawArgs, processes: &ProcessGroup) -> Result<()> {
+    ensure!(processes.local().is_none(), "draw computes nothing on ranks: start it as one process, without a launcher");
     if let Some(path) = &args.svg {
         files::check_output("--svg", path)?;
     }

@@ -5,7 +5,7 @@ use crate::mesh::MeshArgs;
 use crate::output;
 use crate::video::{self, VaeArgs};
 use anyhow::Result;
-use ringspan::comm::ranks::Ranks;
+use ringspan::comm::process_group::ProcessGroup;
 use safetensors::Dtype;
 use std::path::PathBuf;
 use std::time::Instant;
@@ -29,9 +29,9 @@ pub(crate) struct EncodeFramesArgs {
     mesh: MeshArgs,
 }
 
-pub(crate) fn run(args: &EncodeFramesArgs, ranks: &Ranks) -> Result<()> {
+pub(crate) fn run(args: &EncodeFramesArgs, processes: &ProcessGroup) -> Result<()> {
     files::check_output("--out", &args.out)?;
-    let mesh = video::mesh(&args.mesh, ranks)?;
+    let mesh = video::mesh(&args.mesh, processes)?;
     let frames = video::read_frames(&args.frames)?;
     let folder = args.vae.open()?;
     let encoder = folder.encoder()?;

@@ -2,7 +2,7 @@
 
 use crate::output;
 use anyhow::Result;
-use ringspan::comm::ranks::Ranks;
+use ringspan::comm::process_group::ProcessGroup;
 use ringspan_models::folder::SavedType;
 use std::path::PathBuf;
 
@@ -25,8 +25,8 @@ pub(crate) struct ExportArgs {
     dtype: Option<SavedType>,
 }
 
-pub(crate) fn run(args: &ExportArgs, ranks: &Ranks) -> Result<()> {
-    ranks.check(1)?;
+pub(crate) fn run(args: &ExportArgs, processes: &ProcessGroup) -> Result<()> {
+    processes.check(1)?;
     let done = ringspan_train::export(&args.run, args.step, args.out.as_deref(), args.dtype)?;
     output::line(format_args!("model of step {}  {}", done.step, done.out.display()))?;
     Ok(())

@@ -3,7 +3,7 @@
 use crate::output;
 use anyhow::{Result, anyhow};
 use ringspan::comm::launch::Launch;
-use ringspan::comm::ranks::Ranks;
+use ringspan::comm::process_group::ProcessGroup;
 use std::process::ExitCode;
 
 /// The rank of this process among several. Launchers set it in the environment.
@@ -19,11 +19,11 @@ pub(crate) struct LaunchArgs {
 }
 
 /// Runs a command with its ranks, and prints its error.
-pub(crate) fn run(args: LaunchArgs, command: impl FnOnce(&Ranks) -> Result<ExitCode> + Send) -> ExitCode {
+pub(crate) fn run(args: LaunchArgs, command: impl FnOnce(&ProcessGroup) -> Result<ExitCode> + Send) -> ExitCode {
     let launch = Launch::find(args.rank.zip(args.world_size), |name| std::env::var(name).ok());
     let result = match launch {
         // A single process needs no MPI: its ranks are threads.
-        Ok(None | Some(Launch { size: 1, .. })) => command(&Ranks::threads()),
+        Ok(None | Some(Launch { size: 1, .. })) => command(&ProcessGroup::single()),
         Ok(Some(launch)) => return several(launch, command),
         Err(error) => Err(error.into()),
     };
@@ -36,7 +36,7 @@ fn failed(error: &anyhow::Error) -> ExitCode {
 }
 
 #[cfg(not(feature = "mpi"))]
-fn several(launch: Launch, _: impl FnOnce(&Ranks) -> Result<ExitCode> + Send) -> ExitCode {
+fn several(launch: Launch, _: impl FnOnce(&ProcessGroup) -> Result<ExitCode> + Send) -> ExitCode {
     failed(&anyhow!(
         "this is {launch}, but this program was built without MPI, so each of the {size} would run alone and write over \
          the others' files: build it with `cargo build --release --features mpi`, or start one process, whose ranks are \
@@ -46,35 +46,35 @@ fn several(launch: Launch, _: impl FnOnce(&Ranks) -> Result<ExitCode> + Send) ->
 }
 
 #[cfg(feature = "mpi")]
-fn several(launch: Launch, command: impl FnOnce(&Ranks) -> Result<ExitCode> + Send) -> ExitCode {
-    use ringspan::comm::mpi::{Options, World};
+fn several(launch: Launch, command: impl FnOnce(&ProcessGroup) -> Result<ExitCode> + Send) -> ExitCode {
+    use ringspan::comm::mpi::{Options, Process};
     // This process is one rank of several, so the tensor library's thread pools are limited to one thread.
     crate::mesh::limit_threads(launch.size, 1);
-    let world = match World::start(Options::default()) {
-        Ok(world) => world,
+    let process = match Process::start(Options::default()) {
+        Ok(process) => process,
         Err(error) => return failed(&error.into()),
     };
     crate::interrupt::leave_time();
-    if world.rank() != 0 {
+    if process.rank() != 0 {
         output::be_silent();
     }
-    let result = world.run(|comm| -> Result<ExitCode> {
-        let ranks = Ranks::process(&world, comm);
-        if (world.rank(), world.size()) != (launch.rank, launch.size) {
+    let result = process.run(|comm| -> Result<ExitCode> {
+        let processes = ProcessGroup::mpi(&process, comm);
+        if (process.rank(), process.size()) != (launch.rank, launch.size) {
             return Err(anyhow!(
                 "this is {launch}, but rank {} of {} for MPI: start the processes with MPI's own mpirun, or with srun",
-                world.rank(),
-                world.size()
+                process.rank(),
+                process.size()
             ));
         }
-        if ranks.lead() {
+        if processes.lead() {
             eprintln!("{launch}");
         }
         // The error becomes text with all its causes, since the other ranks receive only the text.
-        command(&ranks).map_err(|error| anyhow!(output::with_causes(&error)))
+        command(&processes).map_err(|error| anyhow!(output::with_causes(&error)))
     });
     let good = result.is_ok();
     // The error is printed before MPI is ended, which may end all processes at once.
     let code = result.unwrap_or_else(|error| failed(&error));
-    world.end(good).map_or(ExitCode::FAILURE, |()| code)
+    process.end(good).map_or(ExitCode::FAILURE, |()| code)
 }

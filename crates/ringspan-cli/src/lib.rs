@@ -32,7 +32,7 @@ mod video_training;
 pub use allocator::CountingAllocator;
 
 use clap::{Parser, Subcommand};
-use ringspan::comm::ranks::Ranks;
+use ringspan::comm::process_group::ProcessGroup;
 use std::process::ExitCode;
 
 /// Context parallelism: train and run transformers over sequences cut across ranks.
@@ -87,27 +87,27 @@ pub fn main() -> ExitCode {
     })
 }
 
-fn run(command: Command, ranks: &Ranks) -> anyhow::Result<ExitCode> {
+fn run(command: Command, processes: &ProcessGroup) -> anyhow::Result<ExitCode> {
     if !matches!(command, Command::Train(_)) {
         // A training compares its settings across processes one by one.
         let arguments: Vec<String> = std::env::args().skip(1).collect();
-        ranks.agree(&[("the command line".into(), arguments.join(" "))])?;
+        processes.agree(&[("the command line".into(), arguments.join(" "))])?;
     }
     match command {
-        Command::Train(args) => return train::run(*args, ranks),
-        Command::Export(args) => export::run(&args, ranks),
-        Command::Generate(args) => generate::run(&args, ranks),
-        Command::Serve(args) => serve::run(&args, ranks),
-        Command::Score(args) => score::run(&args, ranks),
-        Command::Denoise(args) => denoise::run(&args, ranks),
-        Command::Attend(args) => attend::run(&args, ranks),
-        Command::Draw(args) => draw::run(&args, ranks),
-        Command::Mesh(args) => topology::run(&args, ranks),
-        Command::Verify(args) => verify::run(&args, ranks),
+        Command::Train(args) => return train::run(*args, processes),
+        Command::Export(args) => export::run(&args, processes),
+        Command::Generate(args) => generate::run(&args, processes),
+        Command::Serve(args) => serve::run(&args, processes),
+        Command::Score(args) => score::run(&args, processes),
+        Command::Denoise(args) => denoise::run(&args, processes),
+        Command::Attend(args) => attend::run(&args, processes),
+        Command::Draw(args) => draw::run(&args, processes),
+        Command::Mesh(args) => topology::run(&args, processes),
+        Command::Verify(args) => verify::run(&args, processes),
         Command::Bench(args) => bench::run(&args),
-        Command::DecodeLatents(args) => decode_latents::run(&args, ranks),
-        Command::EncodeFrames(args) => encode_frames::run(&args, ranks),
-        Command::TextEmbed(args) => text_embed::run(&args, ranks),
+        Command::DecodeLatents(args) => decode_latents::run(&args, processes),
+        Command::EncodeFrames(args) => encode_frames::run(&args, processes),
+        Command::TextEmbed(args) => text_embed::run(&args, processes),
     }?;
     Ok(ExitCode::SUCCESS)
 }

@@ -1,7 +1,7 @@
 //! The flags for the number of ranks, and the number of threads of each.
 
 use anyhow::{Context, Result, ensure};
-use ringspan::comm::ranks::Ranks;
+use ringspan::comm::process_group::ProcessGroup;
 use std::sync::Once;
 use std::time::Duration;
 
@@ -35,16 +35,16 @@ impl MeshArgs {
     /// Returns the number of ranks of the mesh, and of threads of each.
     ///
     /// Call it before anything computes: it tells the libraries below how many threads they may start.
-    pub(crate) fn start(&self, world: &Ranks) -> Result<(usize, usize)> {
-        self.start_with(world, &[])
+    pub(crate) fn start(&self, processes: &ProcessGroup) -> Result<(usize, usize)> {
+        self.start_with(processes, &[])
     }
 
     /// Like [`start`](Self::start), with more axes, each with its size and its name in an error.
-    pub(crate) fn start_with(&self, world: &Ranks, axes: &[(usize, &str)]) -> Result<(usize, usize)> {
+    pub(crate) fn start_with(&self, processes: &ProcessGroup, axes: &[(usize, &str)]) -> Result<(usize, usize)> {
         let Self { ring, ulysses, .. } = *self;
         let ranks = ranks(ring, ulysses, axes)?;
-        world.check(ranks)?;
-        let here = world.local().unwrap_or(ranks);
+        processes.check(ranks)?;
+        let here = processes.local().unwrap_or(ranks);
         let threads = self.threads.map_or_else(|| (cores() / here).max(1), |threads| threads as usize);
         limit_threads(ranks, threads);
         Ok((ranks, threads))

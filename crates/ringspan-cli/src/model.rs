@@ -3,7 +3,7 @@
 use crate::mesh::{DEADLINE, MeshArgs};
 use crate::output;
 use anyhow::{Context, Result, anyhow};
-use ringspan::comm::ranks::Ranks;
+use ringspan::comm::process_group::ProcessGroup;
 use ringspan_candle::{DeviceName, Devices, Precision};
 use ringspan_models::{
     Config, Decoder, ModelSource, RopeScaling,
@@ -16,8 +16,8 @@ use std::path::{Path, PathBuf};
 use tokenizers::Tokenizer;
 
 /// Makes the mesh that the flags describe. Call it before anything computes.
-pub(crate) fn mesh(args: &MeshArgs, model: &ModelArgs, ranks: &Ranks) -> Result<Mesh> {
-    mesh_sharing_model(args, ModelAxes { tp: 1, ep: 1, pp: 1 }, model, ranks)
+pub(crate) fn mesh(args: &MeshArgs, model: &ModelArgs, processes: &ProcessGroup) -> Result<Mesh> {
+    mesh_sharing_model(args, ModelAxes { tp: 1, ep: 1, pp: 1 }, model, processes)
 }
 
 /// The axes of a mesh over which a model is distributed: layers' width, experts, layers.
@@ -33,20 +33,20 @@ pub(crate) fn mesh_sharing_model(
     args: &MeshArgs,
     ModelAxes { tp, ep, pp }: ModelAxes,
     model: &ModelArgs,
-    ranks: &Ranks,
+    processes: &ProcessGroup,
 ) -> Result<Mesh> {
-    let (_, threads) = args.start_with(ranks, &[(tp, "--tp"), (pp, "--pp")])?;
-    let devices = Devices::open(model.device, ranks.local_rank()).context("--device")?.computing_in(model.dtype);
-    let (ring, ulysses, ranks) = (args.ring, args.ulysses, ranks.clone());
-    Ok(Mesh { ring, ulysses, tp, ep, pp, threads, deadline: DEADLINE, devices, ranks })
+    let (_, threads) = args.start_with(processes, &[(tp, "--tp"), (pp, "--pp")])?;
+    let devices = Devices::open(model.device, processes.local_rank()).context("--device")?.computing_in(model.dtype);
+    let (ring, ulysses, processes) = (args.ring, args.ulysses, processes.clone());
+    Ok(Mesh { ring, ulysses, tp, ep, pp, threads, deadline: DEADLINE, devices, processes })
 }
 
 /// Connects the mesh's ranks by NCCL if they are processes, compute on GPUs, and all of them can; prints how their blocks
 /// travel. All ranks must call this.
 pub(crate) fn connected(mesh: Mesh) -> Result<Mesh> {
-    let (ranks, blocks) = mesh.devices.connect(&mesh.ranks, mesh.deadline)?;
+    let (processes, blocks) = mesh.devices.connect(&mesh.processes, mesh.deadline)?;
     blocks.iter().for_each(output::note);
-    Ok(Mesh { ranks, ..mesh })
+    Ok(Mesh { processes, ..mesh })
 }
 
 /// The flags that choose a model and how it computes.

@@ -6,7 +6,7 @@ use crate::model::ModelArgs;
 use crate::tokens::TokenBatch;
 use crate::{model, output};
 use anyhow::{Context, Result};
-use ringspan::comm::ranks::Ranks;
+use ringspan::comm::process_group::ProcessGroup;
 use ringspan::{Document, LayoutKind, StrategyKind};
 use ringspan_serve::Batch;
 use safetensors::Dtype;
@@ -44,8 +44,8 @@ pub(crate) struct ScoreArgs {
     strategy: StrategyKind,
 }
 
-pub(crate) fn run(args: &ScoreArgs, ranks: &Ranks) -> Result<()> {
-    let mesh = model::mesh(&args.mesh, &args.model, ranks)?;
+pub(crate) fn run(args: &ScoreArgs, processes: &ProcessGroup) -> Result<()> {
+    let mesh = model::mesh(&args.mesh, &args.model, processes)?;
     files::check_output("--out", &args.out)?;
     let model = args.model.load(&mesh)?;
     let batch = match (&args.tokens, &args.text) {

@@ -5,7 +5,7 @@ use crate::model::{ModelArgs, ModelAxes};
 use crate::session::Session;
 use crate::{interrupt, model, output};
 use anyhow::{Context, Result, anyhow, ensure};
-use ringspan::comm::ranks::Ranks;
+use ringspan::comm::process_group::ProcessGroup;
 use ringspan_http::{ServedModel, Server, Settings};
 use ringspan_models::{ModelSource, chat_template::ChatTemplate};
 use ringspan_serve::engine::request::{EngineClient, Limits};
@@ -103,7 +103,7 @@ pub(crate) struct ServeArgs {
     pp: usize,
 }
 
-pub(crate) fn run(args: &ServeArgs, ranks: &Ranks) -> Result<()> {
+pub(crate) fn run(args: &ServeArgs, processes: &ProcessGroup) -> Result<()> {
     let settings = Settings {
         host: args.host.clone(),
         port: args.port,
@@ -116,7 +116,7 @@ pub(crate) fn run(args: &ServeArgs, ranks: &Ranks) -> Result<()> {
     };
     let path = &args.model.path;
     let axes = ModelAxes { tp: args.tp, ep: args.ep, pp: args.pp };
-    let mesh = model::mesh_sharing_model(&args.mesh, axes, &args.model, ranks)?;
+    let mesh = model::mesh_sharing_model(&args.mesh, axes, &args.model, processes)?;
     let tokenizer = model::tokenizer(path)?;
     let template = ModelSource::at(path).and_then(|source| ChatTemplate::of(&source)).context("--model")?;
     let (end_tokens, generation_config) = (model::end_tokens(path)?, model::generation_config(path)?);
@@ -128,7 +128,7 @@ pub(crate) fn run(args: &ServeArgs, ranks: &Ranks) -> Result<()> {
     let engine = Engine::start(loaded, mesh, &args.options())?;
     // A launcher passes signals to all processes: the others end when rank 0 does.
     let stop = interrupt::watch();
-    if !ranks.lead() {
+    if !processes.lead() {
         return Ok(engine.wait()?);
     }
     let client = Arc::new(engine.client());

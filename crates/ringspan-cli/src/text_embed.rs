@@ -4,7 +4,7 @@ use crate::files::{self, OutputTensor};
 use crate::mesh::{DEADLINE, MeshArgs};
 use crate::output;
 use anyhow::{Context, Result};
-use ringspan::comm::ranks::Ranks;
+use ringspan::comm::process_group::ProcessGroup;
 use ringspan_video::text_encoder::{PromptTokenizer, TextEncoder, TextMesh};
 use safetensors::Dtype;
 use std::path::PathBuf;
@@ -16,7 +16,7 @@ const ROWS: usize = 512;
 /// Make the embeddings of a prompt for WAN's transformer with UMT5's encoder, over a mesh of ranks that share the tokens
 ///
 /// OUT receives `prompt_embeds` [1,512,d] f32, and with --negative also `negative_prompt_embeds`: the states of the prompt's
-/// tokens with the end token, and zeros behind them. Weights are read layer by layer.
+/// tokens with the end token, and zeros after them. Weights are read layer by layer.
 #[derive(Debug, clap::Args)]
 pub(crate) struct TextEmbedArgs {
     /// The folder of a pipeline, with text_encoder and tokenizer, or of an encoder with tokenizer.json in it
@@ -35,11 +35,11 @@ pub(crate) struct TextEmbedArgs {
     mesh: MeshArgs,
 }
 
-pub(crate) fn run(args: &TextEmbedArgs, ranks: &Ranks) -> Result<()> {
+pub(crate) fn run(args: &TextEmbedArgs, processes: &ProcessGroup) -> Result<()> {
     files::check_output("--out", &args.out)?;
-    let (_, threads) = args.mesh.start(ranks)?;
+    let (_, threads) = args.mesh.start(processes)?;
     let (ring, ulysses) = (args.mesh.ring, args.mesh.ulysses);
-    let mesh = TextMesh { ranks: ranks.clone(), ring, ulysses, threads, deadline: DEADLINE };
+    let mesh = TextMesh { processes: processes.clone(), ring, ulysses, threads, deadline: DEADLINE };
     let of_model = || format!("--model {}", args.model.display());
     let tokenizer = PromptTokenizer::open(&args.model).with_context(of_model)?;
     let encoder = TextEncoder::open(&args.model).with_context(of_model)?;

@@ -2,7 +2,7 @@
 
 use crate::{allocator, interrupt, mesh, output, video_training};
 use anyhow::{Result, bail};
-use ringspan::comm::ranks::Ranks;
+use ringspan::comm::process_group::ProcessGroup;
 use ringspan_train::{Error, Observer, Outcome, SilentObserver, TerminalObserver, TrainConfig, plan_on, train_on};
 use ringspan_video::training::transformer_folder;
 use std::process::ExitCode;
@@ -13,27 +13,34 @@ pub(crate) use ringspan_train::TrainArgs;
 const INTERRUPTED: u8 = 130;
 
 /// Trains with these arguments; progress is written to standard error, the result to standard output.
-pub(crate) fn run(args: TrainArgs, ranks: &Ranks) -> Result<ExitCode> {
+pub(crate) fn run(args: TrainArgs, processes: &ProcessGroup) -> Result<ExitCode> {
     let mut config = TrainConfig::from_args(&args)?;
+<<<<<<< HEAD
     ranks.check(config.ranks())?;
     config.set_local_ranks(ranks);
     if config.model.as_deref().is_some_and(|model| transformer_folder(model).is_some()) {
         let interrupted = video_training::run(&config, args.dry_run, ranks)?;
         return Ok(if interrupted { ExitCode::from(INTERRUPTED) } else { ExitCode::SUCCESS });
     }
+=======
+    processes.check(config.ranks())?;
+    config.set_local_ranks(processes);
+>>>>>>> upper
     config.peak_allocated = Some(allocator::take_peak);
     mesh::limit_threads(config.ranks(), config.threads);
-    if ranks.local().is_none() {
+    if processes.local().is_none() {
         allocator::avoid_large_pages(config.ranks());
     }
-    let observer: &mut dyn Observer = if ranks.lead() { &mut TerminalObserver::new() } else { &mut SilentObserver };
+    let observer: &mut dyn Observer = if processes.lead() { &mut TerminalObserver::new() } else { &mut SilentObserver };
     let done = match args.dry_run {
-        true => dry_run(&config, ranks, observer),
-        false => train(&config, ranks, observer),
+        true => dry_run(&config, processes, observer),
+        false => train(&config, processes, observer),
     };
     match done {
         // With several processes, the interruption stays an error, which reaches all of them.
-        Err(error) if ranks.local().is_none() && matches!(error.downcast_ref(), Some(Error::Interrupted { .. })) => {
+        Err(error)
+            if processes.local().is_none() && matches!(error.downcast_ref(), Some(Error::Interrupted { .. })) =>
+        {
             eprintln!("{error}");
             Ok(ExitCode::from(INTERRUPTED))
         }
@@ -41,18 +48,18 @@ pub(crate) fn run(args: TrainArgs, ranks: &Ranks) -> Result<ExitCode> {
     }
 }
 
-fn train(config: &TrainConfig, ranks: &Ranks, observer: &mut dyn Observer) -> Result<ExitCode> {
-    let outcome = train_on(ranks, config, interrupt::watch(), observer)?;
-    if ranks.lead() {
+fn train(config: &TrainConfig, processes: &ProcessGroup, observer: &mut dyn Observer) -> Result<ExitCode> {
+    let outcome = train_on(processes, config, interrupt::watch(), observer)?;
+    if processes.lead() {
         report(&outcome);
     }
     Ok(if outcome.interrupted { ExitCode::from(INTERRUPTED) } else { ExitCode::SUCCESS })
 }
 
 /// Writes the plan to standard output; if the training does not fit, the reason is the error.
-fn dry_run(config: &TrainConfig, ranks: &Ranks, observer: &mut dyn Observer) -> Result<ExitCode> {
-    let plan = plan_on(ranks, config, interrupt::watch(), observer)?;
-    if ranks.lead() {
+fn dry_run(config: &TrainConfig, processes: &ProcessGroup, observer: &mut dyn Observer) -> Result<ExitCode> {
+    let plan = plan_on(processes, config, interrupt::watch(), observer)?;
+    if processes.lead() {
         output::line(&plan)?;
     }
     match plan.refusal {

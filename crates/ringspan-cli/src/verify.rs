@@ -5,7 +5,7 @@ use anyhow::{Context, Result, bail, ensure};
 use candle_core::Tensor;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
-use ringspan::comm::ranks::Ranks;
+use ringspan::comm::process_group::ProcessGroup;
 use ringspan_candle::loss::IGNORE;
 use ringspan_candle::{DeviceName, Precision, Weights};
 use ringspan_models::{Config, Decoder, Lora, ModelSource};
@@ -176,10 +176,10 @@ impl std::fmt::Display for Tolerance {
     }
 }
 
-pub(crate) fn run(args: &VerifyArgs, ranks: &Ranks) -> Result<()> {
+pub(crate) fn run(args: &VerifyArgs, processes: &ProcessGroup) -> Result<()> {
     let mut config = args.config()?;
-    ranks.check(config.ranks())?;
-    config.set_local_ranks(ranks);
+    processes.check(config.ranks())?;
+    config.set_local_ranks(processes);
     mesh::limit_threads(config.ranks(), config.threads);
     let (decoder, weights) = match &args.model {
         Some(path) => {
@@ -214,11 +214,11 @@ pub(crate) fn run(args: &VerifyArgs, ranks: &Ranks) -> Result<()> {
         config.layout
     ))?;
     // The mesh runs first: where ranks are processes, only one of them has anything to do afterwards.
-    let Some(actual) = single_step(ranks, &config, (&decoder, &weights), &batch)? else { return Ok(()) };
+    let Some(actual) = single_step(processes, &config, (&decoder, &weights), &batch)? else { return Ok(()) };
     actual.block_transport.iter().for_each(output::note);
     let alone = |dtype: Precision| {
         let config = args.alone(dtype)?;
-        single_step(&Ranks::threads(), &config, (&decoder, &weights), &batch)?.context("a rank of its own")
+        single_step(&ProcessGroup::single(), &config, (&decoder, &weights), &batch)?.context("a rank of its own")
     };
     let (expected, tolerance) = (alone(Precision::F32)?, Tolerance::of(config.dtype));
     // How far rounding leads depends on the model, so the mesh may differ by as much as one rank that rounds to bf16 does.

@@ -3,7 +3,7 @@
 use crate::files::{self, TensorBytes};
 use crate::mesh::{DEADLINE, MeshArgs};
 use anyhow::{Context, Result, ensure};
-use ringspan::comm::ranks::Ranks;
+use ringspan::comm::process_group::ProcessGroup;
 use ringspan_video::frames::{self, RgbFrame};
 use ringspan_video::vae::{Mesh, VaeFolder, VideoTensor};
 use safetensors::Dtype;
@@ -38,9 +38,9 @@ impl VaeArgs {
     }
 }
 
-pub(crate) fn mesh(args: &MeshArgs, ranks: &Ranks) -> Result<Mesh> {
-    let (size, threads) = args.start(ranks)?;
-    Ok(Mesh { ranks: ranks.clone(), size, threads, deadline: DEADLINE })
+pub(crate) fn mesh(args: &MeshArgs, processes: &ProcessGroup) -> Result<Mesh> {
+    let (size, threads) = args.start(processes)?;
+    Ok(Mesh { processes: processes.clone(), size, threads, deadline: DEADLINE })
 }
 
 /// Reads a tensor `[B, C, F, H, W]` of a safetensors file.

@@ -3,7 +3,7 @@
 use crate::gpu::Gpu;
 use ringspan::Result;
 use ringspan::comm::Communicator;
-use ringspan::comm::ranks::Ranks;
+use ringspan::comm::process_group::ProcessGroup;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,14 +13,14 @@ impl Gpu {
     /// `None` for threads, which need no connection. All ranks must call this and get the same result; `deadline` is the
     /// longest wait for another rank.
     ///
-    /// The returned ranks must be dropped before the communicator of the given ones.
+    /// The returned group must be dropped before the communicator of the given one.
     ///
     /// # Errors
     /// Failures of NCCL, or of other ranks.
-    pub fn connect(&self, ranks: &Ranks, deadline: Duration) -> Result<(Ranks, Option<String>)> {
-        let Some(comm) = ranks.comm() else { return Ok((ranks.clone(), None)) };
+    pub fn connect(&self, processes: &ProcessGroup, deadline: Duration) -> Result<(ProcessGroup, Option<String>)> {
+        let Some(comm) = processes.comm() else { return Ok((processes.clone(), None)) };
         let (comm, way) = by_nccl(comm, self, deadline)?;
-        Ok((ranks.with_communicator(comm), Some(way)))
+        Ok((processes.with_communicator(comm), Some(way)))
     }
 }
 

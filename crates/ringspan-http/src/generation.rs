@@ -342,7 +342,7 @@ impl<'a> CertainText<'a> {
         Ok(TextPart::Text { text, tokens })
     }
 
-    /// The tokens that begin in the released text. Those of a stop string begin behind it.
+    /// The tokens that begin in the released text. Those of a stop string begin after it.
     fn release(&mut self) -> Vec<(u32, Option<TokenLogprobs>)> {
         let begun = self.held.iter().take_while(|(start, _)| *start < self.released).count();
         self.held.drain(..begun).map(|(_, token)| token).collect()

@@ -33,20 +33,20 @@ pub struct Cache {
 #[derive(Debug)]
 struct Layer {
     /// `[n, G, D]`
-    keys: Rows,
+    keys: GrowingTensor,
     /// `[n, G, Dv]`
-    values: Rows,
+    values: GrowingTensor,
 }
 
 /// A tensor that grows by rows, which are written in place.
 #[derive(Debug)]
-struct Rows {
+struct GrowingTensor {
     /// The allocated rows, of which the first `filled` are in use.
     all: Tensor,
     filled: usize,
 }
 
-impl Rows {
+impl GrowingTensor {
     /// No rows yet, but room for `room` rows of the type and width of `like`.
     fn new(like: &Tensor, room: usize) -> Result<Self> {
         Ok(Self { all: Tensor::zeros(with_rows(like, room), like.dtype(), like.device())?, filled: 0 })
@@ -134,7 +134,9 @@ impl Cache {
         let Some(layer) = self.layers.get_mut(layer) else { bail!("layer {layer} of a cache of {layers} layers") };
         let Layer { keys, values } = match layer {
             Some(layer) => layer,
-            None => layer.insert(Layer { keys: Rows::new(k, expected)?, values: Rows::new(v, expected)? }),
+            None => {
+                layer.insert(Layer { keys: GrowingTensor::new(k, expected)?, values: GrowingTensor::new(v, expected)? })
+            }
         };
         if (v_tokens, v_heads) != (tokens, kv_heads) || !keys.takes(k) || !values.takes(v) {
             let (of_keys, of_values) = (&keys.all.dims()[1..], &values.all.dims()[1..]);
@@ -225,7 +227,7 @@ mod tests {
             let rows = Tensor::zeros((len, 1, 2), candle_core::DType::F32, &Device::Cpu)?;
             cache.announce(&[run(start, len)]);
             cache.append(0, &rows, &rows)?;
-            assert_eq!(rooms(&cache)?, Some(room), "behind {start} + {len} tokens");
+            assert_eq!(rooms(&cache)?, Some(room), "after {start} + {len} tokens");
         }
         Ok(())
     }

@@ -4,11 +4,12 @@ use crate::error::{Error, Result};
 use crate::groups::Groups;
 use crate::model_parallel_rank::ModelParallelRank;
 use ringspan::attention::Group;
-use ringspan::comm::ranks::Ranks;
+use ringspan::comm::process_group::ProcessGroup;
 use ringspan::comm::timed::Timed;
 use ringspan::comm::{Communicator, threads};
 use ringspan::schedule::HeadShare;
-use ringspan_candle::{Devices, ParallelRank, pool};
+use ringspan::{World, world};
+use ringspan_candle::{Devices, ParallelRank};
 use ringspan_models::Decoder;
 use std::fmt::{self, Display, Formatter};
 use std::sync::Arc;
@@ -36,7 +37,7 @@ pub struct Mesh {
     /// The devices on which ranks compute.
     pub devices: Devices,
     /// Whether ranks are threads of this process, or processes.
-    pub ranks: Ranks,
+    pub processes: ProcessGroup,
 }
 
 impl Mesh {
@@ -51,7 +52,7 @@ impl Mesh {
             threads: 1,
             deadline: Duration::from_secs(600),
             devices: Devices::CPU,
-            ranks: Ranks::threads(),
+            processes: ProcessGroup::single(),
         }
     }
 
@@ -154,15 +155,16 @@ impl Mesh {
     }
 
     fn run_with<T: Send>(&self, work: impl Fn(Arc<dyn Communicator>) -> Result<T> + Sync) -> Result<Vec<T>> {
-        let options = threads::Options { deadline: self.deadline, ..Default::default() };
-        self.ranks.run(self.size(), options, work)
+        let ranks = threads::Options { deadline: self.deadline, ..Default::default() };
+        let options = world::Options { threads_per_rank: self.threads, ranks };
+        World::start(&self.processes, self.size(), options)?.run(|rank| work(rank.communicator().clone()))
     }
 
     fn on_rank<T: Send>(&self, world: Arc<dyn Communicator>, work: impl Fn(&Groups) -> Result<T> + Sync) -> Result<T> {
         let kernel = self.devices.of(world.rank()).kernel(self.threads)?;
         let model_rank = self.model_rank(world.rank());
         let groups = Groups::new(world, (self.ring, self.ulysses), model_rank, kernel)?;
-        pool::run(self.threads, || work(&groups))?
+        work(&groups)
     }
 }
 

@@ -56,7 +56,8 @@ impl Model {
     /// # Errors
     /// Sizes that the ranks cannot share, and files that cannot be read.
     pub fn read(decoder: Decoder, stored: &StoredModel, mesh: &Mesh) -> Result<Self> {
-        let model_rank = mesh.ranks.comm().map_or_else(ModelParallelRank::default, |comm| mesh.model_rank(comm.rank()));
+        let model_rank =
+            mesh.processes.comm().map_or_else(ModelParallelRank::default, |comm| mesh.model_rank(comm.rank()));
         if model_rank.is_whole() {
             return Self::new(decoder, stored.read_all()?);
         }

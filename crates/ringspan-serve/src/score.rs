@@ -59,9 +59,9 @@ pub fn score(
     }
     let parts = mesh.run(|group| score_on_rank(&group, model, batch.tokens, &targets, &layout, strategy, logits))?;
     let (local, local_logits): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
-    let local = mesh.ranks.gather(local.into_iter().map(Buffer::F32).collect())?;
+    let local = mesh.processes.gather(local.into_iter().map(Buffer::F32).collect())?;
     let local_logits = match logits {
-        true => mesh.ranks.gather(local_logits.into_iter().flatten().map(Buffer::F32).collect())?,
+        true => mesh.processes.gather(local_logits.into_iter().flatten().map(Buffer::F32).collect())?,
         false => None,
     };
     let Some(local) = local else { return Ok(None) };

@@ -39,7 +39,7 @@ pub struct WindowPages {
 }
 
 impl WindowPages {
-    /// Index behind the last page.
+    /// Index after the last page.
     pub fn end(&self) -> usize {
         self.first + self.pages.len()
     }

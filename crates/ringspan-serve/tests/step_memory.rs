@@ -29,7 +29,7 @@ fn model() -> Model {
     Model::new(decoder, weights).expect("a whole model")
 }
 
-/// Peak bytes of all ranks, without the cache and the model, while they compute a chunk behind `context` tokens.
+/// Peak bytes of all ranks, without the cache and the model, while they compute a chunk after `context` tokens.
 fn peak_without_cache(model: &Model, ranks: usize, context: usize) -> usize {
     let before = ALLOCATOR.allocated();
     let mesh = Mesh { ring: ranks, ..Mesh::single() };
@@ -58,13 +58,13 @@ fn peak_without_cache(model: &Model, ranks: usize, context: usize) -> usize {
 
 /// This is the only test of its program: a process has one allocator, and tests would run at the same time.
 #[test]
-fn a_chunk_takes_as_much_memory_behind_a_long_text_as_behind_a_short_one() {
+fn a_chunk_takes_as_much_memory_after_a_long_text_as_after_a_short_one() {
     let model = model();
     for ranks in [1, 3] {
         // With 4,096 tokens on each rank, the kernel packs as many keys at a time as it ever does.
         let contexts = [4096, 32_768].map(|tokens| tokens * ranks);
         let [short, long] = contexts.map(|context| peak_without_cache(&model, ranks, context));
-        println!("{ranks} ranks, behind {contexts:?} tokens: {short} and {long} bytes without the cache");
+        println!("{ranks} ranks, after {contexts:?} tokens: {short} and {long} bytes without the cache");
         // Lists of pages, rows, runs and tiles grow, by less than a hundredth of the 16,384 bytes of a token in the cache.
         let listed = 160 * (contexts[1] - contexts[0]);
         assert!(long < short + short / 50 + listed, "{ranks} ranks: {short} and {long} bytes");

@@ -5,7 +5,9 @@ use crate::{
     error::{Error, Result, model_error},
     shards::ShardPlacement,
 };
+use ringspan::comm::{process_group::ProcessGroup, threads};
 use ringspan::mesh::{Experts, Grid, Topology, Training};
+use ringspan::{World, world};
 use ringspan_candle::{DeviceName, ParallelRank};
 use ringspan_models::Decoder;
 
@@ -85,6 +87,13 @@ impl RunMesh {
     pub(crate) fn parallel_ranks(&self) -> &[ParallelRank] {
         &self.ranks
     }
+}
+
+/// Starts the ranks of a training's mesh.
+pub(crate) fn start_world(processes: &ProcessGroup, config: &TrainConfig) -> Result<World> {
+    let ranks = threads::Options { deadline: config.deadline, ..threads::Options::default() };
+    let options = world::Options { threads_per_rank: config.threads, ranks };
+    Ok(World::start(processes, config.ranks(), options)?)
 }
 
 /// The axes of a run. Without `--ep` and `--moe-dp`, the experts' width is cut over tp like that of other layers.

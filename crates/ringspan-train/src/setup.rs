@@ -15,7 +15,7 @@ use crate::{
     shards::SharedGathers,
     tokenizer::Tokenizer,
 };
-use ringspan::comm::ranks::Ranks;
+use ringspan::comm::process_group::ProcessGroup;
 use ringspan_candle::model::stored;
 use ringspan_candle::{DeviceName, Weights, offload};
 use ringspan_models::Decoder;
@@ -151,8 +151,8 @@ impl Setup {
 
     /// The gathered parameters that the ranks of this process share; none where each has its own copy, in another process or on
     /// a GPU.
-    pub(crate) fn shared_gathers(&self, ranks: &Ranks) -> Option<Arc<SharedGathers>> {
-        (self.mesh.shares_memory && ranks.local().is_none()).then(Arc::default)
+    pub(crate) fn shared_gathers(&self, processes: &ProcessGroup) -> Option<Arc<SharedGathers>> {
+        (self.mesh.shares_memory && processes.local().is_none()).then(Arc::default)
     }
 
     /// The batch whose shape the plan is made for: the fullest of a whole pass where batches differ, else the fullest of the

@@ -4,10 +4,11 @@ use crate::{
     config::TrainConfig,
     data::Batch,
     error::{Error, Result},
+    mesh::start_world,
     rank::{LossAndGradients, Rank},
     setup::Setup,
 };
-use ringspan::comm::{ranks::Ranks, threads::Options};
+use ringspan::comm::process_group::ProcessGroup;
 use ringspan_candle::{Devices, Recompute, Weights, pool};
 use ringspan_models::Decoder;
 use std::collections::BTreeMap;
@@ -33,12 +34,12 @@ pub struct StepResults {
 /// # Errors
 /// A model that cannot be sharded over the mesh, and failures of ranks.
 pub fn single_step(
-    ranks: &Ranks,
+    processes: &ProcessGroup,
     config: &TrainConfig,
     (decoder, weights): (&Decoder, &Weights),
     batch: &Batch,
 ) -> Result<Option<StepResults>> {
-    let devices = Devices::open(config.device, ranks.local_rank())?.computing_in(config.dtype);
+    let devices = Devices::open(config.device, processes.local_rank())?.computing_in(config.dtype);
     let Some(recompute) = config.recompute else {
         let possible = Recompute::ALL.map(|recompute| recompute.to_string()).join(", ");
         return Err(Error::Settings(format!(
@@ -46,17 +47,20 @@ pub fn single_step(
         )));
     };
     let setup = Setup::for_batch(config, decoder.clone(), weights.clone(), batch.clone())?;
-    let options = Options { deadline: config.deadline, ..Options::default() };
-    let (ranks, block_transport) = devices.connect(ranks, config.deadline)?;
-    let shared_gathers = setup.shared_gathers(&ranks);
-    let results = ranks.run(config.ranks(), options, |world| {
-        let first = world.rank() == 0;
-        let own = pool::run_with_isa(config.threads, config.isa, || {
-            run_rank(Rank::new(config, &setup, recompute, &devices, shared_gathers.clone(), world)?, &setup, batch)
-        })??;
-        Ok::<_, Error>(own).map(|results| if first { results } else { StepResults::default() })
+    let (connected, block_transport) = devices.connect(processes, config.deadline)?;
+    let shared_gathers = setup.shared_gathers(&connected);
+    let results = start_world(&connected, config)?.run(|rank| {
+        config.isa.map_or(Ok(()), pool::set_isa)?;
+        let world = rank.communicator().clone();
+        let results =
+            run_rank(Rank::new(config, &setup, recompute, &devices, shared_gathers.clone(), world)?, &setup, batch)?;
+        Ok::<_, Error>(if rank.index() == 0 { results } else { StepResults::default() })
     })?;
-    Ok(results.into_iter().next().filter(|_| ranks.lead()).map(|results| StepResults { block_transport, ..results }))
+    Ok(results
+        .into_iter()
+        .next()
+        .filter(|_| processes.lead())
+        .map(|results| StepResults { block_transport, ..results }))
 }
 
 fn run_rank(mut rank: Rank<'_>, setup: &Setup, batch: &Batch) -> Result<StepResults> {

@@ -7,6 +7,7 @@ use crate::{
     dataset::{CachePolicy, TokenizationMonitor},
     error::{Error, Result},
     events::EventFile,
+    mesh::start_world,
     metrics::{EvaluationMetrics, MetricsFile},
     model_folder,
     observer::{Observer, SilentObserver},
@@ -20,8 +21,7 @@ use crate::{
 };
 use ringspan::comm::Buffer;
 use ringspan::comm::agree::Setting;
-use ringspan::comm::ranks::Ranks;
-use ringspan::comm::threads::Options;
+use ringspan::comm::process_group::ProcessGroup;
 use ringspan_candle::{DeviceName, Devices, Recompute, pool};
 use std::{
     path::{Path, PathBuf},
@@ -70,7 +70,7 @@ pub struct Outcome {
 /// Settings, data, models and checkpoints that do not fit, found before anything is computed; failures of ranks; a disk
 /// that refuses. Checkpoints made before a failure stay good.
 pub fn train(config: &TrainConfig, stop: &AtomicBool, observer: &mut dyn Observer) -> Result<Outcome> {
-    train_on(&Ranks::threads(), config, stop, observer)
+    train_on(&ProcessGroup::single(), config, stop, observer)
 }
 
 /// The plan of what [`train`] would do, in numbers. Reads model, data and checkpoint, and computes nothing. Tokens of the data
@@ -79,7 +79,7 @@ pub fn train(config: &TrainConfig, stop: &AtomicBool, observer: &mut dyn Observe
 /// # Errors
 /// Errors of [`train`]; a training that does not fit into memory is no error here, but said in the plan.
 pub fn plan(config: &TrainConfig) -> Result<Plan> {
-    plan_on(&Ranks::threads(), config, &AtomicBool::new(false), &mut SilentObserver)
+    plan_on(&ProcessGroup::single(), config, &AtomicBool::new(false), &mut SilentObserver)
 }
 
 /// Like [`plan`], for ranks that may be processes. All of them must call this. `stop` may be set during tokenization, whose
@@ -87,19 +87,24 @@ pub fn plan(config: &TrainConfig) -> Result<Plan> {
 ///
 /// # Errors
 /// As [`plan`], and [`Error::Interrupted`]. A GPU that cannot be opened is no error: the plan says so.
-pub fn plan_on(ranks: &Ranks, config: &TrainConfig, stop: &AtomicBool, observer: &mut dyn Observer) -> Result<Plan> {
+pub fn plan_on(
+    processes: &ProcessGroup,
+    config: &TrainConfig,
+    stop: &AtomicBool,
+    observer: &mut dyn Observer,
+) -> Result<Plan> {
     let setup = set_up(config, CachePolicy::TemporaryAllowed, stop, observer)?;
     let mut plan = Plan::new(config, &setup, &[])?;
     if config.device != DeviceName::Cpu {
-        let opened = Devices::open(config.device, ranks.local_rank());
+        let opened = Devices::open(config.device, processes.local_rank());
         // A process without a GPU calls it as well: in this collective, processes find out who shares a GPU.
-        let gpu_memory = opened.as_ref().unwrap_or(&Devices::CPU).gpu_memory_use(ranks, config.ranks())?;
+        let gpu_memory = opened.as_ref().unwrap_or(&Devices::CPU).gpu_memory_use(processes, config.ranks())?;
         match opened {
             Ok(_) => plan = Plan::new(config, &setup, &gpu_memory)?,
             Err(error) => plan.gpus_unknown = error.to_string(),
         }
     }
-    agree_on_recompute(ranks, config, &setup, plan)
+    agree_on_recompute(processes, config, &setup, plan)
 }
 
 /// Reads and checks everything, and reports the progress of tokenization to `observer`.
@@ -115,7 +120,7 @@ fn set_up(config: &TrainConfig, cache: CachePolicy, stop: &AtomicBool, observer:
 /// # Errors
 /// As [`train`]; also processes whose settings, model or data differ, with the name of what differs.
 pub fn train_on(
-    ranks: &Ranks,
+    processes: &ProcessGroup,
     config: &TrainConfig,
     stop: &AtomicBool,
     observer: &mut dyn Observer,
@@ -123,23 +128,23 @@ pub fn train_on(
     let setup = set_up(config, CachePolicy::Required, stop, observer)?;
     let mut plan = Plan::new(config, &setup, &[])?;
     check_fits(&plan)?;
-    if ranks.local().is_some() {
-        ranks.agree(&process_settings(config, &setup)?)?;
+    if processes.local().is_some() {
+        processes.agree(&process_settings(config, &setup)?)?;
     }
-    let devices = Devices::open(config.device, ranks.local_rank())?.computing_in(config.dtype);
+    let devices = Devices::open(config.device, processes.local_rank())?.computing_in(config.dtype);
     if devices.are_gpus() {
-        let gpu_memory = devices.gpu_memory_use(ranks, config.ranks())?;
+        let gpu_memory = devices.gpu_memory_use(processes, config.ranks())?;
         plan = Plan::new(config, &setup, &gpu_memory)?;
         check_fits(&plan)?;
     }
-    let plan = agree_on_recompute(ranks, config, &setup, plan)?;
+    let plan = agree_on_recompute(processes, config, &setup, plan)?;
     let ranks_per_gpu = config.local_ranks.map_or(config.ranks().div_ceil(devices.count()), |_| 1);
     let predicted_gpu_memory = plan.gpu_bytes() * ranks_per_gpu as u64;
     let predicted_memory = plan.rank_bytes() * config.local_ranks.map_or(config.ranks(), |_| 1) as u64;
     // No process checks any more whether the run's folder is free, so it may be written to.
     let metrics_path = config.out.join("metrics.jsonl");
     let mut metrics = None;
-    if ranks.lead() {
+    if processes.lead() {
         observer.planned(&plan);
         run_file::write(config, &setup.lr)?;
         let mut file = MetricsFile::open(&metrics_path, setup.first_step)?;
@@ -154,16 +159,15 @@ pub fn train_on(
         peak_allocated: PeakAllocated::new(config.peak_allocated),
         peak_gpu_memory: PeakGpuMemory::new(&devices),
     });
-    let options = Options { deadline: config.deadline, ..Options::default() };
-    let (connected, block_transport) = devices.connect(ranks, config.deadline)?;
-    if let (Some(block_transport), true) = (block_transport, ranks.lead()) {
+    let (connected, block_transport) = devices.connect(processes, config.deadline)?;
+    if let (Some(block_transport), true) = (block_transport, processes.lead()) {
         rank_zero.lock().unwrap_or_else(PoisonError::into_inner).observer.connected(&block_transport);
     }
-    let shared_gathers = setup.shared_gathers(ranks);
-    let ends = connected.run(config.ranks(), options, |world| {
-        pool::run_with_isa(config.threads, config.isa, || {
-            Rank::new(config, &setup, plan.recompute, &devices, shared_gathers.clone(), world)?.train(stop, &rank_zero)
-        })?
+    let shared_gathers = setup.shared_gathers(processes);
+    let ends = start_world(&connected, config)?.run(|rank| {
+        config.isa.map_or(Ok(()), pool::set_isa)?;
+        let world = rank.communicator().clone();
+        Rank::new(config, &setup, plan.recompute, &devices, shared_gathers.clone(), world)?.train(stop, &rank_zero)
     })?;
     // The lead does the rest alone: the ranks of all other processes have ended.
     drop(connected);
@@ -173,7 +177,7 @@ pub fn train_on(
     let mut rank_zero = rank_zero.into_inner().unwrap_or_else(PoisonError::into_inner);
     let (peak_allocated, peak_gpu_memory) = (rank_zero.peak_allocated.peak(), rank_zero.peak_gpu_memory.peak()?);
     let mut generated_sample = None;
-    if !end.interrupted && ranks.lead() {
+    if !end.interrupted && processes.lead() {
         companion_files::write(config, setup.tokenizer.as_ref(), &setup.config_json, setup.end_token)?;
         generated_sample = sample(config, &setup, devices.of(0))?;
     }
@@ -197,8 +201,8 @@ pub fn train_on(
 
 /// With `--recompute auto`, processes may choose differently by their machines' memory; all then take the choice that recomputes
 /// most.
-fn agree_on_recompute(ranks: &Ranks, config: &TrainConfig, setup: &Setup, plan: Plan) -> Result<Plan> {
-    let (Some(comm), None) = (ranks.comm(), config.recompute) else { return Ok(plan) };
+fn agree_on_recompute(processes: &ProcessGroup, config: &TrainConfig, setup: &Setup, plan: Plan) -> Result<Plan> {
+    let (Some(comm), None) = (processes.comm(), config.recompute) else { return Ok(plan) };
     let own = Recompute::ALL.iter().position(|recompute| *recompute == plan.recompute).unwrap_or(0);
     let choices = comm.all_gather(Buffer::U8(vec![own as u8]))?;
     let chosen = choices.iter().filter_map(|buffer| match &**buffer {

@@ -25,7 +25,7 @@
 //! threads can be used again afterwards: its ranks are connected anew, and communicators from before the failure fail, with
 //! the name of that rank. A world of processes is closed by a failure, and says so in all later calls.
 
-use crate::comm::{Communicator, threads};
+use crate::comm::{Communicator, process_group::ProcessGroup, threads};
 use crate::error::{Error, Result};
 use crate::kernel::Kernel;
 use rayon::{ThreadPool, ThreadPoolBuilder};
@@ -65,7 +65,14 @@ enum Ranks {
     Process {
         pool: ThreadPool,
         /// `None` once the world has been closed.
-        world: Option<crate::comm::mpi::World>,
+        process: Option<crate::comm::mpi::Process>,
+        failed: bool,
+    },
+    /// This process, in a group of processes that outlives the world.
+    Member {
+        /// `None` if the rank computes with one thread, that of the caller.
+        pool: Option<ThreadPool>,
+        communicator: Arc<dyn Communicator>,
         failed: bool,
     },
 }
@@ -155,17 +162,32 @@ impl World {
             return Err(Error::Communicator { rank: 0, operation: "start".into(), problem });
         }
         let mpi = crate::comm::mpi::Options { deadline, stack_bytes, ..Default::default() };
-        let world = crate::comm::mpi::World::start(mpi)?;
-        let pool = rank_pool(world.rank(), &options)?;
-        Ok(Self { ranks: Ranks::Process { pool, world: Some(world), failed: false }, options })
+        let process = crate::comm::mpi::Process::start(mpi)?;
+        let pool = rank_pool(process.rank(), &options)?;
+        Ok(Self { ranks: Ranks::Process { pool, process: Some(process), failed: false }, options })
+    }
+
+    /// Starts `size` ranks where a group of processes runs: as threads if this is the only process, else as the processes, whose
+    /// connections stay when the world ends.
+    ///
+    /// # Errors
+    /// Another number of processes than `size`; else as for [`threads_with`](Self::threads_with).
+    pub fn start(processes: &ProcessGroup, size: usize, options: Options) -> Result<Self> {
+        let Some(communicator) = processes.comm() else { return Self::threads_with(size, options) };
+        let options = Options { threads_per_rank: options.threads_per_rank.max(1), ..options };
+        processes.check(size)?;
+        processes.set_deadline(options.ranks.deadline);
+        let pool = (options.threads_per_rank > 1).then(|| rank_pool(communicator.rank(), &options)).transpose()?;
+        Ok(Self { ranks: Ranks::Member { pool, communicator: communicator.clone(), failed: false }, options })
     }
 
     /// Number of ranks in the world.
     pub fn size(&self) -> usize {
         match &self.ranks {
+            Ranks::Member { communicator, .. } => communicator.size(),
             Ranks::Threads { pools, .. } => pools.len(),
             #[cfg(feature = "mpi")]
-            Ranks::Process { world, .. } => world.as_ref().map_or(0, crate::comm::mpi::World::size),
+            Ranks::Process { process, .. } => process.as_ref().map_or(0, crate::comm::mpi::Process::size),
         }
     }
 
@@ -175,6 +197,7 @@ impl World {
             Ranks::Threads { pools, .. } => pools.len(),
             #[cfg(feature = "mpi")]
             Ranks::Process { .. } => 1,
+            Ranks::Member { .. } => 1,
         }
     }
 
@@ -183,7 +206,8 @@ impl World {
         match &self.ranks {
             Ranks::Threads { .. } => true,
             #[cfg(feature = "mpi")]
-            Ranks::Process { world, .. } => world.as_ref().is_some_and(|world| world.rank() == 0),
+            Ranks::Process { process, .. } => process.as_ref().is_some_and(|process| process.rank() == 0),
+            Ranks::Member { communicator, .. } => communicator.rank() == 0,
         }
     }
 
@@ -237,13 +261,28 @@ impl World {
                 results
             }
             #[cfg(feature = "mpi")]
-            Ranks::Process { pool, world, failed } => {
-                let (Some(world), Some(state)) = (world, states.first_mut()) else { return Ok(Vec::new()) };
-                let result = world.run(|communicator| {
+            Ranks::Process { pool, process, failed } => {
+                let (Some(process), Some(state)) = (process, states.first_mut()) else { return Ok(Vec::new()) };
+                let result = process.run(|communicator| {
                     let rank = Rank { communicator, threads };
                     pool.install(|| work(&rank, state))
                 });
                 *failed |= result.is_err();
+                result.map(|result| vec![result])
+            }
+            Ranks::Member { pool, communicator, failed } => {
+                let Some(state) = states.first_mut() else { return Ok(Vec::new()) };
+                let rank = Rank { communicator: communicator.clone(), threads };
+                if std::mem::replace(failed, true) {
+                    let problem = "the world is closed, since this rank failed in an earlier call".into();
+                    return Err(Error::Communicator { rank: rank.index(), operation: "run".into(), problem }.into());
+                }
+                // A panic is that of the process, which tells it to the others.
+                let result = match pool {
+                    Some(pool) => pool.install(|| work(&rank, state)),
+                    None => work(&rank, state),
+                };
+                *failed = result.is_err();
                 result.map(|result| vec![result])
             }
         }
@@ -260,11 +299,11 @@ impl World {
 
     fn end(&mut self) -> Result<()> {
         match &mut self.ranks {
-            Ranks::Threads { .. } => Ok(()),
+            Ranks::Threads { .. } | Ranks::Member { .. } => Ok(()),
             #[cfg(feature = "mpi")]
-            Ranks::Process { world, failed, .. } => {
+            Ranks::Process { process, failed, .. } => {
                 let good = !*failed && !std::thread::panicking();
-                world.take().map_or(Ok(()), |world| world.end(good))
+                process.take().map_or(Ok(()), |process| process.end(good))
             }
         }
     }

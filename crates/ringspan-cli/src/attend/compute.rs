@@ -7,11 +7,11 @@ use crate::files::FileTensor;
 use crate::mesh::DEADLINE;
 use anyhow::{Context, Result, bail};
 use ringspan::attention::{self, Forward, Gradients, Inputs, Wire, on_device};
-use ringspan::comm::ranks::Ranks;
+use ringspan::comm::process_group::ProcessGroup;
 use ringspan::comm::{Buffer, Communicator, threads};
 use ringspan::kernel::{Data, DeviceTensor, Kernel, Statistics, View};
 use ringspan::schedule::HeadShare;
-use ringspan::{Group, Schedule};
+use ringspan::{Group, Schedule, World, world};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -52,11 +52,13 @@ pub(crate) struct RankReport {
 
 impl RankWork<'_> {
     /// Runs all ranks; returns `None` in a process without rank 0.
-    pub(super) fn run(&self, world: &Ranks) -> Result<Option<Vec<RankResult>>> {
-        let ranks = self.schedule.query().ranks();
-        let options = threads::Options { deadline: DEADLINE, ..Default::default() };
-        let own = world.run(ranks, options, |comm| self.rank(comm))?;
-        gather(world, own)
+    pub(super) fn run(&self, processes: &ProcessGroup) -> Result<Option<Vec<RankResult>>> {
+        let size = self.schedule.query().ranks();
+        // The kernel of a rank has threads of its own, if it has several.
+        let ranks = threads::Options { deadline: DEADLINE, ..Default::default() };
+        let options = world::Options { threads_per_rank: 1, ranks };
+        let own = World::start(processes, size, options)?.run(|rank| self.rank(rank.communicator().clone()))?;
+        gather(processes, own)
     }
 
     fn rank(&self, comm: Arc<dyn Communicator>) -> Result<RankResult> {
@@ -132,19 +134,19 @@ impl RankWork<'_> {
 }
 
 /// Gathers the results of all ranks in the process of rank 0; returns `None` in other processes.
-fn gather(world: &Ranks, mut own: Vec<RankResult>) -> Result<Option<Vec<RankResult>>> {
-    if world.local().is_none() {
+fn gather(processes: &ProcessGroup, mut own: Vec<RankResult>) -> Result<Option<Vec<RankResult>>> {
+    if processes.local().is_none() {
         return Ok(Some(own));
     }
     let mut reports = Vec::new();
     for part in &own {
         reports.push(Buffer::U8(serde_json::to_vec(&part.report)?));
     }
-    let reports = world.gather(reports)?;
+    let reports = processes.gather(reports)?;
     let mut tensors = Vec::new();
     for of in TENSORS {
         let own = own.iter_mut().map(|part| Buffer::F32(of(part).map(std::mem::take).unwrap_or_default())).collect();
-        tensors.push(world.gather(own)?);
+        tensors.push(processes.gather(own)?);
     }
     let (Some(reports), Some(first)) = (reports, own.first()) else { return Ok(None) };
     let mut parts = Vec::new();

@@ -150,7 +150,7 @@ fn documents(file: &Tensors<'_>, sizes: &Sizes) -> Result<(Documents, Documents)
     if let [one, other, ..] = given[..] {
         bail!(
             "{path}: `{one}` and `{other}` contradict each other: each says alone which tokens are padding; keep one \
-             (padding is what lies behind the last entry of cu_seqlens, has document id 0, or lies behind kv_lengths)"
+             (padding is what lies after the last entry of cu_seqlens, has document id 0, or lies after kv_lengths)"
         );
     }
     let Some(name) = given.first().copied() else {

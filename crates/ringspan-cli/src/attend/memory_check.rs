@@ -3,7 +3,7 @@
 use super::input::Sizes;
 use super::plan::Plan;
 use anyhow::{Result, ensure};
-use ringspan::comm::{ranks::Ranks, threads};
+use ringspan::comm::{process_group::ProcessGroup, threads};
 use ringspan::mesh::Grid;
 use ringspan::schedule::Pass;
 
@@ -15,8 +15,8 @@ struct MemoryNeeds {
 }
 
 /// Refuses ranks that are threads of this process and together take more memory than is free.
-pub(super) fn check(plan: &Plan, sizes: &Sizes, backward: bool, world: &Ranks) -> Result<()> {
-    let Some(free) = ringspan::memory::available().filter(|_| world.local().is_none()) else { return Ok(()) };
+pub(super) fn check(plan: &Plan, sizes: &Sizes, backward: bool, processes: &ProcessGroup) -> Result<()> {
+    let Some(free) = ringspan::memory::available().filter(|_| processes.local().is_none()) else { return Ok(()) };
     let ranks = plan.schedule.query().ranks();
     let needs = MemoryNeeds {
         threads: threads::memory(ranks),

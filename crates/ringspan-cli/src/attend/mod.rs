@@ -18,16 +18,16 @@ use anyhow::{Context, Result, ensure};
 use compute::RankWork;
 use input::Input;
 use report::Report;
-use ringspan::comm::ranks::Ranks;
+use ringspan::comm::process_group::ProcessGroup;
 
-pub(crate) fn run(args: &AttendArgs, ranks: &Ranks) -> Result<()> {
+pub(crate) fn run(args: &AttendArgs, processes: &ProcessGroup) -> Result<()> {
     if args.support {
         output::line(ringspan::support::table().trim_end())?;
         return Ok(());
     }
     // The argument parser requires both unless --support is given.
     let (input, out) = args.input.as_ref().zip(args.out.as_ref()).context("IN and --out are needed")?;
-    let (_, threads) = args.mesh.start(ranks)?;
+    let (_, threads) = args.mesh.start(processes)?;
     files::check_output("--out", out)?;
     if let Some(report) = &args.report {
         files::check_output("--report", report)?;
@@ -46,13 +46,13 @@ pub(crate) fn run(args: &AttendArgs, ranks: &Ranks) -> Result<()> {
     }
     let mask = parameters::mask(args, &tensors, data.query_documents.len())?;
     let terms = parameters::terms(args, &tensors, &data.sizes)?;
-    let devices = Devices::open(args.device, ranks, threads, args.mesh.gives_threads(), args.isa.fixed())?;
+    let devices = Devices::open(args.device, processes, threads, args.mesh.gives_threads(), args.isa.fixed())?;
     let plan = plan::Plan::new(args, tensors.path(), &data, &mask, &terms, devices.threads())?;
-    memory_check::check(&plan, &data.sizes, args.backward, ranks)?;
-    if ranks.local().is_none() {
+    memory_check::check(&plan, &data.sizes, args.backward, processes)?;
+    if processes.local().is_none() {
         allocator::avoid_large_pages(plan.schedule.query().ranks());
     }
-    let (ranks, blocks) = devices.connect(ranks)?;
+    let (connected, blocks) = devices.connect(processes)?;
     blocks.iter().for_each(output::note);
     let work = RankWork {
         input: &data,
@@ -63,7 +63,7 @@ pub(crate) fn run(args: &AttendArgs, ranks: &Ranks) -> Result<()> {
         repeat: args.repeat as usize,
         blocks,
     };
-    let Some(parts) = work.run(&ranks)? else { return Ok(()) };
+    let Some(parts) = work.run(&connected)? else { return Ok(()) };
     let report = Report::new(&work, &plan, &parts);
     files::write_tensors(out, &results::join(&work, &parts)?)?;
     if let Some(path) = &args.report {

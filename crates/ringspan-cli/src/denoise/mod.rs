@@ -8,8 +8,13 @@ use crate::mesh::{DEADLINE, MeshArgs};
 use crate::output;
 use anyhow::{Context, Result, ensure};
 use input::Input;
+<<<<<<< HEAD
 pub(crate) use progress::Progress;
 use ringspan::comm::ranks::Ranks;
+=======
+use progress::Progress;
+use ringspan::comm::process_group::ProcessGroup;
+>>>>>>> upper
 use ringspan_video::denoise::{DenoiseFolder, DenoisePlan, DenoiseSettings, VideoMesh, denoise};
 use ringspan_video::lora::LoraSource;
 use ringspan_video::noise::noise;
@@ -79,10 +84,10 @@ pub(crate) struct DenoiseArgs {
     mesh: MeshArgs,
 }
 
-pub(crate) fn run(args: &DenoiseArgs, ranks: &Ranks) -> Result<()> {
+pub(crate) fn run(args: &DenoiseArgs, processes: &ProcessGroup) -> Result<()> {
     // Each branch of guidance is one more replica of the mesh.
     let branches = if args.cfg_parallel { 2 } else { 1 };
-    let (_, threads) = args.mesh.start_with(ranks, &[(branches, "branches of --cfg-parallel")])?;
+    let (_, threads) = args.mesh.start_with(processes, &[(branches, "branches of --cfg-parallel")])?;
     files::check_output("--out", &args.out)?;
     let folder = DenoiseFolder::open(&args.model, args.dtype).context("--model")?;
     ensure!(
@@ -95,7 +100,7 @@ pub(crate) fn run(args: &DenoiseArgs, ranks: &Ranks) -> Result<()> {
     let video = args.frames.zip(args.height.zip(args.width)).map(|(frames, (height, width))| [frames, height, width]);
     let mut inputs = Input::read(&args.embeds)?.with_latents(&folder, video)?;
     let (ring, ulysses, cfg_parallel) = (args.mesh.ring, args.mesh.ulysses, args.cfg_parallel);
-    let mesh = VideoMesh { ring, ulysses, cfg_parallel, threads, deadline: DEADLINE, ranks: ranks.clone() };
+    let mesh = VideoMesh { ring, ulysses, cfg_parallel, threads, deadline: DEADLINE, processes: processes.clone() };
     output::note(DenoisePlan::new(&folder, &mesh, &inputs, &settings)?);
     if video.is_some() {
         inputs.latents = noise(args.seed.unwrap_or(0), inputs.latents.dims())?;

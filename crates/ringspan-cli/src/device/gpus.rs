@@ -2,7 +2,7 @@
 
 use anyhow::{Result, ensure};
 use ringspan::Kernel;
-use ringspan::comm::ranks::Ranks;
+use ringspan::comm::process_group::ProcessGroup;
 use ringspan_cuda::Gpu;
 
 /// GPUs, which ranks take in turn; there is at least one.
@@ -14,11 +14,11 @@ impl Gpus {
     ///
     /// # Errors
     /// GPUs that do not exist, and a number of threads.
-    pub(crate) fn open(number: Option<usize>, world: &Ranks, gives_threads: bool) -> Result<Self> {
+    pub(crate) fn open(number: Option<usize>, processes: &ProcessGroup, gives_threads: bool) -> Result<Self> {
         ensure!(!gives_threads, "--threads are those of the CPU, and --device cuda computes on a GPU");
         // If there is no GPU, opening the first one says what is missing.
         let count = Gpu::count()?.max(1);
-        let numbers = match (number, world.local_rank()) {
+        let numbers = match (number, processes.local_rank()) {
             (Some(number), _) => number..number + 1,
             // A process opens only its own GPU: every process that opens a GPU takes some of its memory.
             (None, Some(rank)) => rank % count..rank % count + 1,
@@ -33,8 +33,8 @@ impl Gpus {
     }
 
     /// Connects ranks that are processes by NCCL, if all of them can, and says how blocks travel.
-    pub(crate) fn connect(&self, world: &Ranks) -> Result<(Ranks, Option<String>)> {
-        Ok(self.0[0].connect(world, crate::mesh::DEADLINE)?)
+    pub(crate) fn connect(&self, processes: &ProcessGroup) -> Result<(ProcessGroup, Option<String>)> {
+        Ok(self.0[0].connect(processes, crate::mesh::DEADLINE)?)
     }
 
     /// The GPUs by number and name.

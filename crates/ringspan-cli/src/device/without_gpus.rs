@@ -2,13 +2,13 @@
 
 use anyhow::{Result, bail};
 use ringspan::Kernel;
-use ringspan::comm::ranks::Ranks;
+use ringspan::comm::process_group::ProcessGroup;
 
 /// Has no values.
 pub(crate) enum Gpus {}
 
 impl Gpus {
-    pub(crate) fn open(_: Option<usize>, _: &Ranks, _: bool) -> Result<Self> {
+    pub(crate) fn open(_: Option<usize>, _: &ProcessGroup, _: bool) -> Result<Self> {
         bail!(
             "--device cuda: this program was built without GPUs; build it with `cargo build --release --features cuda`"
         )
@@ -18,7 +18,7 @@ impl Gpus {
         match *self {}
     }
 
-    pub(crate) fn connect(&self, _: &Ranks) -> Result<(Ranks, Option<String>)> {
+    pub(crate) fn connect(&self, _: &ProcessGroup) -> Result<(ProcessGroup, Option<String>)> {
         match *self {}
     }
 

@@ -10,7 +10,7 @@ use crate::serve::speculative_tokens;
 use crate::{model, output};
 use anyhow::{Context, Result, ensure};
 use printer::Printer;
-use ringspan::comm::ranks::Ranks;
+use ringspan::comm::process_group::ProcessGroup;
 use ringspan_serve::{Options, Sampling};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -83,8 +83,8 @@ enum EndReason {
     Printer,
 }
 
-pub(crate) fn run(args: &GenerateArgs, ranks: &Ranks) -> Result<()> {
-    let mesh = model::mesh(&args.mesh, &args.model, ranks)?;
+pub(crate) fn run(args: &GenerateArgs, processes: &ProcessGroup) -> Result<()> {
+    let mesh = model::mesh(&args.mesh, &args.model, processes)?;
     let sampling = Sampling { temperature: args.temperature, top_k: args.top_k, top_p: args.top_p, seed: args.seed };
     sampling.check()?;
     ensure!(args.stop.iter().all(|stop| !stop.is_empty()), "--stop '' is an empty text, which would end everything");

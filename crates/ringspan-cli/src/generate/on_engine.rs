@@ -22,7 +22,7 @@ pub(super) fn generate(
     num_speculative_tokens: usize,
     printer: &mut Printer,
 ) -> Result<Option<Generated>> {
-    let (leads, axes) = (mesh.ranks.lead(), mesh.to_string());
+    let (leads, axes) = (mesh.processes.lead(), mesh.to_string());
     let asked = prompt.len().saturating_add(options.max_tokens);
     let engine = Engine::start(model, mesh, &engine_options(asked, num_speculative_tokens))?;
     if !leads {

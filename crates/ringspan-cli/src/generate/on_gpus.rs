@@ -18,7 +18,7 @@ pub(super) fn generate(
         Ok(if printer.push(token)? { ControlFlow::Continue(()) } else { ControlFlow::Break(()) })
     })?;
     let cached = generations.iter().map(|rank| Buffer::U64(vec![rank.cached as u64])).collect();
-    let (Some(cached), Some(first)) = (mesh.ranks.gather(cached)?, generations.first()) else { return Ok(None) };
+    let (Some(cached), Some(first)) = (mesh.processes.gather(cached)?, generations.first()) else { return Ok(None) };
     let numbers = |buffer: &Buffer| match buffer {
         Buffer::U64(numbers) => numbers.iter().map(|number| *number as usize).collect(),
         _ => Vec::new(),

@@ -4,7 +4,7 @@ mod drawing;
 
 use crate::output;
 use anyhow::{Context, Result, bail, ensure};
-use ringspan::comm::ranks::Ranks;
+use ringspan::comm::process_group::ProcessGroup;
 use ringspan::mesh::{Experts, Grid, Serving, Topology, Training};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -60,8 +60,8 @@ pub(crate) struct TopologyArgs {
     json: bool,
 }
 
-pub(crate) fn run(args: &TopologyArgs, ranks: &Ranks) -> Result<()> {
-    ensure!(ranks.local().is_none(), "mesh computes nothing on ranks: start it as one process, without a launcher");
+pub(crate) fn run(args: &TopologyArgs, processes: &ProcessGroup) -> Result<()> {
+    ensure!(processes.local().is_none(), "mesh computes nothing on ranks: start it as one process, without a launcher");
     let topology = if args.serving { args.serving()? } else { args.training()? };
     let ranks = topology.world();
     ensure!(ranks <= MOST_RANKS, "{topology}: at most {MOST_RANKS} ranks can be listed");

@@ -212,7 +212,7 @@ fn none_of_a_thousand_requests_is_silent_when_a_rank_is_killed() {
 
 /// The answer to a streamed request, once its head has come.
 #[derive(Debug, PartialEq)]
-enum Answer {
+enum StreamOutcome {
     /// A text to its end.
     Text { text: String, tokens: u64 },
     /// An error, as a body or as an event.
@@ -228,7 +228,7 @@ fn kill_a_rank_under(clients: usize, together: usize) {
     let served = Served::start(&bench, 3, &["--ring", "3", "--max-running", &together.to_string()]);
     let (address, victim) = (served.address.clone(), served.process(1));
     let short_ones = (0..2 * SHORT_KINDS).filter(|number| !is_long(*number));
-    let alone: Vec<Answer> =
+    let alone: Vec<StreamOutcome> =
         short_ones.map(|number| stream(&address, &streamed(number), || {}).expect("an answer")).collect();
 
     let begun = Arc::new(AtomicUsize::new(0));
@@ -280,19 +280,19 @@ fn kill_a_rank_under(clients: usize, together: usize) {
     let (mut answered, mut failed, mut late) = (0, 0, 0);
     for (number, answer) in heard {
         match answer {
-            Ok(Answer::Text { tokens, .. }) if is_long(number) => {
+            Ok(StreamOutcome::Text { tokens, .. }) if is_long(number) => {
                 assert_eq!(Some(tokens), streamed(number)["max_tokens"].as_u64(), "request {number}");
                 answered += 1;
             }
-            Ok(text @ Answer::Text { .. }) => {
+            Ok(text @ StreamOutcome::Text { .. }) => {
                 assert_eq!(text, alone[number / 2 % SHORT_KINDS], "request {number} has another text than alone");
                 answered += 1;
             }
-            Ok(Answer::Error(message)) => {
+            Ok(StreamOutcome::Error(message)) => {
                 assert!(message.contains("rank 1"), "request {number}: {message}");
                 failed += 1;
             }
-            Ok(Answer::Broken(answer)) => panic!("request {number} was taken and has no end: {answer}"),
+            Ok(StreamOutcome::Broken(answer)) => panic!("request {number} was taken and has no end: {answer}"),
             Err(error) => {
                 assert!(number >= clients, "request {number} was at the server: {error}");
                 late += 1;
@@ -320,7 +320,7 @@ fn streamed(number: usize) -> Value {
 
 /// Asks for a streamed completion; calls `begins` when the head of the answer is there. An error is that of a connection on
 /// which there is none.
-fn stream(address: &str, asked: &Value, begins: impl FnOnce()) -> std::io::Result<Answer> {
+fn stream(address: &str, asked: &Value, begins: impl FnOnce()) -> std::io::Result<StreamOutcome> {
     let mut socket = TcpStream::connect(address)?;
     let body = asked.to_string();
     write!(socket, "POST /v1/completions HTTP/1.0\r\ncontent-length: {}\r\n\r\n{body}", body.len())?;
@@ -335,19 +335,20 @@ fn stream(address: &str, asked: &Value, begins: impl FnOnce()) -> std::io::Resul
     let mut body = Vec::new();
     let end = reader.read_to_end(&mut body);
     let body = String::from_utf8_lossy(&body);
-    Ok(read_answer(&body).unwrap_or_else(|| Answer::Broken(format!("{head}{body}, {end:?}"))))
+    Ok(read_answer(&body).unwrap_or_else(|| StreamOutcome::Broken(format!("{head}{body}, {end:?}"))))
 }
 
 /// Reads the body of an answer; `None` if it has neither the end of a text nor an error.
-fn read_answer(body: &str) -> Option<Answer> {
-    let error_of = |value: &Value| value["error"]["message"].as_str().map(|message| Answer::Error(message.to_owned()));
+fn read_answer(body: &str) -> Option<StreamOutcome> {
+    let error_of =
+        |value: &Value| value["error"]["message"].as_str().map(|message| StreamOutcome::Error(message.to_owned()));
     if let Ok(whole) = serde_json::from_str::<Value>(body) {
         return error_of(&whole);
     }
     let (mut all, mut is_finished, mut generated) = (String::new(), false, None);
     for data in body.lines().filter_map(|line| line.strip_prefix("data: ")) {
         if data == "[DONE]" {
-            return is_finished.then_some(Answer::Text { text: all, tokens: generated? });
+            return is_finished.then_some(StreamOutcome::Text { text: all, tokens: generated? });
         }
         let event: Value = serde_json::from_str(data).ok()?;
         if let Some(error) = error_of(&event) {

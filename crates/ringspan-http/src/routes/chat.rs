@@ -82,14 +82,14 @@ pub(crate) fn streaming(fields: &mut Fields) -> Result<(bool, bool)> {
 
 pub(crate) async fn create(State(app): State<Arc<App>>, Body(body): Body) -> Result<Response> {
     let (request, reply): (ChatRequest, _) = begin(&app, body).await?;
-    let answer = Answer { id: app.id("chatcmpl-"), created: now(), app, request };
+    let answer = ChatCompletion { id: app.id("chatcmpl-"), created: now(), app, request };
     match answer.request.stream {
         true => Ok(sse::stream(sse::openai_failure, |writer| answer.stream(reply, writer))),
         false => answer.whole(reply).await,
     }
 }
 
-struct Answer {
+struct ChatCompletion {
     app: Arc<App>,
     id: String,
     created: u64,
@@ -106,7 +106,7 @@ struct Message {
     stop_reason: Value,
 }
 
-impl Answer {
+impl ChatCompletion {
     fn object(&self, object: &str, choices: Vec<Value>) -> Value {
         json!({"id": self.id, "object": object, "created": self.created, "model": self.request.target.model,
             "system_fingerprint": null, "choices": choices})

@@ -112,14 +112,14 @@ pub(crate) async fn create(State(app): State<Arc<App>>, Body(body): Body) -> Res
     let count = request.prompts.len() * request.sampling.n;
     let choices = (0..count).map(|_| Choice::default()).collect();
     let usage = Usage { prompt_tokens, ..Usage::default() };
-    let answer = Answer { id: app.id("cmpl-"), created: now(), app, request, choices, usage };
+    let answer = Completion { id: app.id("cmpl-"), created: now(), app, request, choices, usage };
     match answer.request.stream {
         true => Ok(sse::stream(sse::openai_failure, |writer| answer.stream(texts, writer))),
         false => answer.whole(texts).await,
     }
 }
 
-struct Answer {
+struct Completion {
     app: Arc<App>,
     id: String,
     created: u64,
@@ -140,7 +140,7 @@ struct Choice {
     echoed: bool,
 }
 
-impl Answer {
+impl Completion {
     /// Adds a part of a text to its choice; returns whether there is something to report.
     fn add(&mut self, index: usize, part: TextPart) -> Result<bool> {
         let prompt = &self.request.prompts[index / self.request.sampling.n];

@@ -161,7 +161,7 @@ impl ConversationRequest for MessagesRequest {
 pub(crate) async fn create(State(app): State<Arc<App>>, Body(body): Body) -> Result<Response> {
     let (request, reply): (MessagesRequest, _) = begin(&app, body).await?;
     let stream = request.stream;
-    let answer = Answer { id: app.id("msg_"), app, request };
+    let answer = MessageReply { id: app.id("msg_"), app, request };
     match stream {
         true => Ok(sse::stream(failure, |writer| answer.stream(reply, writer))),
         false => answer.whole(reply).await,
@@ -184,13 +184,13 @@ fn failure(error: &ApiError) -> Vec<(Option<&'static str>, String)> {
     vec![(Some("error"), error.to_anthropic_json().to_string())]
 }
 
-struct Answer {
+struct MessageReply {
     app: Arc<App>,
     id: String,
     request: MessagesRequest,
 }
 
-impl Answer {
+impl MessageReply {
     fn message(&self, content: Vec<Value>, usage: Usage) -> Value {
         json!({"id": self.id, "type": "message", "role": "assistant", "model": self.request.target.model, "content": content,
             "stop_reason": null, "stop_sequence": null, "usage": usage_json(usage)})

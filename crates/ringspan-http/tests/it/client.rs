@@ -25,13 +25,13 @@ pub(crate) struct Running {
 
 /// A response: status, headers in lower case, body.
 #[derive(Debug)]
-pub(crate) struct Answer {
+pub(crate) struct HttpResponse {
     pub(crate) status: u16,
     pub(crate) headers: String,
     pub(crate) body: String,
 }
 
-impl Answer {
+impl HttpResponse {
     pub(crate) fn json(&self) -> Value {
         serde_json::from_str(&self.body).unwrap_or_else(|error| panic!("{error}: {}", self.body))
     }
@@ -111,27 +111,27 @@ impl Running {
         socket
     }
 
-    pub(crate) fn request(&self, method: &str, path: &str, headers: &str, body: &[u8]) -> Answer {
+    pub(crate) fn request(&self, method: &str, path: &str, headers: &str, body: &[u8]) -> HttpResponse {
         read(self.send(method, path, headers, body))
     }
 
-    pub(crate) fn get(&self, path: &str) -> Answer {
+    pub(crate) fn get(&self, path: &str) -> HttpResponse {
         self.request("GET", path, "", b"")
     }
 
-    pub(crate) fn post(&self, path: &str, body: Value) -> Answer {
+    pub(crate) fn post(&self, path: &str, body: Value) -> HttpResponse {
         self.request("POST", path, "content-type: application/json\r\n", body.to_string().as_bytes())
     }
 
     /// Asks for a chat's answer.
-    pub(crate) fn chat(&self, text: &str, more: Value) -> Answer {
+    pub(crate) fn chat(&self, text: &str, more: Value) -> HttpResponse {
         let mut body = json!({"model": "test", "messages": [{"role": "user", "content": text}]});
         body.as_object_mut().unwrap().extend(more.as_object().cloned().unwrap_or_default());
         self.post("/v1/chat/completions", body)
     }
 
     /// Asks for a completion.
-    pub(crate) fn complete(&self, prompt: impl Into<Value>, more: Value) -> Answer {
+    pub(crate) fn complete(&self, prompt: impl Into<Value>, more: Value) -> HttpResponse {
         let mut body = json!({"model": "test", "prompt": prompt.into()});
         body.as_object_mut().unwrap().extend(more.as_object().cloned().unwrap_or_default());
         self.post("/v1/completions", body)
@@ -146,7 +146,7 @@ impl Drop for Running {
 }
 
 /// Reads a response to its end.
-pub(crate) fn read(mut socket: TcpStream) -> Answer {
+pub(crate) fn read(mut socket: TcpStream) -> HttpResponse {
     let mut bytes = Vec::new();
     // A server that refuses a body may close the connection while it is being sent.
     let _ = socket.read_to_end(&mut bytes);
@@ -157,7 +157,7 @@ pub(crate) fn read(mut socket: TcpStream) -> Answer {
         true => unchunk(&bytes[end..]),
         false => bytes[end..].to_vec(),
     };
-    Answer { status, headers: head, body: String::from_utf8(body).expect("whole characters") }
+    HttpResponse { status, headers: head, body: String::from_utf8(body).expect("whole characters") }
 }
 
 fn unchunk(mut bytes: &[u8]) -> Vec<u8> {

@@ -216,7 +216,7 @@ impl EngineClient for TestEngine {
     }
 }
 
-/// A tokenizer whose tokens 0 to 255 are bytes, with three special tokens behind them.
+/// A tokenizer whose tokens 0 to 255 are bytes, with three special tokens after them.
 pub(crate) fn tokenizer() -> tokenizers::Tokenizer {
     let printable = |byte: u32| matches!(byte, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
     let mut next = 0x100;

@@ -1,6 +1,6 @@
 //! OpenAI's Responses interface.
 
-use crate::client::{Answer, Running, TEMPLATE, start, start_with};
+use crate::client::{HttpResponse, Running, TEMPLATE, start, start_with};
 use ringspan_http::Settings;
 use serde_json::{Value, json};
 
@@ -272,13 +272,13 @@ fn responses_in_the_background_are_bounded() {
         let body = json!({"input": input, "background": true, "previous_response_id": previous});
         server.post("/v1/responses", body)
     };
-    let refused = |answer: &Answer, says: &str| {
+    let refused = |answer: &HttpResponse, says: &str| {
         let error = answer.error(429);
         assert_eq!((&error["code"], &error["param"]), (&json!("rate_limit_exceeded"), &json!("background")));
         assert!(error["message"].to_string().contains(says), "{error}");
         assert!(answer.headers.contains("retry-after: 1"), "{}", answer.headers);
     };
-    let id = |answer: &Answer| {
+    let id = |answer: &HttpResponse| {
         assert_eq!(answer.status, 200, "{}", answer.body);
         answer.json()["id"].as_str().unwrap().to_owned()
     };

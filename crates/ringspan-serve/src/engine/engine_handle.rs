@@ -1,8 +1,8 @@
 //! The owner of an engine: it starts and ends the ranks.
 
 use super::client::Client;
+use super::engine_core::EngineCore;
 use super::executor::Executor;
-use super::lead::Lead;
 use super::model_executor::ModelExecutor;
 use super::model_shards::{AdaptedModels, ModelShards};
 use super::options::{EngineOptions, EngineSizes, WindowSizes};
@@ -55,7 +55,7 @@ impl Engine {
             ranks: mesh.size(),
             cp: mesh.cp(),
             pp: mesh.pp,
-            local_ranks: mesh.ranks.local().unwrap_or(mesh.size()),
+            local_ranks: mesh.processes.local().unwrap_or(mesh.size()),
             page_bytes: page_bytes.full,
             window,
             trained_length: config.max_position_embeddings,
@@ -77,7 +77,7 @@ impl Engine {
         M: for<'a> Fn(&'a Groups, &Limits) -> Result<Box<dyn Executor + 'a>> + Send + Sync + 'static,
     {
         // Each process may see another amount of free memory.
-        let limits = options.limits_with(sizes, |pages| Ok(mesh.ranks.smallest(pages)?))?;
+        let limits = options.limits_with(sizes, |pages| Ok(mesh.processes.smallest(pages)?))?;
         let pages = Pages::new(limits.cp, limits.pages_per_rank as u32);
         let mut cache = PrefixCache::new(pages, limits.page, options.prefix_cache);
         if let Some(lookback) = limits.window_lookback {
@@ -87,7 +87,7 @@ impl Engine {
         let bounds = Bounds { page, max_running, prefill_chunk, mixed_chunk, num_speculative_tokens };
         let scheduler = Scheduler::new(cache, bounds);
         let shared = Arc::new(Shared::new(limits, options.deadline));
-        if !mesh.ranks.lead() {
+        if !mesh.processes.lead() {
             shared.stop("requests are taken by the process with rank 0, not by this one");
         }
         let (ready, is_ready) = channel();
@@ -190,7 +190,7 @@ where
     let _ = ready.send(());
     if groups.rank() == 0 {
         let mut scheduler = scheduler.lock().unwrap_or_else(PoisonError::into_inner);
-        Lead::new(&mut scheduler, shared, heartbeat).run(&mut rank)
+        EngineCore::new(&mut scheduler, shared, heartbeat).run(&mut rank)
     } else {
         rank.follow()
     }

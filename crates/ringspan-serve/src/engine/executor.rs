@@ -7,9 +7,9 @@ use candle_core::{DType, Tensor};
 use ringspan::comm::Buffer;
 use std::path::Path;
 
-/// The form of the keys and values of a page, as a session has them.
+/// How the keys and values of a token are stored in a saved session.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Rows {
+pub struct KvRowLayout {
     /// Type of the numbers.
     pub dtype: DType,
     /// Numbers W of a token in all layers, on all ranks that share heads and layers: for each layer its keys, then its values.
@@ -47,8 +47,8 @@ pub trait Executor {
     /// Forgets an adapter.
     fn unload_adapter(&mut self, slot: u64);
 
-    /// The form of rows of keys and values; `None` if sessions cannot be saved.
-    fn rows(&self) -> Option<Rows> {
+    /// How a row of keys and values is stored; `None` if sessions cannot be saved.
+    fn row_layout(&self) -> Option<KvRowLayout> {
         None
     }
 

@@ -10,10 +10,11 @@
 //! again.
 
 mod client;
+mod engine_core;
 mod engine_handle;
 mod executor;
 mod fingerprint;
-mod lead;
+mod limits;
 mod logprobs;
 mod model_executor;
 mod model_shards;
@@ -23,6 +24,7 @@ mod pace;
 mod page_plan;
 mod pages;
 mod prefix_cache;
+mod prefix_tree;
 mod prompt_lookup;
 mod rank;
 pub mod request;
@@ -32,6 +34,7 @@ mod sequence;
 mod session;
 mod session_file;
 mod shared;
+mod step_logits;
 mod token_sampler;
 mod window_pages;
 
@@ -41,7 +44,7 @@ mod test;
 pub use crate::step;
 pub use client::Client;
 pub use engine_handle::Engine;
-pub use executor::{Executor, Rows};
+pub use executor::{Executor, KvRowLayout};
 pub use fingerprint::fingerprint;
 pub use options::{EngineOptions, EngineSizes, KvCache, WindowSizes};
 pub use row_parts::RowPart;

@@ -1,6 +1,6 @@
 //! Steps over the paged cache of a model, with any of its adapters.
 
-use super::executor::{Executor, Rows};
+use super::executor::{Executor, KvRowLayout};
 use super::model_shards::AdaptedModels;
 use super::request::Limits;
 use super::row_parts::{RowPart, row_parts};
@@ -141,13 +141,13 @@ impl Executor for ModelExecutor<'_> {
         self.adapted.unload(slot);
     }
 
-    fn rows(&self) -> Option<Rows> {
+    fn row_layout(&self) -> Option<KvRowLayout> {
         let decoder = self.model.decoder();
         let [dim, v_dim] = decoder.head_dims();
         let of_layer = decoder.head_counts().key_values * (dim + v_dim);
         let layers = 0..decoder.config().num_hidden_layers;
         let full = layers.clone().filter(|layer| decoder.mask(*layer).lookback().is_none());
-        Some(Rows {
+        Some(KvRowLayout {
             dtype: self.cache.row_format().0,
             width: layers.len() * of_layer,
             full: RowPart::new(full.map(|layer| layer * of_layer..(layer + 1) * of_layer)),

@@ -20,7 +20,7 @@ impl ModelShards {
     pub(super) fn new(model: Arc<Model>, mesh: &Mesh) -> Result<Self> {
         // Threads together hold all shards, so they may share the rows of the whole model; a process frees what it does not hold,
         // unless it has read no more.
-        let (ranks, copy) = match mesh.ranks.comm() {
+        let (ranks, copy) = match mesh.processes.comm() {
             None => (0..mesh.size(), false),
             Some(comm) => (comm.rank()..comm.rank() + 1, true),
         };

@@ -1,6 +1,6 @@
 //! Orders of rank 0 to the other ranks, and their encoding as messages of 64-bit words.
 
-use super::prefix_cache::AdapterSlot;
+use super::prefix_tree::AdapterSlot;
 use super::step::{CachePage, Outputs, PageCopy, Step, StepSequence, WindowPages};
 use ringspan::comm::Buffer;
 use std::path::PathBuf;

@@ -118,7 +118,7 @@ fn class(generating: usize) -> usize {
 mod tests {
     use super::*;
 
-    /// Seconds of a step on a machine: for itself, for each sequence that generates, and for each token of a prompt behind
+    /// Seconds of a step on a machine: for itself, for each sequence that generates, and for each token of a prompt after
     /// `depth` others.
     struct Machine {
         step: f64,

@@ -1,8 +1,4 @@
-//! The prefix cache: a radix tree over pages, keyed by the tokens whose keys and values are in them.
-//!
-//! A node is one page of one text: its depth is the page's index in the text, and so says which rank has it. Children of a node
-//! continue its text; only full pages have children. The tokens of siblings differ, and none is a prefix of another, so the
-//! neighbours of a text in the order of tokens are those with which it has most tokens in common.
+//! The prefix cache: pages whose keys and values later texts with the same beginning use, found by a radix tree.
 //!
 //! Rows that are in the tree never change. A sequence that continues from the middle of a page copies its first rows.
 //!
@@ -10,16 +6,10 @@
 //! next token sees are still there.
 
 use super::pages::Pages;
+use super::prefix_tree::{AdapterSlot, Node, NodeId, PrefixTree};
 use super::step::{CachePage, WindowPages as HeldWindow};
 use super::window_pages::WindowPages;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::ops::Bound;
-
-/// A node of the tree, valid while it is held or not evicted.
-pub(super) type NodeId = usize;
-
-/// Texts that were computed with other weights have trees of their own: the base model's, and one for each adapter.
-pub(super) type AdapterSlot = Option<u64>;
 
 /// The tree, and the pages of all ranks, which it keeps or frees.
 #[derive(Debug)]
@@ -30,29 +20,12 @@ pub(super) struct PrefixCache {
     /// Tokens of a page.
     page: usize,
     enabled: bool,
-    nodes: Vec<Node>,
-    unused: Vec<NodeId>,
-    roots: HashMap<AdapterSlot, NodeId>,
+    tree: PrefixTree,
     /// The node of each page that the tree keeps.
     node_of: HashMap<(usize, u32), NodeId>,
     /// Nodes without children and holders, the least recently used first.
     evictable: BTreeSet<(u64, NodeId)>,
     clock: u64,
-}
-
-#[derive(Debug)]
-struct Node {
-    /// `None` for a root, which has no page.
-    parent: Option<NodeId>,
-    tokens: Box<[u32]>,
-    rank: usize,
-    page: u32,
-    /// Its page in the layers that see a window, as long as it is there.
-    window: Option<u32>,
-    /// Index of the page in the text, plus 1; 0 for a root.
-    depth: usize,
-    children: BTreeMap<Box<[u32]>, NodeId>,
-    last_used: u64,
 }
 
 /// A page that the tree keeps.
@@ -74,11 +47,11 @@ pub(super) struct Hit {
     pub(super) pages: Vec<u32>,
     /// The node of the last full page.
     pub(super) node: Option<NodeId>,
-    /// The page behind them, and the number of its first rows that fit.
+    /// The page after them, and the number of its first rows that fit.
     pub(super) partial: Option<(u32, usize)>,
     /// In layers that see a window, the full pages that the next token sees.
     pub(super) window: HeldWindow,
-    /// The page behind them in these layers.
+    /// The page after them in these layers.
     pub(super) partial_window: Option<u32>,
 }
 
@@ -90,9 +63,7 @@ impl PrefixCache {
             window: None,
             page,
             enabled,
-            nodes: Vec::new(),
-            unused: Vec::new(),
-            roots: HashMap::new(),
+            tree: PrefixTree::default(),
             node_of: HashMap::new(),
             evictable: BTreeSet::new(),
             clock: 0,
@@ -109,7 +80,7 @@ impl PrefixCache {
         self.window.as_ref()
     }
 
-    /// Index of the first page of layers with a window that is needed behind `computed` tokens.
+    /// Index of the first page of layers with a window that is needed after `computed` tokens.
     pub(super) fn first_in_window(&self, computed: usize) -> usize {
         self.window.as_ref().map_or(0, |window| window.first_seen(computed)) / self.page
     }
@@ -122,10 +93,10 @@ impl PrefixCache {
     /// All pages of texts, a page after the one before it.
     pub(super) fn cached_pages(&self) -> Vec<CachedPage<'_>> {
         let mut pages: Vec<CachedPage> = Vec::new();
-        let roots = self.roots.iter().map(|(adapter, root)| (*adapter, *root, None));
+        let roots = self.tree.roots().map(|(adapter, root)| (adapter, root, None));
         let mut open: Vec<(AdapterSlot, NodeId, Option<usize>)> = roots.collect();
         while let Some((adapter, node, parent)) = open.pop() {
-            let Node { tokens, rank, page, window, children, last_used, .. } = &self.nodes[node];
+            let Node { tokens, rank, page, window, children, last_used, .. } = &self.tree[node];
             let mut index = parent;
             if !tokens.is_empty() {
                 index = Some(pages.len());
@@ -155,19 +126,13 @@ impl PrefixCache {
     /// in layers that see a window, those that the next token sees.
     pub(super) fn hold_prefix(&mut self, adapter: AdapterSlot, tokens: &[u32]) -> Hit {
         let mut hit = Hit::default();
-        let Some(&root) = self.roots.get(&adapter) else { return hit };
+        let Some(root) = self.tree.find_root(adapter) else { return hit };
         self.clock += 1;
-        let (mut node, mut path) = (root, Vec::new());
-        let mut rest = tokens;
-        while rest.len() >= self.page
-            && let Some(&child) = self.nodes[node].children.get(&rest[..self.page])
-        {
-            node = child;
-            rest = &rest[self.page..];
-            path.push(node);
-        }
-        let partial = self.most_in_common(node, &rest[..rest.len().min(self.page)]);
+        let mut path = self.tree.full_pages(root, tokens, self.page);
         let full = path.len();
+        let rest = &tokens[full * self.page..];
+        let last = path.last().copied().unwrap_or(root);
+        let partial = self.tree.most_in_common(last, &rest[..rest.len().min(self.page)]);
         path.extend(partial.map(|(child, _)| child));
         let end = self.end_of_hit(&path, full * self.page + partial.map_or(0, |(_, rows)| rows));
         let (full, rows) = (end / self.page, end % self.page);
@@ -184,14 +149,14 @@ impl PrefixCache {
         hit
     }
 
-    /// The number of first tokens of a path of nodes, up to `end`, behind which all pages are there that the next token sees.
+    /// The number of first tokens of a path of nodes, up to `end`, after which all pages are there that the next token sees.
     fn end_of_hit(&self, path: &[NodeId], mut end: usize) -> usize {
         if self.window.is_none() {
             return end;
         }
         loop {
             let mut needed = self.first_in_window(end)..end.div_ceil(self.page);
-            match needed.rfind(|index| self.nodes[path[*index]].window.is_none()) {
+            match needed.rfind(|index| self.tree[path[*index]].window.is_none()) {
                 Some(missing) => end = missing * self.page,
                 None => return end,
             }
@@ -200,32 +165,22 @@ impl PrefixCache {
 
     /// Holds the page of a node in layers that see a window.
     fn hold_window(&mut self, node: NodeId) -> Option<u32> {
-        let Node { rank, window: page, .. } = self.nodes[node];
+        let Node { rank, window: page, .. } = self.tree[node];
         if let (Some(window), Some(page)) = (&mut self.window, page) {
             window.hold(rank, page);
         }
         page
     }
 
-    /// The child of `node` that has most first tokens in common with `tokens`, and their number, if there is one.
-    fn most_in_common(&self, node: NodeId, tokens: &[u32]) -> Option<(NodeId, usize)> {
-        let children = &self.nodes[node].children;
-        let below = children.range::<[u32], _>((Bound::Unbounded, Bound::Excluded(tokens))).next_back();
-        let above = children.range::<[u32], _>((Bound::Included(tokens), Bound::Unbounded)).next();
-        let common = |key: &[u32]| key.iter().zip(tokens).take_while(|(a, b)| a == b).count();
-        let both = below.into_iter().chain(above).map(|(key, node)| (*node, common(key)));
-        both.filter(|(_, rows)| *rows > 0).max_by_key(|(_, rows)| *rows)
-    }
-
     fn hold_node(&mut self, node: NodeId) -> u32 {
-        let (rank, page) = (self.nodes[node].rank, self.nodes[node].page);
-        self.evictable.remove(&(self.nodes[node].last_used, node));
-        self.nodes[node].last_used = self.clock;
+        let (rank, page) = (self.tree[node].rank, self.tree[node].page);
+        self.evictable.remove(&(self.tree[node].last_used, node));
+        self.tree[node].last_used = self.clock;
         self.pages.hold(rank, page);
         page
     }
 
-    /// Holds the page that has exactly these tokens behind `parent` (`None` at the beginning of a text), if there is one, and if it
+    /// Holds the page that has exactly these tokens after `parent` (`None` at the beginning of a text), if there is one, and if it
     /// also has its rows of layers that see a window where these are asked for.
     pub(super) fn hold_child(
         &mut self,
@@ -234,9 +189,9 @@ impl PrefixCache {
         tokens: &[u32],
         with_window: bool,
     ) -> Option<(NodeId, u32)> {
-        let parent = parent.or_else(|| self.roots.get(&adapter).copied())?;
-        let child = *self.nodes[parent].children.get(tokens)?;
-        if with_window && self.window.is_some() && self.nodes[child].window.is_none() {
+        let parent = parent.or_else(|| self.tree.find_root(adapter))?;
+        let child = *self.tree[parent].children.get(tokens)?;
+        if with_window && self.window.is_some() && self.tree[child].window.is_none() {
             return None;
         }
         Some((child, self.hold_node(child)))
@@ -248,8 +203,8 @@ impl PrefixCache {
         if self.pages.release(rank, page)
             && let Some(&node) = self.node_of.get(&(rank, page))
         {
-            self.evictable.remove(&(self.nodes[node].last_used, node));
-            self.nodes[node].last_used = self.clock;
+            self.evictable.remove(&(self.tree[node].last_used, node));
+            self.tree[node].last_used = self.clock;
             self.note_evictable(node);
         }
     }
@@ -264,7 +219,7 @@ impl PrefixCache {
 
     /// Lists a node that can be evicted.
     fn note_evictable(&mut self, node: NodeId) {
-        let Node { parent, children, rank, page, last_used, .. } = &self.nodes[node];
+        let Node { parent, children, rank, page, last_used, .. } = &self.tree[node];
         if parent.is_some() && children.is_empty() && !self.pages.is_held(*rank, *page) {
             self.evictable.insert((*last_used, node));
         }
@@ -290,14 +245,14 @@ impl PrefixCache {
         let rank = self.rank_of(index);
         let (page, loser) = self.window.as_mut()?.allocate(rank)?;
         if let Some(node) = loser {
-            self.nodes[node].window = None;
+            self.tree[node].window = None;
         }
         Some(page)
     }
 
     /// Removes a node without children whose pages no sequence holds.
     fn remove(&mut self, node: NodeId) {
-        let Node { rank, page, window, .. } = self.nodes[node];
+        let Node { rank, page, window, .. } = self.tree[node];
         if let (Some(pages), Some(page)) = (&mut self.window, window) {
             pages.forget(rank, page);
         }
@@ -307,15 +262,12 @@ impl PrefixCache {
 
     /// Takes a node without children, whose pages it has lost, out of the tree.
     fn detach(&mut self, node: NodeId) {
-        let Node { parent, rank, page, .. } = self.nodes[node];
-        self.nodes[node].window = None;
-        let tokens = std::mem::take(&mut self.nodes[node].tokens);
+        let Node { parent, rank, page, .. } = self.tree[node];
         self.node_of.remove(&(rank, page));
+        self.tree.remove(node);
         if let Some(parent) = parent {
-            self.nodes[parent].children.remove(&tokens);
             self.note_evictable(parent);
         }
-        self.unused.push(node);
     }
 
     /// Leaves page `index` of a text to the only sequence that holds it, which may then overwrite its rows; returns whether that is
@@ -323,10 +275,10 @@ impl PrefixCache {
     pub(super) fn give_away(&mut self, index: usize, page: u32) -> bool {
         let rank = self.rank_of(index);
         let Some(&node) = self.node_of.get(&(rank, page)) else { return false };
-        if !self.nodes[node].children.is_empty() || self.pages.holders(rank, page) > 1 {
+        if !self.tree[node].children.is_empty() || self.pages.holders(rank, page) > 1 {
             return false;
         }
-        if let (Some(pages), Some(page)) = (&mut self.window, self.nodes[node].window) {
+        if let (Some(pages), Some(page)) = (&mut self.window, self.tree[node].window) {
             pages.give_away(rank, page);
         }
         self.pages.give_away(rank, page);
@@ -334,7 +286,7 @@ impl PrefixCache {
         true
     }
 
-    /// Adds a page that a sequence holds behind `parent` (`None` at the beginning of a text). `tokens` are those whose rows are
+    /// Adds a page that a sequence holds after `parent` (`None` at the beginning of a text). `tokens` are those whose rows are
     /// computed; the page may be full or not, but gets no more rows from this sequence.
     ///
     /// If the tree has the same full page already, the sequence holds that one from now on, and its own is released; a node without a
@@ -350,17 +302,17 @@ impl PrefixCache {
         if !self.enabled || tokens.is_empty() {
             return None;
         }
-        let parent = parent.unwrap_or_else(|| self.root(adapter));
+        let parent = parent.unwrap_or_else(|| self.tree.root(adapter));
         self.clock += 1;
-        let index = self.nodes[parent].depth;
+        let index = self.tree[parent].depth;
         let rank = self.rank_of(index);
-        if let Some(&same) = self.nodes[parent].children.get(tokens) {
+        if let Some(&same) = self.tree[parent].children.get(tokens) {
             let mut kept = page;
-            if self.nodes[same].page != page.full {
+            if self.tree[same].page != page.full {
                 kept.full = self.hold_node(same);
                 self.release(index, page.full);
             }
-            match (self.nodes[same].window, page.window) {
+            match (self.tree[same].window, page.window) {
                 (Some(there), Some(own)) if there != own => {
                     kept.window = self.hold_window(same);
                     self.release_window(index, own);
@@ -370,23 +322,20 @@ impl PrefixCache {
             }
             return Some((same, kept));
         }
-        let children = &self.nodes[parent].children;
-        let above = children.range::<[u32], _>((Bound::Included(tokens), Bound::Unbounded)).next();
-        if above.is_some_and(|(key, _)| key.starts_with(tokens)) {
+        if self.tree.has_longer_child(parent, tokens) {
             return None;
         }
-        let below = children.range::<[u32], _>((Bound::Unbounded, Bound::Excluded(tokens))).next_back();
-        if let Some((_, &shorter)) = below.filter(|(key, _)| tokens.starts_with(key)) {
-            let (rank, page) = (self.nodes[shorter].rank, self.nodes[shorter].page);
+        if let Some(shorter) = self.tree.shorter_child(parent, tokens) {
+            let (rank, page) = (self.tree[shorter].rank, self.tree[shorter].page);
             if self.pages.is_held(rank, page) {
                 // Somebody copies rows of it in the next step.
                 return None;
             }
-            self.evictable.remove(&(self.nodes[shorter].last_used, shorter));
+            self.evictable.remove(&(self.tree[shorter].last_used, shorter));
             self.remove(shorter);
         }
         self.pages.keep(rank, page.full);
-        let node = self.add(Node {
+        let node = self.tree.add(Node {
             parent: Some(parent),
             tokens: tokens.into(),
             rank,
@@ -396,7 +345,6 @@ impl PrefixCache {
             children: BTreeMap::new(),
             last_used: self.clock,
         });
-        self.nodes[parent].children.insert(tokens.into(), node);
         self.node_of.insert((rank, page.full), node);
         if let Some(page) = page.window {
             self.keep_window(node, page);
@@ -407,32 +355,8 @@ impl PrefixCache {
     /// Gives a node a page in layers that see a window, which a sequence holds.
     fn keep_window(&mut self, node: NodeId, page: u32) {
         if let Some(window) = &mut self.window {
-            window.keep(self.nodes[node].rank, page, node);
-            self.nodes[node].window = Some(page);
-        }
-    }
-
-    fn root(&mut self, adapter: AdapterSlot) -> NodeId {
-        if let Some(&root) = self.roots.get(&adapter) {
-            return root;
-        }
-        let (tokens, children) = (Box::default(), BTreeMap::new());
-        let root =
-            self.add(Node { parent: None, tokens, rank: 0, page: 0, window: None, depth: 0, children, last_used: 0 });
-        self.roots.insert(adapter, root);
-        root
-    }
-
-    fn add(&mut self, node: Node) -> NodeId {
-        match self.unused.pop() {
-            Some(id) => {
-                self.nodes[id] = node;
-                id
-            }
-            None => {
-                self.nodes.push(node);
-                self.nodes.len() - 1
-            }
+            window.keep(self.tree[node].rank, page, node);
+            self.tree[node].window = Some(page);
         }
     }
 
@@ -442,7 +366,7 @@ impl PrefixCache {
         self.pages.check();
         let mut listed = 0;
         for (&(rank, page), &id) in &self.node_of {
-            let node = &self.nodes[id];
+            let node = &self.tree[id];
             assert_eq!((node.rank, node.page), (rank, page));
             assert_eq!(node.rank, self.rank_of(node.depth - 1));
             let held = self.pages.is_held(rank, page);
@@ -450,7 +374,7 @@ impl PrefixCache {
             assert_eq!(evictable, !held && node.children.is_empty(), "node {id}");
             listed += usize::from(evictable);
             assert!(node.children.is_empty() || node.tokens.len() == self.page, "only full pages have children");
-            if let Some(parent) = node.parent.map(|parent| &self.nodes[parent]) {
+            if let Some(parent) = node.parent.map(|parent| &self.tree[parent]) {
                 assert_eq!(parent.children.get(&node.tokens), Some(&id));
                 let parent_held = parent.parent.is_none() || self.pages.is_held(parent.rank, parent.page);
                 assert!(!held || parent_held, "node {id} is held without its parent");
@@ -458,9 +382,9 @@ impl PrefixCache {
         }
         assert_eq!(listed, self.evictable.len());
         if let Some(window) = &self.window {
-            window.check(|node| (self.nodes[node].rank, self.nodes[node].window));
+            window.check(|node| (self.tree[node].rank, self.tree[node].window));
             for id in self.node_of.values() {
-                let Node { rank, page, window: of_node, .. } = self.nodes[*id];
+                let Node { rank, page, window: of_node, .. } = self.tree[*id];
                 let held = of_node.is_some_and(|page| window.pages().is_held(rank, page));
                 assert!(!held || self.pages.is_held(rank, page), "node {id} is held in a window alone");
             }

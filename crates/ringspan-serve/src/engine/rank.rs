@@ -1,6 +1,6 @@
 //! A rank of the engine: it carries out the orders of rank 0.
 
-use super::executor::{Executor, Rows};
+use super::executor::{Executor, KvRowLayout};
 use super::order::Order;
 use super::row_parts::RowPart;
 use super::step::CachePage;
@@ -46,7 +46,13 @@ impl<'a> EngineRank<'a> {
 
     /// The first rows `[rows, W]` of a page of any context-parallel rank, put together from the ranks that share heads and layers; rank 0
     /// calls this.
-    pub(super) fn read_page(&mut self, format: &Rows, cp_rank: usize, page: CachePage, rows: usize) -> Result<Buffer> {
+    pub(super) fn read_page(
+        &mut self,
+        format: &KvRowLayout,
+        cp_rank: usize,
+        page: CachePage,
+        rows: usize,
+    ) -> Result<Buffer> {
         self.order(&Order::ReadPage { cp_rank, page, rows })?;
         let mut whole = match format.dtype {
             DType::BF16 => Buffer::U16(vec![0; rows * format.width]),
@@ -66,7 +72,13 @@ impl<'a> EngineRank<'a> {
     }
 
     /// Overwrites the first rows of a page of any context-parallel rank with rows `[rows, W]`; rank 0 calls this.
-    pub(super) fn write_page(&mut self, format: &Rows, cp_rank: usize, page: CachePage, rows: &Buffer) -> Result<()> {
+    pub(super) fn write_page(
+        &mut self,
+        format: &KvRowLayout,
+        cp_rank: usize,
+        page: CachePage,
+        rows: &Buffer,
+    ) -> Result<()> {
         self.order(&Order::WritePage { cp_rank, page })?;
         let mut sends = Vec::new();
         for (rank, part) in self.groups.sharing_pages(cp_rank).zip(&format.parts) {
@@ -81,7 +93,7 @@ impl<'a> EngineRank<'a> {
     }
 
     /// The ranks whose parts make up the pages of a context-parallel rank: of ranks with the same part, the first.
-    fn holders<'f>(&self, format: &'f Rows, cp_rank: usize) -> Vec<(usize, &'f RowPart)> {
+    fn holders<'f>(&self, format: &'f KvRowLayout, cp_rank: usize) -> Vec<(usize, &'f RowPart)> {
         let all = self.groups.sharing_pages(cp_rank).zip(&format.parts).enumerate();
         let is_first = |(at, (_, part)): &(usize, (usize, &RowPart))| !format.parts[..*at].contains(part);
         all.filter(is_first).map(|(_, holder)| holder).collect()
@@ -118,8 +130,10 @@ impl<'a> EngineRank<'a> {
             // Rank 0 deals with its own pages where it gives these orders.
             Order::ReadPage { cp_rank, page, rows } => {
                 let own = self.groups.rank();
-                let format =
-                    self.executor.rows().ok_or_else(|| self.unexpected("an order of a cache without sessions"))?;
+                let format = self
+                    .executor
+                    .row_layout()
+                    .ok_or_else(|| self.unexpected("an order of a cache without sessions"))?;
                 if own > 0 && self.holders(&format, *cp_rank).iter().any(|(rank, _)| *rank == own) {
                     let rows = self.executor.read_page(*page, *rows)?;
                     self.groups.world().send(0, PAGES, Arc::new(rows))?.wait()?;

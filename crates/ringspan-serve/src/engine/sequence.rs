@@ -1,6 +1,6 @@
 //! A running or waiting request: its tokens, its pages of the cache, and the channel of its events.
 
-use super::prefix_cache::{AdapterSlot, NodeId};
+use super::prefix_tree::{AdapterSlot, NodeId};
 use super::request::{Event, FinishReason, Pooling, Request, TokenLogprobs};
 use super::step::{CachePage, WindowPages};
 use super::token_sampler::TokenSampler;
@@ -11,7 +11,7 @@ use tokio::sync::mpsc::UnboundedSender;
 pub(super) struct Sequence {
     /// Number of requests that came before; the greatest is the youngest.
     pub(super) arrival: u64,
-    /// The prompt, and behind it the generated tokens.
+    /// The prompt, and after it the generated tokens.
     pub(super) tokens: Vec<u32>,
     /// Number of tokens of the prompt.
     pub(super) prompt: usize,
@@ -22,7 +22,7 @@ pub(super) struct Sequence {
     pub(super) sampler: TokenSampler,
     pub(super) prompt_results: PromptResults,
     pub(super) page_table: PageTable,
-    /// Guesses of the tokens behind `tokens`, which the step under way computes; those that are drawn need not be computed again.
+    /// Guesses of the tokens after `tokens`, which the step under way computes; those that are drawn need not be computed again.
     pub(super) drafts: Vec<u32>,
     /// Number of the prompt's tokens that were in the cache when the request was first admitted; `None` before that.
     pub(super) cached: Option<usize>,

@@ -1,6 +1,6 @@
 //! Sessions: the prefix cache is saved to a file, and restored by a later engine.
 
-use super::executor::Rows;
+use super::executor::KvRowLayout;
 use super::prefix_cache::PrefixCache;
 use super::rank::EngineRank;
 use super::session_file::{RowFormat, SessionIndex, SessionPage, SessionReader, SessionWriter};
@@ -19,8 +19,8 @@ pub struct SessionSize {
 }
 
 /// The form of the rows in the file and on all ranks, if sessions are possible.
-fn row_format(model: String, ranks: &EngineRank) -> Result<(RowFormat, Rows), String> {
-    let rows = ranks.executor.rows().ok_or("the engine's cache cannot be saved")?;
+fn row_format(model: String, ranks: &EngineRank) -> Result<(RowFormat, KvRowLayout), String> {
+    let rows = ranks.executor.row_layout().ok_or("the engine's cache cannot be saved")?;
     Ok((RowFormat { model, dtype: rows.dtype, width: rows.width, full: rows.full.clone() }, rows))
 }
 
@@ -128,7 +128,7 @@ fn restore_text(
     reader: &mut SessionReader,
     cache: &mut PrefixCache,
     adapters: &BTreeMap<u64, String>,
-    (ranks, parts): (&mut EngineRank, &Rows),
+    (ranks, parts): (&mut EngineRank, &KvRowLayout),
 ) -> Result<Result<RestoredText, String>> {
     let adapter = match reader.index.pages[leaf].adapter {
         None => None,

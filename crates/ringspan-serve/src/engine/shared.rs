@@ -1,6 +1,6 @@
 //! The state that the engine and its clients share: the queue of requests and commands, and the metrics.
 
-use super::prefix_cache::AdapterSlot;
+use super::prefix_tree::AdapterSlot;
 use super::request::{Event, Limits, Metrics, Refusal, Request};
 use super::session::SessionSize;
 use std::collections::{BTreeMap, VecDeque};

@@ -29,7 +29,7 @@ pub(super) struct TokenSampler {
 pub(super) struct Drawn {
     pub(super) token: u32,
     pub(super) logprobs: Option<TokenLogprobs>,
-    /// Whether the grammar ends behind this token.
+    /// Whether the grammar ends after this token.
     pub(super) ends: bool,
 }
 

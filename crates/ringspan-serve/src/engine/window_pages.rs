@@ -2,7 +2,7 @@
 //! still see; the prefix cache keeps the others until sequences need them.
 
 use super::pages::Pages;
-use super::prefix_cache::NodeId;
+use super::prefix_tree::NodeId;
 use std::collections::{BTreeSet, HashMap};
 
 /// The pages of layers that see a window, on all ranks.
@@ -30,7 +30,7 @@ impl WindowPages {
         &self.pages
     }
 
-    /// Position of the first token that the token behind `computed` others sees.
+    /// Position of the first token that the token after `computed` others sees.
     pub(super) fn first_seen(&self, computed: usize) -> usize {
         computed.saturating_sub(self.lookback)
     }

@@ -49,7 +49,7 @@ impl<'a> PagedAttention<'a> {
                 if let Some(chunks) = &attention.chunks {
                     chunks.store(self.group, &mut cache, layer, keys, values)?;
                 }
-                if let Some(decodes) = &attention.decodes {
+                if let Some(decodes) = &attention.decode_batch {
                     let (k, v) = (keys.slice(decoded(keys)..keys.len()), values.slice(decoded(values)..values.len()));
                     decodes.store(&mut cache, layer, k, v)?;
                 }
@@ -72,7 +72,7 @@ impl<'a> PagedAttention<'a> {
                 Some(chunks) => chunks.attend(self.group, &cache, layer, view(0, plan.chunk_rows)?, mask, score)?,
                 None => Vec::new(),
             };
-            if let Some(decodes) = &attention.decodes {
+            if let Some(decodes) = &attention.decode_batch {
                 let of_decodes =
                     decodes.attend(self.group, &cache, layer, view(plan.chunk_rows, rows)?, mask, score)?;
                 if out.is_empty() { out = of_decodes } else { out.extend(of_decodes) }

@@ -2,7 +2,7 @@
 
 use super::attention::PagedAttention;
 use super::cache::PagedCache;
-use super::hidden_states::{from_stage_before, gather, to_stage_behind};
+use super::hidden_states::{from_previous_stage, gather, to_next_stage};
 use super::page_map::PageMap;
 use super::step_plan::StepPlan;
 use crate::error::Result;
@@ -30,7 +30,7 @@ pub fn execute(groups: &Groups, model: &Model, cache: &mut PagedCache, step: &St
     let experts = groups.experts(model.decoder().experts())?;
     let rows = groups.tensor().shard_range(plan.tokens.len()).len();
     let before = match groups.stages() {
-        Some(stages) => from_stage_before(&**stages, rows, model, cache)?,
+        Some(stages) => from_previous_stage(&**stages, rows, model, cache)?,
         None => None,
     };
     let attention = PagedAttention::new(groups, &*experts, cache, &plan);
@@ -39,7 +39,7 @@ pub fn execute(groups: &Groups, model: &Model, cache: &mut PagedCache, step: &St
         Some(before) => model.through_layers(map.rank, before, &attention)?,
     };
     if let Some(stages) = groups.stages()
-        && to_stage_behind(&**stages, &hidden)?
+        && to_next_stage(&**stages, &hidden)?
     {
         return Ok(None);
     }

@@ -13,7 +13,7 @@ use ringspan::kernel::Data;
 use std::sync::Arc;
 
 /// The hidden states `[rows, C]` that the rank at this position of the pipeline stage before has computed; `None` in the first stage.
-pub(super) fn from_stage_before(
+pub(super) fn from_previous_stage(
     stages: &dyn Communicator,
     rows: usize,
     model: &Model,
@@ -24,12 +24,12 @@ pub(super) fn from_stage_before(
 }
 
 /// Sends hidden states to the rank at this position of the next pipeline stage; returns whether there is one.
-pub(super) fn to_stage_behind(stages: &dyn Communicator, hidden: &Tensor) -> Result<bool> {
-    let behind = stages.rank() + 1;
-    if behind == stages.size() {
+pub(super) fn to_next_stage(stages: &dyn Communicator, hidden: &Tensor) -> Result<bool> {
+    let next = stages.rank() + 1;
+    if next == stages.size() {
         return Ok(false);
     }
-    send(stages, behind, hidden)?;
+    send(stages, next, hidden)?;
     Ok(true)
 }
 

@@ -66,7 +66,7 @@ impl<'a> LayerPages<'a> {
         }
     }
 
-    /// Index behind the last page.
+    /// Index after the last page.
     pub(super) fn end(&self) -> usize {
         self.first.saturating_add(self.pages.len())
     }

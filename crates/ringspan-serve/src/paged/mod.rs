@@ -9,7 +9,7 @@
 mod attention;
 mod cache;
 mod chunks;
-mod decodes;
+mod decode_batch;
 mod elements;
 mod execute;
 mod hidden_states;

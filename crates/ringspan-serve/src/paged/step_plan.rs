@@ -1,7 +1,7 @@
 //! The plan of one rank for a step: the tokens that it computes, and how they attend.
 
 use super::chunks::Chunks;
-use super::decodes::Decodes;
+use super::decode_batch::DecodeBatch;
 use super::layer_kind::{LayerKind, PerKind};
 use super::page_map::PageMap;
 use crate::error::{Error, Result};
@@ -22,13 +22,13 @@ pub(super) struct StepPlan {
 /// How tokens attend in layers of one kind.
 pub(super) struct AttentionPlan {
     pub(super) chunks: Option<Chunks>,
-    pub(super) decodes: Option<Decodes>,
+    pub(super) decode_batch: Option<DecodeBatch>,
 }
 
 impl AttentionPlan {
     fn new(map: &PageMap, chunked: &[&StepSequence], decoded: &[&StepSequence], kind: LayerKind) -> Result<Self> {
         let chunks = if chunked.is_empty() { None } else { Some(Chunks::new(map, chunked, kind)?) };
-        Ok(Self { chunks, decodes: (!decoded.is_empty()).then(|| Decodes::new(map, decoded, kind)) })
+        Ok(Self { chunks, decode_batch: (!decoded.is_empty()).then(|| DecodeBatch::new(map, decoded, kind)) })
     }
 }
 

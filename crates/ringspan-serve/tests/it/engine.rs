@@ -40,7 +40,7 @@ pub(super) fn greedy(prompt: &[u32], max_tokens: usize) -> Request {
 
 /// All that a client heard.
 #[derive(Debug, Default, PartialEq)]
-pub(super) struct Answer {
+pub(super) struct Completion {
     pub(super) tokens: Vec<u32>,
     pub(super) logprobs: Vec<TokenLogprobs>,
     pub(super) prompt: Vec<Option<TokenLogprobs>>,
@@ -50,8 +50,8 @@ pub(super) struct Answer {
     failure: Option<String>,
 }
 
-pub(super) fn collect(mut events: Events) -> Answer {
-    let mut answer = Answer::default();
+pub(super) fn collect(mut events: Events) -> Completion {
+    let mut answer = Completion::default();
     while let Some(event) = events.blocking_recv() {
         assert!(answer.end.is_none() && answer.failure.is_none(), "{event:?} after the end");
         match event {
@@ -70,7 +70,7 @@ pub(super) fn collect(mut events: Events) -> Answer {
     answer
 }
 
-pub(super) fn ask(engine: &Engine, request: Request) -> Answer {
+pub(super) fn ask(engine: &Engine, request: Request) -> Completion {
     collect(engine.client().submit(request).expect("taken"))
 }
 
@@ -109,7 +109,7 @@ fn long_greedy_and_seeded_texts_are_equal_on_every_mesh_and_equal_recomputation(
     let model = Arc::new(qwen3());
     let prompt = tokens(37, 3);
     let expected = recomputed(&model, &prompt, 40);
-    let mut first: Option<(Answer, Answer)> = None;
+    let mut first: Option<(Completion, Completion)> = None;
     for ring in RINGS {
         let engine = start(&model, ring, &small());
         let (one, other) = (ask(&engine, greedy(&prompt, 256)), ask(&engine, seeded_of(&prompt, 256)));
@@ -209,7 +209,7 @@ fn what_a_request_hears_does_not_depend_on_its_batch_mates() {
     let prompts: Vec<Vec<u32>> = (0..10).map(|i| tokens(1 + 7 * i, i as u64)).collect();
     let options = EngineOptions { prefix_cache: false, ..small() };
     let alone = start(&model, 1, &options);
-    let expected: Vec<Answer> =
+    let expected: Vec<Completion> =
         prompts.iter().enumerate().map(|(i, prompt)| ask(&alone, sampled(i as u64, prompt))).collect();
     for grid in MESHES {
         let engine = start_on(&model, grid, &options);

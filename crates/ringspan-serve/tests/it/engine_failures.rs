@@ -159,9 +159,9 @@ fn none_of_a_thousand_requests_is_silent_when_a_rank_dies() {
     assert!(engine.wait().is_err());
 }
 
-/// Where the rank fails in a check of its health, which is a step as well, that check and the requests behind it hear of the rank.
+/// Where the rank fails in a check of its health, which is a step as well, that check and the requests after it hear of the rank.
 #[test]
-fn checks_of_health_and_requests_behind_them_hear_which_rank_failed() {
+fn checks_of_health_and_requests_after_them_hear_which_rank_failed() {
     for _ in 0..20 {
         let engine = start(Accident::Error, (1, 60));
         std::thread::scope(|scope| {

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 /// A long prompt and a long text, while the numbers of pages are watched.
 #[test]
-fn window_layers_hold_their_window_and_two_pages_on_each_rank_behind_a_long_text() {
+fn window_layers_hold_their_window_and_two_pages_on_each_rank_after_a_long_text() {
     for (model, window) in [(gemma3(), 7usize), (mistral(40), 40), (mistral(1), 1)] {
         let model = Arc::new(model);
         for ring in [1, 2, 3, 4] {

@@ -23,7 +23,7 @@ fn greedy_tokens_are_the_same_on_every_mesh_and_equal_recomputation() {
 #[test]
 fn decoding_crosses_the_borders_of_blocks_and_ranks() {
     let model = qwen3();
-    // The new tokens begin just before a block's border, and go on behind the next border.
+    // The new tokens begin just before a block's border, and go on after the next border.
     let (prompt, new) = (tokens(BLOCK - 3, 9), BLOCK + 6);
     let owners = |ranks| (prompt.len()..prompt.len() + new).map(move |p| owner(p, ranks)).collect::<Vec<_>>();
     assert!([2, 3, 4].iter().all(|ranks| owners(*ranks).windows(2).filter(|w| w[0] != w[1]).count() == 2));

@@ -1,6 +1,6 @@
 //! Caches in other types than the model's: what is generated from them, and what does not fit into them.
 
-use super::engine::{Answer, ask, close, greedy, small, start};
+use super::engine::{Completion, ask, close, greedy, small, start};
 use crate::support::*;
 use ringspan_serve::Model;
 use ringspan_serve::engine::{Engine, EngineOptions, KvCache};
@@ -8,7 +8,7 @@ use ringspan_serve::paged::{KvDtype, PagedCache};
 use std::sync::Arc;
 
 /// The text and log-probabilities of prompts on a mesh: each is asked for twice, and found in the cache the second time.
-fn answer(model: &Arc<Model>, ring: usize, kv_dtype: Option<KvDtype>) -> Vec<Answer> {
+fn answer(model: &Arc<Model>, ring: usize, kv_dtype: Option<KvDtype>) -> Vec<Completion> {
     let engine = start(model, ring, &EngineOptions { kv_dtype, ..small() });
     let ask_for = |seed: u64| {
         let request = || greedy(&tokens(20 + 35 * seed as usize, seed), 24);
@@ -23,7 +23,7 @@ fn answer(model: &Arc<Model>, ring: usize, kv_dtype: Option<KvDtype>) -> Vec<Ans
 }
 
 /// The largest difference of log-probabilities as long as the tokens are the same.
-fn difference(a: &[Answer], b: &[Answer]) -> f32 {
+fn difference(a: &[Completion], b: &[Completion]) -> f32 {
     let all =
         a.iter().zip(b).flat_map(|(a, b)| a.logprobs.iter().zip(&b.logprobs).take_while(|(a, b)| a.token == b.token));
     all.map(|(a, b)| (a.logprob - b.logprob).abs()).fold(0.0, f32::max)

@@ -222,7 +222,7 @@ fn outputs_do_not_depend_on_batch_mates() {
 
 /// A decoding step sends a softmax state of each new token and layer to each other rank, and nothing that grows with the context.
 #[test]
-fn a_decoding_step_sends_as_much_behind_a_long_context_as_behind_a_short_one() {
+fn a_decoding_step_sends_as_much_after_a_long_context_as_after_a_short_one() {
     let model = qwen3();
     let bytes = |ranks: usize, before: usize, streams: usize| {
         let mut pages = Pages::new(ranks, 200, 4, &mut Random(3));

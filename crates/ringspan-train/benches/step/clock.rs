@@ -9,7 +9,7 @@ use super::Result;
 pub(crate) fn processor_seconds() -> Result<f64> {
     let stat = std::fs::read_to_string("/proc/self/stat")?;
     // The process's name, in brackets, may hold blanks; user and system time are the 12th and 13th field after it.
-    let behind = stat.rsplit_once(')').map_or("", |(_, behind)| behind);
-    let ticks = behind.split_whitespace().skip(11).take(2).map(str::parse::<f64>);
+    let after = stat.rsplit_once(')').map_or("", |(_, after)| after);
+    let ticks = after.split_whitespace().skip(11).take(2).map(str::parse::<f64>);
     Ok(ticks.sum::<std::result::Result<f64, _>>()? / 100.0)
 }

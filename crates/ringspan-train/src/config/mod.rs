@@ -12,7 +12,7 @@ use crate::{
     settings::{RUN_FILE, Settings, TrainArgs},
 };
 use checks::refuse_used_folder;
-use ringspan::comm::ranks::Ranks;
+use ringspan::comm::process_group::ProcessGroup;
 use ringspan::kernel::Isa;
 use ringspan::{LayoutKind, StrategyKind};
 use ringspan_candle::stored_activation::Storage;
@@ -315,8 +315,8 @@ impl TrainConfig {
     }
 
     /// Records where the ranks run: those of a machine share its memory and, where `threads` is not set, its cores.
-    pub fn set_local_ranks(&mut self, ranks: &Ranks) {
-        self.local_ranks = ranks.local();
+    pub fn set_local_ranks(&mut self, processes: &ProcessGroup) {
+        self.local_ranks = processes.local();
         if let (Some(local), None) = (self.local_ranks, self.settings.threads) {
             self.threads = (cores() / local).max(1);
         }

@@ -1,6 +1,5 @@
 //! Converts the forms in which data sets hold conversations into messages of `role` and `content`.
 
-use super::Content;
 use serde_json::{Value, json};
 
 /// Names of speakers in ShareGPT's turns, and the role of each in a message.
@@ -149,23 +148,6 @@ pub(super) fn alpaca(
     Ok(messages)
 }
 
-/// A prompt and its completion, as strings or as messages.
-pub(super) fn prompt_and_completion(prompt: Value, completion: Value, tools: Value) -> Result<Content, String> {
-    if !(prompt.is_array() && completion.is_array()) {
-        return Ok(Content::Completion {
-            prompt: string("prompt", prompt)?,
-            completion: string("completion", completion)?,
-        });
-    }
-    let mut messages = conversation("prompt", prompt)?;
-    // The assistant's messages in the prompt are given, not learned.
-    for message in messages.iter_mut().filter(|message| message["role"] == "assistant") {
-        message["train"] = false.into();
-    }
-    messages.extend(conversation("completion", completion)?);
-    Ok(Content::Chat { messages, tools })
-}
-
 fn system_message(system: Option<Value>) -> Result<Option<Value>, String> {
     let system = system.map(|system| string("system", system)).transpose()?;
     Ok(system.filter(|system| !system.is_empty()).map(|system| chat_message("system", system)))
@@ -213,6 +195,7 @@ fn json_type(value: &Value) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::data::Content;
 
     fn chat(object: Value) -> Result<Vec<Value>, String> {
         match Content::from_object(object)?.expect("a document") {

@@ -53,9 +53,7 @@ impl Content {
                 Self::Chat { messages: chat_formats::conversation("messages", messages)?, tools }
             }
             (_, _, Some(turns), ..) => Self::Chat { messages: chat_formats::share_gpt(turns, system)?, tools },
-            (.., Some(prompt), Some(completion), _, _) => {
-                chat_formats::prompt_and_completion(prompt, completion, tools)?
-            }
+            (.., Some(prompt), Some(completion), _, _) => prompt_and_completion(prompt, completion, tools)?,
             (.., Some(_), None, _, _) => return Err("has a `prompt` without a `completion`".into()),
             (.., None, Some(_), _, _) => return Err("has a `completion` without a `prompt`".into()),
             (.., Some(instruction), Some(output)) => {
@@ -99,6 +97,23 @@ impl Content {
             Self::Chat { messages, .. } => messages.iter().flat_map(chat_formats::strings).map(str::len).sum(),
         }
     }
+}
+
+/// A prompt and its completion, as strings or as messages.
+fn prompt_and_completion(prompt: Value, completion: Value, tools: Value) -> Result<Content, String> {
+    if !(prompt.is_array() && completion.is_array()) {
+        return Ok(Content::Completion {
+            prompt: chat_formats::string("prompt", prompt)?,
+            completion: chat_formats::string("completion", completion)?,
+        });
+    }
+    let mut messages = chat_formats::conversation("prompt", prompt)?;
+    // The assistant's messages in the prompt are given, not learned.
+    for message in messages.iter_mut().filter(|message| message["role"] == "assistant") {
+        message["train"] = false.into();
+    }
+    messages.extend(chat_formats::conversation("completion", completion)?);
+    Ok(Content::Chat { messages, tools })
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! Reads JSON records one at a time: one per line, in an array, or one after the other.
 
-use super::{Content, SourceDocument};
+use super::{Content, SourceDocument, source_document::DocumentSink};
 use crate::error::{Error, Result};
 use serde::de::{DeserializeSeed, Deserializer as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::{Deserializer, Value};
@@ -9,9 +9,6 @@ use std::{
     io::{BufRead, Read},
     path::Path,
 };
-
-/// A function that takes the documents of a source, one after the other.
-pub(super) type DocumentSink<'a> = &'a mut dyn FnMut(SourceDocument) -> Result<()>;
 
 /// Passes the record in each line that is not blank to `take`, named by its line's number.
 pub(super) fn lines(path: &Path, name: &str, mut from: Box<dyn BufRead>, take: DocumentSink<'_>) -> Result<()> {
@@ -228,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn records_in_an_array_alone_or_one_behind_the_other_are_the_same() {
+    fn records_in_an_array_alone_or_one_after_the_other_are_the_same() {
         let expected = ["d.json:1 Text(\"a\")", "d.json:2 Text(\"b\")"];
         for text in [
             r#" [{"text": "a"}, {"text": "b"}] "#,

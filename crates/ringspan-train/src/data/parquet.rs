@@ -1,6 +1,6 @@
 //! Reads documents from a Parquet file.
 
-use super::{Content, SourceDocument, json_records::DocumentSink};
+use super::{Content, SourceDocument, source_document::DocumentSink};
 use crate::error::{Error, Result};
 use ::parquet::{
     file::reader::{FileReader, SerializedFileReader},

@@ -1,12 +1,13 @@
 //! Reads documents: from a folder, a text file, JSON records, or Parquet; all but Parquet also as .gz or .zst.
 
 use super::{
-    Content, Skipped,
+    Content, Skipped, SourceDocument, SourceDocuments,
     decompress::{Compression, open, open_counted},
     json_records::{self, JsonKind},
     listing::{Entry, Listing},
     progress::{Progress, ignore_progress},
     skipped::first_names,
+    source_document::DocumentSink,
     text_file::{TextKind, TextParts, classify_text, looks_like_text},
 };
 use crate::error::{Error, Result};
@@ -14,26 +15,6 @@ use std::path::{Path, PathBuf};
 
 /// Extensions of files that describe a data set and may lie in its folder.
 const DESCRIPTION_EXTENSIONS: [&str; 4] = ["md", "json", "yaml", "yml"];
-
-/// One document of a source.
-#[derive(Debug, Clone, PartialEq)]
-pub struct SourceDocument {
-    /// Path below the folder, or `file:line`: stable from run to run.
-    pub name: String,
-    /// The document's content, not empty.
-    pub content: Content,
-}
-
-/// The documents of a source, in a fixed order.
-#[derive(Debug, Clone, PartialEq)]
-pub struct SourceDocuments {
-    /// The documents, sorted by path or in the order of the lines.
-    pub documents: Vec<SourceDocument>,
-    /// Files and documents that were left out.
-    pub skipped: Skipped,
-    /// Files whose names say that they are for evaluation, not for training.
-    pub evaluation_like_files: Vec<String>,
-}
 
 /// Reads the documents at `path` into memory: a folder of text files, a text file, JSON records (`.jsonl`: one per line; `.json`:
 /// one per line, an array of them, or a single one) in a form that [`Content`] knows, or a `.parquet` file with such columns
@@ -162,12 +143,12 @@ fn not_utf8(path: &Path, at: u64) -> Error {
 }
 
 #[cfg(feature = "parquet")]
-fn parquet(path: &Path, name: &str, take: json_records::DocumentSink<'_>) -> Result<()> {
+fn parquet(path: &Path, name: &str, take: DocumentSink<'_>) -> Result<()> {
     super::parquet::documents(path, name, take)
 }
 
 #[cfg(not(feature = "parquet"))]
-fn parquet(path: &Path, _: &str, _: json_records::DocumentSink<'_>) -> Result<()> {
+fn parquet(path: &Path, _: &str, _: DocumentSink<'_>) -> Result<()> {
     let problem = "this build does not read Parquet: build with `--features parquet`, or convert it to .jsonl";
     Err(Error::Data { path: path.into(), problem: problem.into() })
 }

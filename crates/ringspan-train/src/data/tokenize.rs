@@ -3,7 +3,6 @@
 use super::{
     Content, Encoder, NOT_LEARNED, SourceDocument, SourceSummary,
     cache::CacheWriter,
-    corpus::SourceReader,
     encode::document_path,
     fingerprint,
     listing::Listing,
@@ -22,23 +21,30 @@ use std::{collections::VecDeque, path::Path};
 const BATCH_BYTES: usize = 512 << 10;
 const BATCH_DOCUMENTS: usize = 4096;
 
+/// What is tokenized, and where its tokens are written.
+pub(super) struct TokenizeRequest<'a> {
+    pub(super) source: &'a Path,
+    /// Share of the documents that is held out; 0 for none.
+    pub(super) held_out: f64,
+    pub(super) encoder: Encoder<'a>,
+    pub(super) cache_folder: &'a Path,
+    /// The key of the token file.
+    pub(super) key: u64,
+    /// A hash of every byte of the source.
+    pub(super) contents: u64,
+}
+
 /// Tokenizes a source and writes its token file.
-pub(super) fn tokenize_source(
-    reader: &SourceReader<'_>,
-    listing: &Listing,
-    progress: &Progress<'_>,
-    key: u64,
-    contents: u64,
-) -> Result<()> {
+pub(super) fn tokenize_source(request: &TokenizeRequest<'_>, listing: &Listing, progress: &Progress<'_>) -> Result<()> {
     let source_files = SourceFiles::new(listing, progress)?;
-    let mut source_tokenizer = SourceTokenizer::new(reader, progress, key, &source_files)?;
+    let mut source_tokenizer = SourceTokenizer::new(request, progress, &source_files)?;
     for file in &source_files.files {
         file.read(progress, &mut |item| match item {
             FileItem::Document(document) => source_tokenizer.add_document(document),
             FileItem::TextPart { text, last } => source_tokenizer.add_text_part(&file.name, &text, last),
         })?;
     }
-    source_tokenizer.finish(contents)
+    source_tokenizer.finish(request.contents)
 }
 
 /// A unit of tokenization, independent of all others.
@@ -86,25 +92,20 @@ struct SourceTokenizer<'a> {
 }
 
 impl<'a> SourceTokenizer<'a> {
-    fn new(
-        reader: &SourceReader<'a>,
-        progress: &'a Progress<'a>,
-        key: u64,
-        source_files: &SourceFiles,
-    ) -> Result<Self> {
+    fn new(request: &TokenizeRequest<'a>, progress: &'a Progress<'a>, source_files: &SourceFiles) -> Result<Self> {
         let summary = SourceSummary {
             skipped: source_files.skipped.clone(),
             evaluation_like_files: source_files.evaluation_like_files.clone(),
             ..SourceSummary::default()
         };
         let training_bytes =
-            source_files.single_text_bytes().map(|bytes| bytes - (bytes as f64 * reader.held_out) as u64);
+            source_files.single_text_bytes().map(|bytes| bytes - (bytes as f64 * request.held_out) as u64);
         Ok(Self {
             progress,
-            encoder: reader.encoder,
-            source: reader.source,
-            held_out_share: reader.held_out,
-            writer: CacheWriter::new(reader.cache_folder, key)?,
+            encoder: request.encoder,
+            source: request.source,
+            held_out_share: request.held_out,
+            writer: CacheWriter::new(request.cache_folder, request.key)?,
             summary,
             jobs: Vec::new(),
             bytes: 0,

@@ -1,7 +1,7 @@
 //! Every parameter's gradient on every mesh equals that on one rank.
 
 use crate::meshes::{meshes, meshes_of_experts};
-use ringspan::comm::ranks::Ranks;
+use ringspan::comm::process_group::ProcessGroup;
 use ringspan_candle::Weights;
 use ringspan_models::{Config, Decoder};
 use ringspan_train::{
@@ -48,7 +48,7 @@ fn step((decoder, weights): &(Decoder, Weights), settings: Settings) -> StepResu
     let settings = Settings { tokens: Some("none".into()), threads: Some(1), ..settings };
     let config = TrainConfig::resolve(settings).unwrap();
     let batch = batch(decoder.config().vocab_size as u32);
-    single_step(&Ranks::threads(), &config, (decoder, weights), &batch).unwrap().unwrap()
+    single_step(&ProcessGroup::single(), &config, (decoder, weights), &batch).unwrap().unwrap()
 }
 
 fn norm(values: impl Iterator<Item = f64>) -> f64 {

@@ -2,10 +2,9 @@
 
 use crate::error::{Error, Result};
 use ringspan::attention::Group;
-use ringspan::comm::ranks::Ranks;
+use ringspan::comm::process_group::ProcessGroup;
 use ringspan::comm::{Buffer, Communicator, threads};
-use ringspan::kernel::Kernel;
-use ringspan_candle::pool;
+use ringspan::{World, world};
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -25,7 +24,7 @@ pub struct VideoMesh {
     /// Upper limit on the time that a rank waits for another.
     pub deadline: Duration,
     /// Whether ranks are threads of this process, or processes.
-    pub ranks: Ranks,
+    pub processes: ProcessGroup,
 }
 
 impl VideoMesh {
@@ -33,7 +32,7 @@ impl VideoMesh {
     #[must_use]
     pub const fn single() -> Self {
         let deadline = Duration::from_secs(3600);
-        Self { ring: 1, ulysses: 1, cfg_parallel: false, threads: 1, deadline, ranks: Ranks::threads() }
+        Self { ring: 1, ulysses: 1, cfg_parallel: false, threads: 1, deadline, processes: ProcessGroup::single() }
     }
 
     /// Number of ranks.
@@ -56,19 +55,17 @@ impl VideoMesh {
         if self.size() == 0 {
             return Err(Error::Mesh(format!("{self}: each size must be at least 1")));
         }
-        let options = threads::Options { deadline: self.deadline, ..Default::default() };
-        self.ranks.run(self.size(), options, |world| {
-            pool::run(self.threads, || {
-                let kernel = || Kernel::in_current_pool(self.threads);
-                let (rank, size) = (world.rank(), self.branch_size());
-                let alone = Group::new(world.split(rank, 0)?, (1, 1), kernel())?;
-                let (of_branch, across) = match self.cfg_parallel {
-                    false => (world.clone(), None),
-                    true => (world.split(rank / size, rank)?, Some(world.split(rank % size, rank)?)),
-                };
-                let video = Arc::new(Group::new(of_branch, (self.ring, self.ulysses), kernel())?);
-                work(&RankGroups { rank, video, alone: Arc::new(alone), across })
-            })?
+        let ranks = threads::Options { deadline: self.deadline, ..Default::default() };
+        let options = world::Options { threads_per_rank: self.threads, ranks };
+        World::start(&self.processes, self.size(), options)?.run(|own| {
+            let (world, rank, size) = (own.communicator(), own.index(), self.branch_size());
+            let alone = Group::new(world.split(rank, 0)?, (1, 1), own.kernel())?;
+            let (of_branch, across) = match self.cfg_parallel {
+                false => (world.clone(), None),
+                true => (world.split(rank / size, rank)?, Some(world.split(rank % size, rank)?)),
+            };
+            let video = Arc::new(Group::new(of_branch, (self.ring, self.ulysses), own.kernel())?);
+            work(&RankGroups { rank, video, alone: Arc::new(alone), across })
         })
     }
 }

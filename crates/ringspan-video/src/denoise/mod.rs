@@ -45,7 +45,7 @@ pub fn denoise(
     let conditioning = inputs.check(folder)?;
     settings.check(folder, mesh, inputs)?;
     let mut all = mesh.run(|groups| on_rank(folder, groups, inputs, conditioning, settings, &stepped))?;
-    Ok(if mesh.ranks.lead() && !all.is_empty() { Some(all.swap_remove(0)) } else { None })
+    Ok(if mesh.processes.lead() && !all.is_empty() { Some(all.swap_remove(0)) } else { None })
 }
 
 impl DenoiseSettings {

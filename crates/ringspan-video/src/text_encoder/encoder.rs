@@ -5,13 +5,12 @@ use crate::error::{Error, Result};
 use crate::tensor_folder::{TensorFolder, read_json};
 use candle_core::{Device, Tensor};
 use ringspan::attention::{self, Inputs};
-use ringspan::comm::ranks::Ranks;
+use ringspan::comm::process_group::ProcessGroup;
 use ringspan::comm::{Buffer, threads};
 use ringspan::kernel::{Buckets, Relative, View};
-use ringspan::{Documents, Group, Kernel, Layout, LayoutKind, Mask, Schedule, Score, StrategyKind};
+use ringspan::{Documents, Group, Layout, LayoutKind, Mask, Schedule, Score, StrategyKind, World, world};
 use ringspan_candle::Weight;
 use ringspan_candle::norm::rms_norm;
-use ringspan_candle::pool;
 use ringspan_candle::swiglu::geglu;
 use std::path::Path;
 use std::time::Duration;
@@ -20,7 +19,7 @@ use std::time::Duration;
 #[derive(Debug, Clone)]
 pub struct TextMesh {
     /// Threads of this process, or processes.
-    pub ranks: Ranks,
+    pub processes: ProcessGroup,
     /// Ring size.
     pub ring: usize,
     /// Ulysses size.
@@ -71,15 +70,14 @@ impl TextEncoder {
         let layout = Layout::new(LayoutKind::Contiguous, &Documents::batch(1, tokens.len()), ranks)?;
         let grid = (mesh.ring, mesh.ulysses);
         let schedule = Schedule::new(StrategyKind::Ring, &layout, &layout, &Mask::full(), grid)?;
-        let options = threads::Options { deadline: mesh.deadline, ..Default::default() };
-        let own = mesh.ranks.run(ranks, options, |comm| -> Result<Vec<f32>> {
-            pool::run(mesh.threads, || {
-                let local = layout.shard(comm.rank(), tokens, 1)?;
-                let group = Group::new(comm.clone(), grid, Kernel::in_current_pool(mesh.threads))?;
-                self.hidden(&local, &group, &schedule)
-            })?
+        let threads = threads::Options { deadline: mesh.deadline, ..Default::default() };
+        let options = world::Options { threads_per_rank: mesh.threads, ranks: threads };
+        let own = World::start(&mesh.processes, ranks, options)?.run(|rank| -> Result<Vec<f32>> {
+            let local = layout.shard(rank.index(), tokens, 1)?;
+            let group = Group::new(rank.communicator().clone(), grid, rank.kernel())?;
+            self.hidden(&local, &group, &schedule)
         })?;
-        let parts = mesh.ranks.gather(own.into_iter().map(Buffer::F32).collect())?;
+        let parts = mesh.processes.gather(own.into_iter().map(Buffer::F32).collect())?;
         let Some(parts) = parts else { return Ok(None) };
         let mut hidden = Vec::with_capacity(tokens.len() * self.config.d_model);
         for part in &parts {

@@ -34,10 +34,9 @@ use crate::error::{Error, Result};
 use crate::tensor_folder::TensorFolder;
 use block::Video;
 use network::Network;
-use ringspan::Kernel;
-use ringspan::comm::ranks::Ranks;
-use ringspan::comm::{Buffer, Communicator, threads};
-use ringspan_candle::pool;
+use ringspan::comm::process_group::ProcessGroup;
+use ringspan::comm::{Buffer, threads};
+use ringspan::{World, world};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -47,7 +46,7 @@ use strip::{ColumnSplit, Strip};
 #[derive(Debug, Clone)]
 pub struct Mesh {
     /// Threads of this process, or processes.
-    pub ranks: Ranks,
+    pub processes: ProcessGroup,
     /// Number of ranks.
     pub size: usize,
     /// Threads of each rank.
@@ -240,12 +239,11 @@ fn run(
     width: usize,
     work: impl Fn(&Strip) -> Result<Vec<f32>> + Sync,
 ) -> Result<Option<Vec<Arc<Buffer>>>> {
-    let options = threads::Options { deadline: mesh.deadline, ..Default::default() };
-    let rank = |comm: Arc<dyn Communicator>| -> Result<Vec<f32>> {
-        pool::run(mesh.threads, || work(&Strip::new(&comm, width, Kernel::in_current_pool(mesh.threads))?))?
-    };
-    let own = mesh.ranks.run(mesh.size, options, rank)?;
-    Ok(mesh.ranks.gather(own.into_iter().map(Buffer::F32).collect())?)
+    let ranks = threads::Options { deadline: mesh.deadline, ..Default::default() };
+    let options = world::Options { threads_per_rank: mesh.threads, ranks };
+    let own = World::start(&mesh.processes, mesh.size, options)?
+        .run(|rank| work(&Strip::new(rank.communicator(), width, rank.kernel())?))?;
+    Ok(mesh.processes.gather(own.into_iter().map(Buffer::F32).collect())?)
 }
 
 /// One video of `batch`, as the network's input.

@@ -2,7 +2,7 @@
 
 mod text;
 
-use ringspan::comm::ranks::Ranks;
+use ringspan::comm::process_group::ProcessGroup;
 use ringspan_video::vae::{Mesh, Plan, VaeFolder, VideoTensor};
 use safetensors::SafeTensors;
 use std::path::{Path, PathBuf};
@@ -24,7 +24,7 @@ fn reference(model: &str, tensor: &str) -> VideoTensor {
 }
 
 fn mesh(size: usize, threads: usize) -> Mesh {
-    Mesh { ranks: Ranks::threads(), size, threads, deadline: Duration::from_secs(60) }
+    Mesh { processes: ProcessGroup::single(), size, threads, deadline: Duration::from_secs(60) }
 }
 
 /// Relative L2 distance.

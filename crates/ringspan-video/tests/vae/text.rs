@@ -1,6 +1,6 @@
 //! The text encoder against transformers.
 
-use ringspan::comm::ranks::Ranks;
+use ringspan::comm::process_group::ProcessGroup;
 use ringspan_video::text_encoder::{PromptTokenizer, TextEncoder, TextMesh};
 use safetensors::SafeTensors;
 use std::path::Path;
@@ -37,8 +37,13 @@ fn states_equal_those_of_transformers_on_every_mesh() {
     let file = SafeTensors::deserialize(&bytes).expect("safetensors");
     for (ring, ulysses) in [(1, 1), (3, 1), (1, 3), (2, 2), (8, 1)] {
         for (index, tokens) in tokens.iter().enumerate() {
-            let mesh =
-                TextMesh { ranks: Ranks::threads(), ring, ulysses, threads: 1, deadline: Duration::from_secs(60) };
+            let mesh = TextMesh {
+                processes: ProcessGroup::single(),
+                ring,
+                ulysses,
+                threads: 1,
+                deadline: Duration::from_secs(60),
+            };
             let states = encoder.encode(tokens, &mesh).expect("states").expect("rank 0");
             let wanted = file.tensor(&format!("embeds.{index}")).expect("a tensor");
             let wanted = wanted.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().expect("four bytes")));
@@ -57,7 +62,13 @@ fn states_equal_those_of_transformers_on_every_mesh() {
 #[test]
 fn tokens_outside_the_vocabulary_are_refused() {
     let encoder = TextEncoder::open(folder()).expect("an encoder");
-    let mesh = TextMesh { ranks: Ranks::threads(), ring: 1, ulysses: 1, threads: 1, deadline: Duration::from_secs(60) };
+    let mesh = TextMesh {
+        processes: ProcessGroup::single(),
+        ring: 1,
+        ulysses: 1,
+        threads: 1,
+        deadline: Duration::from_secs(60),
+    };
     let message = encoder.encode(&[3, 45], &mesh).expect_err("must be refused").to_string();
     assert!(message.contains("token 45") && message.contains("45 tokens"), "{message}");
 }

@@ -35,7 +35,7 @@ pub mod launch;
 #[cfg(feature = "mpi")]
 pub mod mpi;
 pub mod numbers;
-pub mod ranks;
+pub mod process_group;
 pub mod threads;
 pub mod timed;
 

@@ -1,6 +1,7 @@
 //! Worlds whose ranks take work repeatedly, also after failures.
 
 use ringspan::attention::{self, Group, Inputs};
+use ringspan::comm::process_group::ProcessGroup;
 use ringspan::comm::{Buffer, Communicator, threads};
 use ringspan::kernel::View;
 use ringspan::world::Options;
@@ -54,6 +55,17 @@ fn a_group_of_one_call_attends_in_the_next_on_the_ranks_threads() {
     for _ in 0..5 {
         assert_eq!(attend(&mut world, &mut groups).expect("attention"), first);
     }
+}
+
+#[test]
+fn a_single_process_runs_a_world_of_any_size_as_threads() {
+    let processes = ProcessGroup::single();
+    for size in [1, 3] {
+        let mut world = World::start(&processes, size, Options::default()).expect("threads");
+        assert_eq!((world.size(), world.local_size(), world.is_lead()), (size, size, true));
+        assert_eq!(world.run(|rank| Ok::<_, Error>(rank.index())), Ok((0..size).collect()));
+    }
+    assert!(World::start(&processes, 0, Options::default()).is_err());
 }
 
 #[test]

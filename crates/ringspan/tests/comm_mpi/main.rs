@@ -37,7 +37,7 @@ fn main() -> ExitCode {
 /// The name of a test, and its function.
 type Test = (&'static str, fn());
 
-const CONTRACT: [Test; 6] = [
+const CONTRACT: [Test; 7] = [
     ("the_contract_holds_on_2_3_4_and_8_processes", || {
         [2, 3, 4, 8].into_iter().for_each(|ranks| run(ranks, &["contract"]).assert_good());
     }),
@@ -64,5 +64,6 @@ const CONTRACT: [Test; 6] = [
         mpirun::run_and(3, &["long talk"], suspend).assert_good();
     }),
     ("a_world_takes_work_repeatedly", || [1, 2, 4].into_iter().for_each(|ranks| run(ranks, &["world"]).assert_good())),
+    ("worlds_of_processes_begin_and_end_while_these_stay", || run(2, &["worlds"]).assert_good()),
     ("a_transfer_is_over_when_the_compute_beside_it_is", || run(2, &["overlap"]).assert_good()),
 ];

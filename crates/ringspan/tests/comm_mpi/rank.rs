@@ -1,10 +1,11 @@
 //! The program of one rank in each scenario.
 
 use ringspan::attention::{Group, Inputs, backward, forward};
-use ringspan::comm::mpi::{Options, World};
+use ringspan::comm::mpi::{Options, Process};
+use ringspan::comm::process_group::ProcessGroup;
 use ringspan::comm::{Buffer, Communicator, threads};
 use ringspan::kernel::{Kernel, View};
-use ringspan::{Documents, Error, Layout, LayoutKind, Mask, Schedule, Score, StrategyKind};
+use ringspan::{Documents, Error, Layout, LayoutKind, Mask, Schedule, Score, StrategyKind, World, world};
 use ringspan_testing::comm::contract::{both_send_first, bytes, collectives, groups, order, sums};
 use ringspan_testing::comm::conversation::converse;
 use std::process::{Command, ExitCode};
@@ -24,21 +25,47 @@ pub(crate) fn main(scenario: &[String]) -> ExitCode {
     if scenario[0].starts_with("world") {
         return repeatedly(scenario);
     }
-    let world = match World::start(Options { deadline, ..Options::default() }) {
-        Ok(world) => world,
+    let process = match Process::start(Options { deadline, ..Options::default() }) {
+        Ok(process) => process,
         Err(error) => {
             eprintln!("error: {error}");
             return ExitCode::FAILURE;
         }
     };
-    let result = world.run(|comm| play(&comm, scenario));
+    let result = process.run(|comm| match scenario[0].as_str() {
+        "worlds" => worlds_of_a_group(&ProcessGroup::mpi(&process, comm.clone()), &comm),
+        _ => play(&comm, scenario),
+    });
     if let Err(error) = &result {
         eprintln!("error: {error}");
     }
-    match (result.is_ok(), world.end(result.is_ok())) {
+    match (result.is_ok(), process.end(result.is_ok())) {
         (true, Ok(())) => ExitCode::SUCCESS,
         _ => ExitCode::FAILURE,
     }
+}
+
+/// Worlds that begin and end while the processes stay connected.
+fn worlds_of_a_group(processes: &ProcessGroup, comm: &Comm) -> Result<(), Error> {
+    let size = comm.size();
+    let other = World::start(processes, size + 1, world::Options::default());
+    assert!(matches!(other, Err(Error::MeshSize { needed, ranks, .. }) if (needed, ranks) == (size + 1, size)));
+    for threads_per_rank in [1, 2] {
+        let mut world = World::start(processes, size, world::Options { threads_per_rank, ..Default::default() })?;
+        for _ in 0..5 {
+            let sums = world.run(|rank| {
+                assert_eq!((rank.index(), rank.threads()), (comm.rank(), threads_per_rank));
+                let mut sum = [1.0];
+                rank.communicator().all_reduce(&mut sum).map(|()| sum[0])
+            });
+            assert_eq!(sums, Ok(vec![size as f32]));
+        }
+        let refused = world.run(|_| Err::<(), _>(Error::Layout("no memory".into())));
+        assert_eq!(refused, Err(Error::Layout("no memory".into())));
+        let after = world.run(|_| Ok::<_, Error>(())).expect_err("a world that failed is closed");
+        assert!(after.to_string().contains("the world is closed"), "{after}");
+    }
+    Ok(())
 }
 
 /// Calls of a world that stays, the last of which may fail on one rank.

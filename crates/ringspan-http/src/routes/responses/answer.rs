@@ -30,7 +30,7 @@ impl Events {
     }
 }
 
-pub(super) struct Answer {
+pub(super) struct ModelResponse {
     app: Arc<App>,
     id: String,
     created: u64,
@@ -45,7 +45,7 @@ pub(super) struct Answer {
     message: Option<(String, String)>,
 }
 
-impl Answer {
+impl ModelResponse {
     /// The answer to `request`; the conversation is dropped.
     pub(super) fn new(app: Arc<App>, request: ResponseRequest) -> Self {
         let ResponseRequest { target, stored_input, repeated, .. } = request;

@@ -10,7 +10,7 @@ use crate::body::Body;
 use crate::error::{ApiError, Result};
 use crate::routes::begin::begin;
 use crate::sse;
-use answer::Answer;
+use answer::ModelResponse;
 use axum::Json;
 use axum::extract::{Path, Query, State};
 use axum::http::{StatusCode, header::CONTENT_TYPE};
@@ -25,7 +25,7 @@ const MOST_ITEMS: usize = 100;
 pub(crate) async fn create(State(app): State<Arc<App>>, Body(body): Body) -> Result<Response> {
     let (request, reply): (ResponseRequest, _) = begin(&app, body).await?;
     let (stream, background) = (request.stream, request.background);
-    let answer = Answer::new(app, request);
+    let answer = ModelResponse::new(app, request);
     match (stream, background) {
         (true, _) => Ok(sse::stream(failure, |writer| answer.stream(reply, writer))),
         (false, true) => Ok(Json(answer.in_background(reply)?).into_response()),

@@ -7,11 +7,14 @@
 //! tokens. A sequence that generates may also compute drafts, guesses of its next tokens; they take pages only as long as there are
 //! some. In layers that see a window, a sequence holds the pages that its next tokens see, and those of the tokens that it computes next.
 
+#[cfg(test)]
+mod check;
+mod page_allocation;
 mod results;
 
 use super::pace::PrefillPace;
-use super::pages::Pages;
-use super::prefix_cache::{AdapterSlot, Hit, PrefixCache};
+use super::prefix_cache::PrefixCache;
+use super::prefix_tree::AdapterSlot;
 use super::prompt_lookup::propose;
 use super::request::Event;
 use super::sequence::{CopiedFrom, PageTable, Sequence};
@@ -63,7 +66,7 @@ pub(super) struct Counts {
 
 /// Sequences of a step that compute with the same weights.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Pass {
+pub(super) struct AdapterPass {
     pub(super) adapter: AdapterSlot,
     pub(super) step: Step,
     /// For each sequence of the step, its arrival.
@@ -142,7 +145,7 @@ impl Scheduler {
     }
 
     /// Makes the next step, in a pass for each adapter. It is empty if there is nothing to compute.
-    pub(super) fn next(&mut self) -> Vec<Pass> {
+    pub(super) fn next(&mut self) -> Vec<AdapterPass> {
         self.end_abandoned();
         self.running.iter_mut().for_each(|sequence| sequence.drafts.clear());
         self.grow();
@@ -226,106 +229,6 @@ impl Scheduler {
         }
     }
 
-    /// Gives every running sequence pages for all of its tokens, and in layers that see a window for those that it may compute next; if
-    /// they do not suffice, the youngest sequences give theirs.
-    fn grow(&mut self) {
-        let generating = self.running.iter().filter(|sequence| sequence.remaining() == 1).count();
-        let chunk = self.pace.tokens(generating).max(1);
-        let mut index = 0;
-        while index < self.running.len() {
-            let sequence = &mut self.running[index];
-            let next = sequence.page_table.computed + sequence.remaining().min(chunk);
-            match extend(&mut self.cache, &mut sequence.page_table, sequence.tokens.len(), next) {
-                true => index += 1,
-                false => self.preempt_youngest(),
-            }
-        }
-    }
-
-    fn preempt_youngest(&mut self) {
-        let Some(mut sequence) = self.running.pop() else { return };
-        self.counts.preemptions += 1;
-        self.release(&mut sequence);
-        if sequence.needs_whole_prompt() {
-            sequence.prompt_results.restart();
-        }
-        let at = self.waiting.partition_point(|other| other.arrival < sequence.arrival);
-        self.waiting.insert(at, sequence);
-    }
-
-    /// The pages that the prefix cache has of the longest prefix of `known`; they are held for the sequence that continues it.
-    fn prefix_pages(&mut self, adapter: AdapterSlot, known: &[u32]) -> PageTable {
-        let Hit { pages, node, partial, window, partial_window } = self.cache.hold_prefix(adapter, known);
-        let (index, rows) = (pages.len(), partial.map_or(0, |(_, rows)| rows));
-        PageTable {
-            computed: index * self.bounds.page + rows,
-            inserted: index,
-            node,
-            pages,
-            window,
-            copied_from: partial.map(|(page, rows)| CopiedFrom { index, page, window: partial_window, rows }),
-        }
-    }
-
-    /// The pages of a waiting sequence that computes up to `chunk` tokens next, those of the prefix cache first; `None` if there are not
-    /// enough, or it should wait.
-    fn allocate(&mut self, sequence: &Sequence, chunk: usize) -> Option<PageTable> {
-        let page = self.bounds.page;
-        let tokens = sequence.tokens.len();
-        let mut page_table = PageTable::default();
-        // The last token's hidden state is needed, so it is always computed.
-        let known = &sequence.tokens[..tokens - 1];
-        if !sequence.needs_whole_prompt() {
-            page_table = self.prefix_pages(sequence.adapter, known);
-            if self.is_being_read(sequence, page_table.computed) {
-                self.release_pages(&mut page_table);
-                return None;
-            }
-        }
-        // While others run, a page of each rank is left to them, so that they do not have to be put back at once.
-        let spare = usize::from(!self.running.is_empty());
-        let next = |page_table: &PageTable| tokens.min(page_table.computed.saturating_add(chunk));
-        let window_tokens = next(&page_table);
-        if page_table.copied_from.is_some()
-            && !self.has_room(&page_table, tokens, window_tokens, spare)
-            && !self.take_copied_page(&mut page_table, tokens, window_tokens, spare)
-        {
-            // Without the rows in that page, one page less is needed.
-            let whole = page_table.pages.len() * page;
-            self.release_pages(&mut page_table);
-            page_table = self.prefix_pages(sequence.adapter, &known[..whole]);
-        }
-        let window_tokens = next(&page_table);
-        if self.has_room(&page_table, tokens, window_tokens, spare)
-            && extend(&mut self.cache, &mut page_table, tokens, window_tokens)
-        {
-            return Some(page_table);
-        }
-        self.release_pages(&mut page_table);
-        None
-    }
-
-    /// Makes the cached page of which a sequence would copy rows its own, since there is no room for both, if nobody else needs it and
-    /// there is room then; returns whether it did. The prefix cache loses what is behind those rows.
-    fn take_copied_page(
-        &mut self,
-        page_table: &mut PageTable,
-        tokens: usize,
-        window_tokens: usize,
-        spare: usize,
-    ) -> bool {
-        let Some(copied) = page_table.copied_from.take() else { return false };
-        page_table.pages.push(copied.page);
-        page_table.window.pages.extend(copied.window);
-        if self.has_room(page_table, tokens, window_tokens, spare) && self.cache.give_away(copied.index, copied.page) {
-            return true;
-        }
-        page_table.pages.truncate(copied.index);
-        page_table.window.pages.truncate(copied.index - page_table.window.first);
-        page_table.copied_from = Some(copied);
-        false
-    }
-
     /// Counts the tokens of a prompt that were found in the cache when it is first admitted.
     fn count_found(&mut self, sequence: &mut Sequence, found: usize) {
         if sequence.cached.is_none() {
@@ -349,25 +252,9 @@ impl Scheduler {
             })
     }
 
-    /// Whether the ranks have the pages that a sequence lacks for `tokens` tokens, and in layers that see a window for `window_tokens`, and
-    /// `spare` more each.
-    fn has_room(&self, page_table: &PageTable, tokens: usize, window_tokens: usize, spare: usize) -> bool {
-        let page = self.bounds.page;
-        let have = |pages: &Pages, lacking: std::ops::Range<usize>| {
-            let mut needed = vec![0; pages.ranks()];
-            lacking.for_each(|index| needed[self.cache.rank_of(index)] += 1);
-            needed.iter().enumerate().all(|(rank, needed)| *needed == 0 || pages.available(rank) >= needed + spare)
-        };
-        have(self.cache.pages(), page_table.pages.len()..tokens.div_ceil(page))
-            && self
-                .cache
-                .window()
-                .is_none_or(|window| have(window.pages(), page_table.window.end()..window_tokens.div_ceil(page)))
-    }
-
     /// Makes the passes of a step in which each running sequence computes `chunks` tokens.
-    fn passes(&self, chunks: &[usize]) -> Vec<Pass> {
-        let mut passes: BTreeMap<AdapterSlot, Pass> = BTreeMap::new();
+    fn passes(&self, chunks: &[usize]) -> Vec<AdapterPass> {
+        let mut passes: BTreeMap<AdapterSlot, AdapterPass> = BTreeMap::new();
         let mut copies = Vec::new();
         for (sequence, &chunk) in self.running.iter().zip(chunks).filter(|(_, chunk)| **chunk > 0) {
             let PageTable { computed: start, ref pages, ref window, copied_from, .. } = sequence.page_table;
@@ -385,7 +272,7 @@ impl Scheduler {
             };
             let adapter = sequence.adapter;
             let pass = passes.entry(adapter);
-            let pass = pass.or_insert_with(|| Pass { adapter, step: Step::default(), arrivals: Vec::new() });
+            let pass = pass.or_insert_with(|| AdapterPass { adapter, step: Step::default(), arrivals: Vec::new() });
             pass.arrivals.push(sequence.arrival);
             let number = (end + drafts.len()).div_ceil(self.bounds.page);
             let in_window = window.pages.len().min(number.saturating_sub(window.first));
@@ -397,7 +284,7 @@ impl Scheduler {
                 outputs,
             });
         }
-        let mut passes: Vec<Pass> = passes.into_values().collect();
+        let mut passes: Vec<AdapterPass> = passes.into_values().collect();
         if let Some(first) = passes.first_mut() {
             first.step.copies = copies;
         }
@@ -413,70 +300,4 @@ impl Scheduler {
     pub(super) fn running(&mut self) -> &mut [Sequence] {
         &mut self.running
     }
-
-    /// Panics if a page is held by a sequence that does not know of it, or the other way round.
-    #[cfg(test)]
-    pub(super) fn check(&self) {
-        self.cache.check();
-        if let Some(window) = self.cache.window() {
-            self.check_window(window.pages());
-        }
-        let mut holders: BTreeMap<(usize, u32), u32> = BTreeMap::new();
-        for sequence in &self.running {
-            let PageTable { pages, copied_from, computed, inserted, .. } = &sequence.page_table;
-            assert!(pages.len() * self.bounds.page >= *computed && *computed <= sequence.tokens.len());
-            assert!(inserted * self.bounds.page <= *computed);
-            let copied = copied_from.map(|from| (from.index, from.page));
-            for (index, page) in pages.iter().copied().enumerate().chain(copied) {
-                *holders.entry((self.cache.rank_of(index), page)).or_default() += 1;
-            }
-        }
-        for rank in 0..self.cache.pages().ranks() {
-            let used = holders.keys().filter(|(of, _)| *of == rank).count();
-            assert_eq!(self.cache.pages().used(rank), used, "pages of rank {rank}");
-        }
-        for ((rank, page), count) in holders {
-            assert_eq!(self.cache.pages().holders(rank, page), count, "page {page} of rank {rank}");
-        }
-        assert!(self.waiting.iter().all(|sequence| sequence.page_table.pages.is_empty()));
-        assert!(self.running.is_sorted_by_key(|sequence| sequence.arrival));
-    }
-
-    /// The same for layers that see a window.
-    #[cfg(test)]
-    fn check_window(&self, pages: &Pages) {
-        let mut holders: BTreeMap<(usize, u32), u32> = BTreeMap::new();
-        for sequence in &self.running {
-            let PageTable { window, copied_from, computed, .. } = &sequence.page_table;
-            assert!(
-                window.end() * self.bounds.page >= *computed && window.first <= self.cache.first_in_window(*computed)
-            );
-            let copied = copied_from.and_then(|from| Some((from.index, from.window?)));
-            for (index, page) in (window.first..).zip(window.pages.iter().copied()).chain(copied) {
-                *holders.entry((self.cache.rank_of(index), page)).or_default() += 1;
-            }
-        }
-        for rank in 0..pages.ranks() {
-            let used = holders.keys().filter(|(of, _)| *of == rank).count();
-            assert_eq!(pages.used(rank), used, "window pages of rank {rank}");
-        }
-        for ((rank, page), count) in holders {
-            assert_eq!(pages.holders(rank, page), count, "window page {page} of rank {rank}");
-        }
-    }
-}
-
-/// Gives a sequence the pages that it lacks for `tokens` tokens, and in layers that see a window for `window_tokens`, as long as there
-/// are some; returns whether it has all.
-fn extend(cache: &mut PrefixCache, page_table: &mut PageTable, tokens: usize, window_tokens: usize) -> bool {
-    let page = cache.page();
-    while page_table.pages.len() * page < tokens {
-        let Some(page) = cache.allocate(page_table.pages.len()) else { return false };
-        page_table.pages.push(page);
-    }
-    while cache.window().is_some() && page_table.window.end() * page < window_tokens {
-        let Some(page) = cache.allocate_window(page_table.window.end()) else { return false };
-        page_table.window.pages.push(page);
-    }
-    true
 }

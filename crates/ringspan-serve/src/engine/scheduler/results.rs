@@ -3,7 +3,7 @@
 use super::super::request::{Event, FinishReason};
 use super::super::sequence::{CopiedFrom, PageTable, Sequence};
 use super::super::token_sampler::Drawn;
-use super::{Pass, Scheduler};
+use super::{AdapterPass, Scheduler};
 use std::time::Duration;
 
 impl Scheduler {
@@ -15,7 +15,7 @@ impl Scheduler {
 
     /// Records that a step has been computed: its keys and values are in the cache, and others may use them. Drafts count once they
     /// are drawn.
-    pub(in crate::engine) fn computed(&mut self, passes: &[Pass]) {
+    pub(in crate::engine) fn computed(&mut self, passes: &[AdapterPass]) {
         for (arrival, sequence) in passes.iter().flat_map(|pass| pass.arrivals.iter().zip(&pass.step.sequences)) {
             let Some(index) = self.find(*arrival) else { continue };
             let Sequence { page_table, drafts, .. } = &mut self.running[index];

@@ -2,9 +2,10 @@
 //! overwritten while a sequence needs it, or read before it is written, makes a test fail.
 
 use super::super::pages::Pages;
-use super::super::prefix_cache::{AdapterSlot, PrefixCache};
+use super::super::prefix_cache::PrefixCache;
+use super::super::prefix_tree::AdapterSlot;
 use super::super::request::{Event, Events, FinishReason, Request, TokenLogprobs};
-use super::super::scheduler::{Bounds, Pass, Scheduler};
+use super::super::scheduler::{AdapterPass, Bounds, Scheduler};
 use super::super::sequence::Sequence;
 use super::super::step::{Outputs, WindowPages};
 use std::ops::Range;
@@ -24,7 +25,7 @@ struct Memory {
 }
 
 impl Memory {
-    fn execute(&mut self, passes: &[Pass]) {
+    fn execute(&mut self, passes: &[AdapterPass]) {
         for pass in passes {
             for copy in &pass.step.copies {
                 for row in 0..copy.rows {

@@ -1,6 +1,6 @@
 //! Tests of the scheduler over a simulated cache.
 
-use super::super::prefix_cache::AdapterSlot;
+use super::super::prefix_tree::AdapterSlot;
 use super::super::request::Request;
 use super::super::scheduler::Bounds;
 use super::harness::{Harness, VOCABULARY, bounds};

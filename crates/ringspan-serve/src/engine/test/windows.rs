@@ -4,10 +4,10 @@ use super::super::scheduler::Bounds;
 use super::harness::{Harness, VOCABULARY, bounds};
 use super::request;
 
-/// A sequence holds the pages of its window, however long its text is; those behind it stay in the prefix cache as long as there is
+/// A sequence holds the pages of its window, however long its text is; those before it stay in the prefix cache as long as there is
 /// room, and a hit ends where they are.
 #[test]
-fn windows_hold_as_many_pages_behind_a_long_text_as_behind_a_short_one() {
+fn windows_hold_as_many_pages_after_a_long_text_as_after_a_short_one() {
     for ranks in 1..5 {
         let mut harness = Harness::with_window(ranks, 100, bounds(4), true, Some((19, 30)));
         harness.submit(request(&[2; 90], 200), None, None);
@@ -32,7 +32,7 @@ fn a_hit_ends_where_the_pages_of_its_window_are_gone() {
     let text: Vec<u32> = (0..40).map(|i| i * i % VOCABULARY).collect();
     harness.submit(request(&text, 1), None, None);
     let mut harness = harness.finish();
-    // The beginning has lost its window to what came behind it: nothing of it helps, except where the window begins the text.
+    // The beginning has lost its window to what came after it: nothing of it helps, except where the window begins the text.
     harness.submit(request(&text[..21], 1), None, None);
     let start = harness.scheduler.next()[0].step.sequences[0].start;
     assert_eq!(start, 0);

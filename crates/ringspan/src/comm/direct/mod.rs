@@ -4,7 +4,7 @@
 mod channel;
 mod engine;
 mod note;
-mod world;
+mod transport;
 
 pub use channel::{Channel, Transfer};
 
@@ -14,7 +14,7 @@ use crate::error::Result;
 use engine::Engine;
 use std::sync::Arc;
 use std::time::Duration;
-use world::World;
+use transport::DirectTransport;
 
 /// Makes a communicator of the same ranks that moves blocks on devices through `channel`, and everything else through
 /// `underlying`. All ranks must call this; `deadline` is the longest wait for another rank.
@@ -33,5 +33,5 @@ pub fn over(
     let (rank, size) = (underlying.rank(), underlying.size());
     // It gets its own group, so that its tags are used by nobody else.
     let engine = Engine::new(underlying.split(0, rank)?, channel);
-    Ok(Arc::new(Group::world(Arc::new(World::new(engine, deadline)), (0..size).collect(), rank)))
+    Ok(Arc::new(Group::world(Arc::new(DirectTransport::new(engine, deadline)), (0..size).collect(), rank)))
 }

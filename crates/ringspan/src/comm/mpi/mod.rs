@@ -1,17 +1,17 @@
 //! Ranks as processes of MPI, started by `mpirun` or `srun`. The protocol is described in `comm/mpi/README.md`.
 //!
-//! A process is one rank. It starts the world, runs its rank's work once or repeatedly, and ends the world:
+//! A process is one rank. It connects to the others, runs its rank's work once or repeatedly, and ends:
 //!
 //! ```no_run
 //! use ringspan::Error;
-//! use ringspan::comm::mpi::{Options, World};
+//! use ringspan::comm::mpi::{Options, Process};
 //!
-//! let world = World::start(Options::default())?;
-//! let result = world.run(|comm| comm.barrier());
+//! let process = Process::start(Options::default())?;
+//! let result = process.run(|comm| comm.barrier());
 //! if let Err(error) = &result {
 //!     eprintln!("error: {error}"); // Before the end, which may come with the end of all processes.
 //! }
-//! world.end(result.is_ok())?;
+//! process.end(result.is_ok())?;
 //! # Ok::<_, Error>(())
 //! ```
 //!
@@ -19,9 +19,9 @@
 //! in which it learns which rank died and can report it.
 
 mod engine;
+mod transport;
 mod watch;
 mod wire;
-mod world;
 
 use super::Communicator;
 use super::group::Group;
@@ -38,6 +38,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
+use transport::MpiTransport;
 use watch::{RankAddress, Watch};
 use wire::Wire;
 
@@ -63,17 +64,17 @@ impl Default for Options {
 }
 
 /// This process's connection to all ranks. A process has at most one in its lifetime.
-pub struct World {
+pub struct Process {
     universe: ManuallyDrop<Universe>,
-    world: Arc<world::World>,
+    transport: Arc<MpiTransport>,
     /// The group of all ranks: one for all calls of [`run`](Self::run), since it numbers collectives.
-    group: Arc<Group<world::World>>,
+    group: Arc<Group<MpiTransport>>,
     /// Number of ranks on this machine, and this rank's index among them.
     local: (usize, usize),
     options: Options,
 }
 
-impl World {
+impl Process {
     /// Starts MPI and connects the ranks. All processes must call this, on the thread that calls [`end`](Self::end).
     ///
     /// # Errors
@@ -94,11 +95,11 @@ impl World {
         let address = RankAddress::agree(&wire).map_err(|problem| refused(rank, problem))?;
         let watch = Watch::start(&address, &options).map_err(|error| refused(rank, error.to_string()))?;
         drop(started);
-        let world = Arc::new(world::World::new(Engine::new(wire), watch, options.deadline));
+        let transport = Arc::new(MpiTransport::new(Engine::new(wire), watch, options.deadline));
         Ok(Self {
             universe,
-            group: Arc::new(Group::world(world.clone(), (0..size).collect(), rank)),
-            world,
+            group: Arc::new(Group::world(transport.clone(), (0..size).collect(), rank)),
+            transport,
             local: address.local,
             options,
         })
@@ -106,7 +107,7 @@ impl World {
 
     /// This process's rank.
     pub fn rank(&self) -> usize {
-        self.world.rank
+        self.transport.rank
     }
 
     /// Number of ranks.
@@ -126,8 +127,8 @@ impl World {
 
     /// A function that sets the longest wait for another rank, from any thread.
     pub(super) fn deadline_setter(&self) -> Arc<dyn Fn(Duration) + Send + Sync> {
-        let world = self.world.clone();
-        Arc::new(move |deadline| world.set_deadline(deadline))
+        let transport = self.transport.clone();
+        Arc::new(move |deadline| transport.set_deadline(deadline))
     }
 
     /// Runs this process's rank on a thread `rank-N`. All other ranks are told of an error or a panic, and their next call
@@ -142,7 +143,7 @@ impl World {
         E: From<Error> + Display + Send,
     {
         let rank = self.rank();
-        self.world.check_call("run")?;
+        self.transport.check_call("run")?;
         let group = self.group.clone();
         let result = thread::scope(|scope| {
             let thread = thread::Builder::new().name(format!("rank-{rank}")).stack_size(self.options.stack_bytes);
@@ -162,7 +163,7 @@ impl World {
         });
         if let Err(error) = &result {
             let text = catch_unwind(AssertUnwindSafe(|| error.to_string()));
-            self.world.fail(rank, text.unwrap_or_else(|_| "an error whose text cannot be shown".into()));
+            self.transport.fail(rank, text.unwrap_or_else(|_| "an error whose text cannot be shown".into()));
         }
         result
     }
@@ -173,27 +174,27 @@ impl World {
     /// # Errors
     /// A failure of another rank after this rank finished well.
     pub fn end(self, good: bool) -> Result<()> {
-        let finished = if good { self.world.finish() } else { Ok(()) };
+        let finished = if good { self.transport.finish() } else { Ok(()) };
         if good && finished.is_ok() {
-            self.world.watch.bye();
-            self.world.close();
+            self.transport.watch.bye();
+            self.transport.close();
             let _guard = Guard::new("end")?;
             drop(ManuallyDrop::into_inner(self.universe));
             return Ok(());
         }
         if !good {
             // This has no effect if `run` has already reported the error.
-            self.world.fail(self.rank(), "it ended with an error".into());
+            self.transport.fail(self.rank(), "it ended with an error".into());
         }
         if let Err(error) = &finished {
             // The error is printed here, because the process may be killed during the wait below.
             watch::say(error);
         }
-        self.world.watch.leave();
-        self.world.close();
+        self.transport.watch.leave();
+        self.transport.close();
         if self.rank() == 0 {
             // MPI also ends a process that is stopped.
-            self.world.abort();
+            self.transport.abort();
         }
         finished
     }

@@ -1,15 +1,17 @@
-//! The ranks of a mesh, as threads of this process or as one rank in each of several processes.
+//! The processes that run a program together: one, whose ranks are threads, or several, each of which is a rank.
 
 use super::agree::{Setting, agree, smallest};
-use super::{Buffer, Communicator, threads};
+use super::{Buffer, Communicator};
 use crate::error::{Error, Result};
-use std::fmt::{self, Display};
+use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
-/// How ranks run. The same program serves both: it runs a closure on every rank, and only rank 0 prints and writes files.
+/// The processes that run a program together. One program serves both kinds: it starts a `World` for its mesh, whose ranks are
+/// threads of a single process or all processes of the group, and only the process with rank 0 prints and writes files.
 #[derive(Clone, Default)]
-pub struct Ranks {
-    /// The rank that this process is, or `None` if ranks are threads.
+pub struct ProcessGroup {
+    /// The rank that this process is, or `None` if it is the only one.
     process: Option<Process>,
 }
 
@@ -18,19 +20,19 @@ struct Process {
     comm: Arc<dyn Communicator>,
     /// Number of ranks on this machine, and this rank's index among them.
     local: (usize, usize),
-    set_deadline: Arc<dyn Fn(std::time::Duration) + Send + Sync>,
+    set_deadline: Arc<dyn Fn(Duration) + Send + Sync>,
 }
 
-impl Ranks {
-    /// Ranks that are threads of this process.
-    pub const fn threads() -> Self {
+impl ProcessGroup {
+    /// A single process, whose ranks are threads.
+    pub const fn single() -> Self {
         Self { process: None }
     }
 
-    /// Ranks that are processes: this process is a rank of `world`, and communicates through `comm`.
+    /// The processes of MPI, of which this one is `process`, and communicates through `comm`.
     #[cfg(feature = "mpi")]
-    pub fn process(world: &super::mpi::World, comm: Arc<dyn Communicator>) -> Self {
-        let (local, set_deadline) = ((world.local_size(), world.local_rank()), world.deadline_setter());
+    pub fn mpi(process: &super::mpi::Process, comm: Arc<dyn Communicator>) -> Self {
+        let (local, set_deadline) = ((process.local_size(), process.local_rank()), process.deadline_setter());
         Self { process: Some(Process { comm, local, set_deadline }) }
     }
 
@@ -39,17 +41,17 @@ impl Ranks {
         self.process.as_ref().is_none_or(|process| process.comm.rank() == 0)
     }
 
-    /// Number of ranks on this machine if each is a process; `None` if ranks are threads.
+    /// Number of processes on this machine if each is a rank; `None` if ranks are threads.
     pub fn local(&self) -> Option<usize> {
         self.process.as_ref().map(|process| process.local.0)
     }
 
-    /// This process's index among the ranks on its machine; `None` if ranks are threads.
+    /// This process's index among those on its machine; `None` if ranks are threads.
     pub fn local_rank(&self) -> Option<usize> {
         self.process.as_ref().map(|process| process.local.1)
     }
 
-    /// The communicator of this process; `None` if ranks are threads, which receive theirs in [`run`](Self::run).
+    /// The communicator of this process; `None` if ranks are threads, which have their own in a `World`.
     pub fn comm(&self) -> Option<&Arc<dyn Communicator>> {
         self.process.as_ref().map(|process| &process.comm)
     }
@@ -61,24 +63,11 @@ impl Ranks {
         Self { process: self.process.as_ref().map(|process| Process { comm, ..process.clone() }) }
     }
 
-    /// Runs `rank_main` on every rank of a mesh of `size`, and returns the results of the ranks of *this process*, in rank
-    /// order: the results of all ranks if they are threads, of one if they are processes.
-    ///
-    /// # Errors
-    /// [`Error::MeshSize`] for another number of processes; else like those of [`threads::run`], where a process returns
-    /// the error of its own rank.
-    pub fn run<T, E, F>(&self, size: usize, options: threads::Options, rank_main: F) -> std::result::Result<Vec<T>, E>
-    where
-        F: Fn(Arc<dyn Communicator>) -> std::result::Result<T, E> + Sync,
-        T: Send,
-        E: From<Error> + Display + Send,
-    {
-        let Some(Process { comm, set_deadline, .. }) = &self.process else {
-            return threads::run(size, options, rank_main);
-        };
-        self.check(size)?;
-        set_deadline(options.deadline);
-        Ok(vec![rank_main(comm.clone())?])
+    /// Sets the longest wait of this process for another; has no effect on threads.
+    pub(crate) fn set_deadline(&self, deadline: Duration) {
+        if let Some(Process { set_deadline, .. }) = &self.process {
+            set_deadline(deadline);
+        }
     }
 
     /// Checks that a mesh of `size` can run here.
@@ -95,7 +84,7 @@ impl Ranks {
     }
 
     /// Gathers the buffers of all ranks, in rank order, on rank 0; other processes get `None`. `own` has the buffers of
-    /// this process's ranks: as many as [`run`](Self::run) returns results.
+    /// this process's ranks: as many as `World::run` returns results.
     ///
     /// # Errors
     /// Failures of other ranks.
@@ -128,11 +117,11 @@ impl Ranks {
     }
 }
 
-impl fmt::Debug for Ranks {
+impl fmt::Debug for ProcessGroup {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.process {
-            None => f.write_str("Ranks::threads"),
-            Some(Process { comm, .. }) => write!(f, "Ranks::process {} of {}", comm.rank(), comm.size()),
+            None => f.write_str("ProcessGroup::single"),
+            Some(Process { comm, .. }) => write!(f, "ProcessGroup: process {} of {}", comm.rank(), comm.size()),
         }
     }
 }

@@ -28,7 +28,7 @@ const QUESTION: Duration = Duration::from_secs(1);
 const FAREWELL: Duration = Duration::from_secs(10);
 
 /// This rank's view of all ranks.
-pub(super) struct World {
+pub(super) struct DirectTransport {
     rank: usize,
     engine: Mutex<Engine>,
     /// The first failure that this rank saw; every later call returns it.
@@ -37,7 +37,7 @@ pub(super) struct World {
     bytes_sent: AtomicU64,
 }
 
-impl World {
+impl DirectTransport {
     pub(super) fn new(engine: Engine, deadline: Duration) -> Self {
         let rank = engine.rank();
         let (failure, bytes_sent) = (Mutex::new(None), AtomicU64::new(0));
@@ -161,7 +161,7 @@ impl World {
     }
 }
 
-impl Transport for World {
+impl Transport for DirectTransport {
     fn check(&self, _: usize, operation: &Operation) -> Result<()> {
         self.check_with(operation)
     }
@@ -279,7 +279,7 @@ impl Transport for World {
     }
 }
 
-impl Drop for World {
+impl Drop for DirectTransport {
     fn drop(&mut self) {
         let engine = self.engine.get_mut().unwrap_or_else(PoisonError::into_inner);
         let failed = self.failure.get_mut().unwrap_or_else(PoisonError::into_inner).is_some();

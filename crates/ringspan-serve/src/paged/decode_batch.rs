@@ -16,7 +16,7 @@ use std::rc::Rc;
 /// has the same bits however many are computed together.
 ///
 /// Each rank attends to its own pages, and one exchange a layer merges the results, whose size does not depend on the context.
-pub(super) struct Decodes {
+pub(super) struct DecodeBatch {
     queries: Vec<Run>,
     /// This rank's keys, in the order of `cache_rows`.
     keys: Vec<Run>,
@@ -28,7 +28,7 @@ pub(super) struct Decodes {
     longest: usize,
 }
 
-impl Decodes {
+impl DecodeBatch {
     pub(super) fn new(map: &PageMap, sequences: &[&StepSequence], kind: LayerKind) -> Self {
         let (mut queries, mut keys, mut cache_rows, mut own) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         let mut longest = 0;

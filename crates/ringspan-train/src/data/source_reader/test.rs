@@ -1,7 +1,7 @@
 use super::*;
 use crate::{
     Tokenizer,
-    data::{Content, NOT_LEARNED, Template, ignore_progress},
+    data::{Content, DocumentStore, NOT_LEARNED, SourceSummary, Template, ignore_progress},
 };
 use ringspan_candle::pool;
 use serde_json::json;

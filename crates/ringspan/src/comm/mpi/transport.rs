@@ -23,7 +23,7 @@ const EAGER: u32 = 2000;
 const PAUSE: Duration = Duration::from_micros(200);
 
 /// This process's view of all ranks.
-pub(super) struct World {
+pub(super) struct MpiTransport {
     pub(super) rank: usize,
     engine: Mutex<Engine>,
     pub(super) watch: Arc<Watch>,
@@ -33,7 +33,7 @@ pub(super) struct World {
     talks: Mutex<(Option<ThreadId>, bool)>,
 }
 
-impl World {
+impl MpiTransport {
     pub(super) fn new(engine: Engine, watch: Arc<Watch>, deadline: Duration) -> Self {
         let rank = engine.wire().rank;
         let (bytes_sent, talks) = (AtomicU64::new(0), Mutex::new((None, false)));
@@ -178,7 +178,7 @@ impl World {
     }
 }
 
-impl Transport for World {
+impl Transport for MpiTransport {
     fn check(&self, _: usize, operation: &Operation) -> Result<()> {
         self.check_with(operation)
     }

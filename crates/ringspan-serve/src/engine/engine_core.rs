@@ -1,21 +1,18 @@
-//! The loop of the engine on rank 0: it takes requests, schedules steps, samples tokens and sends events to the clients.
+//! The loop of the engine on rank 0: it takes requests, schedules steps, and has their tokens sampled and sent to the clients.
 
 use super::fingerprint::fingerprint;
-use super::logprobs::Distribution;
 use super::order::Order;
 use super::rank::{EngineRank, Outcome};
-use super::request::{Metrics, Pooling, RankMetrics, TokenLogprobs};
-use super::scheduler::{Pass, Scheduler};
+use super::request::{Metrics, RankMetrics};
+use super::scheduler::{AdapterPass, Scheduler};
 use super::sequence::Sequence;
 use super::session;
 use super::shared::{Command, Ending, Shared};
 use super::step::{Outputs, Step, StepSequence, WindowPages};
-use super::token_sampler::Drawn;
-use crate::error::{Error, Result};
-use candle_core::{DType, Tensor};
-use ringspan_candle::cast::cast;
-use ringspan_candle::pool;
-use std::collections::{BTreeMap, HashMap};
+use super::step_logits::{DrawnTokens, LogitRow, logit_rows, pool_hidden, read_logits};
+use crate::error::Result;
+use candle_core::Tensor;
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 /// Logits that are in memory at once.
@@ -24,8 +21,8 @@ const MOST_LOGITS: usize = 16 << 20;
 /// Time between two counts of what the ranks have sent and waited for.
 const COUNT_EVERY: Duration = Duration::from_secs(1);
 
-/// The engine on rank 0.
-pub(super) struct Lead<'a> {
+/// The engine's loop on rank 0, and its state.
+pub(super) struct EngineCore<'a> {
     scheduler: &'a mut Scheduler,
     shared: &'a Shared,
     /// Longest time without an order to the other ranks, which wait for it no longer than their deadline.
@@ -41,69 +38,7 @@ pub(super) struct Lead<'a> {
     counted: Instant,
 }
 
-/// A row of hidden states whose logits are needed.
-#[derive(Debug, Clone, Copy)]
-struct LogitRow {
-    /// Index among the rows that the passes output.
-    row: usize,
-    arrival: u64,
-    purpose: Purpose,
-}
-
-#[derive(Debug, Clone, Copy)]
-enum Purpose {
-    /// The log-probability of the prompt's next token, and of this many most likely ones.
-    OfPrompt { token: u32, top: usize },
-    /// A token is drawn: the next one, or if that is the first draft, the one behind it, and so on.
-    Draw {
-        /// Number of drafts before the token.
-        drafts: usize,
-    },
-}
-
-/// The use of a row of logits.
-enum Job<'a> {
-    OfPrompt { arrival: u64, token: u32, top: usize, logits: &'a [f32] },
-    Draw(u64, Draws<'a>),
-}
-
-/// The result of a [`Job`].
-enum JobResult {
-    OfPrompt(u64, TokenLogprobs),
-    Drawn(u64, Vec<Result<Drawn, String>>),
-}
-
-/// The tokens of a sequence that are drawn in a step.
-struct Draws<'a> {
-    sequence: &'a mut Sequence,
-    drawn: Vec<Result<Drawn, String>>,
-    /// Logits, with the number of drafts before each token.
-    rows: Vec<(usize, &'a mut [f32])>,
-}
-
-impl Draws<'_> {
-    /// Draws tokens as long as the ones before are the drafts with which the logits were computed.
-    fn draw(mut self) -> Vec<Result<Drawn, String>> {
-        for (drafts, logits) in self.rows {
-            let Sequence { drafts: guessed, sampler, stop_token_ids, .. } = &mut *self.sequence;
-            let follows = match drafts.checked_sub(1) {
-                None => true,
-                Some(last) => matches!(
-                    self.drawn.get(last),
-                    Some(Ok(Drawn { token, ends: false, .. }))
-                        if guessed.get(last) == Some(token) && !stop_token_ids.contains(token)
-                ),
-            };
-            if !follows {
-                break;
-            }
-            self.drawn.push(sampler.draw(logits));
-        }
-        self.drawn
-    }
-}
-
-impl<'a> Lead<'a> {
+impl<'a> EngineCore<'a> {
     pub(super) fn new(scheduler: &'a mut Scheduler, shared: &'a Shared, heartbeat: Duration) -> Self {
         Self {
             scheduler,
@@ -126,7 +61,7 @@ impl<'a> Lead<'a> {
             let wait = self.heartbeat.saturating_sub(ranks.since_order());
             let (commands, ending) = self.shared.commands(idle.then_some(wait));
             for _ in 0..commands {
-                // One at a time: if it fails, the commands behind it are still in the queue, and are answered with the reason.
+                // One at a time: if it fails, the commands after it are still in the queue, and are answered with the reason.
                 let Some(command) = self.shared.next_command() else { break };
                 self.handle(command, ranks)?;
             }
@@ -276,8 +211,8 @@ impl<'a> Lead<'a> {
     }
 
     /// Computes a step, and sends its results to the clients.
-    fn step(&mut self, passes: &[Pass], ranks: &mut EngineRank) -> Result<()> {
-        let rows = self.logit_rows(passes);
+    fn step(&mut self, passes: &[AdapterPass], ranks: &mut EngineRank) -> Result<()> {
+        let rows = logit_rows(self.scheduler, passes);
         let most = (MOST_LOGITS / self.shared.limits.vocabulary.max(1)).max(1);
         let order = Order::Compute {
             passes: passes.iter().map(|pass| (pass.adapter, pass.step.clone())).collect(),
@@ -291,113 +226,23 @@ impl<'a> Lead<'a> {
             [one] => Some(one.clone()),
             several => Some(Tensor::cat(several, 0)?),
         };
-        let mut drawn = HashMap::new();
+        let mut drawn = DrawnTokens::new();
         if let Some(hidden) = &hidden {
-            self.pool_hidden(passes, hidden)?;
+            pool_hidden(self.scheduler, passes, hidden)?;
             for block in rows.chunks(most) {
                 let indices: Vec<u32> = block.iter().map(|row| row.row as u32).collect();
                 let of_block = hidden.index_select(&Tensor::new(indices, hidden.device())?, 0)?;
                 let logits = ranks.executor.logits(block.len(), Some(&of_block))?;
                 let mut logits = logits.ok_or_else(|| ranks.unexpected("logits"))?;
-                self.read_logits(block, &mut logits, &mut drawn)?;
+                read_logits(self.scheduler, self.shared.limits.vocabulary, block, &mut logits, &mut drawn)?;
             }
         }
         self.advance(passes, drawn);
         Ok(())
     }
 
-    /// The rows of which logits are needed, in the order of the rows that the passes output.
-    fn logit_rows(&mut self, passes: &[Pass]) -> Vec<LogitRow> {
-        let mut rows = Vec::new();
-        for (row, arrival, position) in output_rows(passes) {
-            let Some(index) = self.scheduler.find(arrival) else { continue };
-            let sequence = &self.scheduler.running()[index];
-            let next = position + 1;
-            if next < sequence.prompt
-                && let Some(top) = sequence.prompt_results.wants_logprobs()
-            {
-                rows.push(LogitRow { row, arrival, purpose: Purpose::OfPrompt { token: sequence.tokens[next], top } });
-            }
-            if let Some(drafts) = next.checked_sub(sequence.tokens.len())
-                && next < sequence.longest
-            {
-                rows.push(LogitRow { row, arrival, purpose: Purpose::Draw { drafts } });
-            }
-        }
-        rows
-    }
-
-    /// Adds the hidden states of prompts to what their clients asked for.
-    fn pool_hidden(&mut self, passes: &[Pass], hidden: &Tensor) -> Result<()> {
-        for (row, arrival, position) in output_rows(passes) {
-            let Some(index) = self.scheduler.find(arrival) else { continue };
-            let wanted = match self.scheduler.running()[index].prompt_results.wants_hidden() {
-                Some(Pooling::Mean) => true,
-                Some(Pooling::Last) => position + 1 == self.scheduler.running()[index].prompt,
-                None => false,
-            };
-            if wanted {
-                let state: Vec<f32> = cast(&hidden.get(row)?, DType::F32)?.to_vec1()?;
-                self.scheduler.running()[index].prompt_results.add_hidden(&state);
-            }
-        }
-        Ok(())
-    }
-
-    /// Reads the logits of a block of rows, on all threads of the rank.
-    fn read_logits(
-        &mut self,
-        block: &[LogitRow],
-        logits: &mut [f32],
-        drawn: &mut HashMap<u64, Vec<Result<Drawn, String>>>,
-    ) -> Result<()> {
-        let vocabulary = self.shared.limits.vocabulary;
-        if logits.len() != block.len() * vocabulary {
-            let problem = format!("{} logits for {} rows of {vocabulary}", logits.len(), block.len());
-            return Err(Error::Logits { vocabulary, problem });
-        }
-        let running = self.scheduler.running();
-        let mut sequences: HashMap<u64, &mut Sequence> =
-            running.iter_mut().map(|sequence| (sequence.arrival, sequence)).collect();
-        let mut jobs: Vec<Job> = Vec::with_capacity(block.len());
-        for (LogitRow { arrival, purpose, .. }, logits) in block.iter().zip(logits.chunks_exact_mut(vocabulary)) {
-            let arrival = *arrival;
-            match (*purpose, jobs.last_mut()) {
-                (Purpose::OfPrompt { token, top }, _) => jobs.push(Job::OfPrompt { arrival, token, top, logits }),
-                (Purpose::Draw { drafts }, Some(Job::Draw(last, draws))) if *last == arrival => {
-                    draws.rows.push((drafts, logits));
-                }
-                (Purpose::Draw { drafts }, _) => {
-                    let Some(sequence) = sequences.remove(&arrival) else { continue };
-                    // A block may end between the drafts of a sequence.
-                    let drawn = drawn.remove(&arrival).unwrap_or_default();
-                    jobs.push(Job::Draw(arrival, Draws { sequence, drawn, rows: vec![(drafts, logits)] }));
-                }
-            }
-        }
-        let read = pool::map(jobs, |job| match job {
-            Job::OfPrompt { arrival, token, top, logits } => {
-                JobResult::OfPrompt(arrival, Distribution::new(logits).of(token, top))
-            }
-            Job::Draw(arrival, draws) => JobResult::Drawn(arrival, draws.draw()),
-        });
-        for read in read {
-            match read {
-                JobResult::OfPrompt(arrival, logprobs) => {
-                    if let Some(index) = self.scheduler.find(arrival) {
-                        self.scheduler.running()[index].prompt_results.add_logprobs(logprobs);
-                    }
-                }
-                JobResult::Drawn(arrival, tokens) => {
-                    drawn.insert(arrival, tokens);
-                }
-            }
-        }
-        Ok(())
-    }
-
     /// Adds the tokens that were drawn to their sequences.
-    fn advance(&mut self, passes: &[Pass], mut drawn: HashMap<u64, Vec<Result<Drawn, String>>>) {
+    fn advance(&mut self, passes: &[AdapterPass], mut drawn: DrawnTokens) {
         for arrival in passes.iter().flat_map(|pass| &pass.arrivals) {
             let Some(index) = self.scheduler.find(*arrival) else { continue };
             if self.scheduler.running()[index].remaining() > 0 || self.scheduler.prompt_read(index) {
@@ -410,20 +255,4 @@ impl<'a> Lead<'a> {
             }
         }
     }
-}
-
-/// The rows that passes output, in their order: the index of the row, the arrival of its sequence, and the position of its token.
-fn output_rows(passes: &[Pass]) -> impl Iterator<Item = (usize, u64, usize)> {
-    let of_sequence = |(arrival, sequence): (&u64, &StepSequence)| {
-        let end = sequence.start + sequence.tokens.len();
-        let positions = match sequence.outputs {
-            Outputs::None => end..end,
-            Outputs::Last => end - 1..end,
-            Outputs::All => sequence.start..end,
-        };
-        let arrival = *arrival;
-        positions.map(move |position| (arrival, position))
-    };
-    let sequences = passes.iter().flat_map(|pass| pass.arrivals.iter().zip(&pass.step.sequences));
-    sequences.flat_map(of_sequence).enumerate().map(|(row, (arrival, position))| (row, arrival, position))
 }

@@ -1,0 +1,190 @@
+//! Reads the logits of a step on rank 0: draws the next tokens of sequences, and takes the log-probabilities that prompts were asked for.
+
+use super::logprobs::Distribution;
+use super::request::{Pooling, TokenLogprobs};
+use super::scheduler::{AdapterPass, Scheduler};
+use super::sequence::Sequence;
+use super::step::{Outputs, StepSequence};
+use super::token_sampler::Drawn;
+use crate::error::{Error, Result};
+use candle_core::{DType, Tensor};
+use ringspan_candle::cast::cast;
+use ringspan_candle::pool;
+use std::collections::HashMap;
+
+/// A row of hidden states whose logits are needed.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct LogitRow {
+    /// Index among the rows that the passes output.
+    pub(super) row: usize,
+    arrival: u64,
+    purpose: LogitPurpose,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum LogitPurpose {
+    /// The log-probability of the prompt's next token, and of this many most likely ones.
+    PromptLogprobs { token: u32, top: usize },
+    /// A token is drawn: the next one, or if that is the first draft, the one after it, and so on.
+    Draw {
+        /// Number of drafts before the token.
+        drafts: usize,
+    },
+}
+
+/// The use of a row of logits.
+enum LogitTask<'a> {
+    PromptLogprobs { arrival: u64, token: u32, top: usize, logits: &'a [f32] },
+    Draw(u64, SequenceDraws<'a>),
+}
+
+/// The result of a [`LogitTask`].
+enum LogitTaskResult {
+    PromptLogprobs(u64, TokenLogprobs),
+    Drawn(u64, Vec<Result<Drawn, String>>),
+}
+
+/// The tokens of a sequence that are drawn in a step.
+struct SequenceDraws<'a> {
+    sequence: &'a mut Sequence,
+    drawn: Vec<Result<Drawn, String>>,
+    /// Logits, with the number of drafts before each token.
+    rows: Vec<(usize, &'a mut [f32])>,
+}
+
+impl SequenceDraws<'_> {
+    /// Draws tokens as long as the ones before are the drafts with which the logits were computed.
+    fn draw(mut self) -> Vec<Result<Drawn, String>> {
+        for (drafts, logits) in self.rows {
+            let Sequence { drafts: guessed, sampler, stop_token_ids, .. } = &mut *self.sequence;
+            let follows = match drafts.checked_sub(1) {
+                None => true,
+                Some(last) => matches!(
+                    self.drawn.get(last),
+                    Some(Ok(Drawn { token, ends: false, .. }))
+                        if guessed.get(last) == Some(token) && !stop_token_ids.contains(token)
+                ),
+            };
+            if !follows {
+                break;
+            }
+            self.drawn.push(sampler.draw(logits));
+        }
+        self.drawn
+    }
+}
+
+/// What was drawn for each sequence, by its arrival: tokens, or why none could be.
+pub(super) type DrawnTokens = HashMap<u64, Vec<Result<Drawn, String>>>;
+
+/// The rows of which logits are needed, in the order of the rows that the passes output.
+pub(super) fn logit_rows(scheduler: &mut Scheduler, passes: &[AdapterPass]) -> Vec<LogitRow> {
+    let mut rows = Vec::new();
+    for (row, arrival, position) in output_rows(passes) {
+        let Some(index) = scheduler.find(arrival) else { continue };
+        let sequence = &scheduler.running()[index];
+        let next = position + 1;
+        if next < sequence.prompt
+            && let Some(top) = sequence.prompt_results.wants_logprobs()
+        {
+            rows.push(LogitRow {
+                row,
+                arrival,
+                purpose: LogitPurpose::PromptLogprobs { token: sequence.tokens[next], top },
+            });
+        }
+        if let Some(drafts) = next.checked_sub(sequence.tokens.len())
+            && next < sequence.longest
+        {
+            rows.push(LogitRow { row, arrival, purpose: LogitPurpose::Draw { drafts } });
+        }
+    }
+    rows
+}
+
+/// Adds the hidden states of prompts to what their clients asked for.
+pub(super) fn pool_hidden(scheduler: &mut Scheduler, passes: &[AdapterPass], hidden: &Tensor) -> Result<()> {
+    for (row, arrival, position) in output_rows(passes) {
+        let Some(index) = scheduler.find(arrival) else { continue };
+        let wanted = match scheduler.running()[index].prompt_results.wants_hidden() {
+            Some(Pooling::Mean) => true,
+            Some(Pooling::Last) => position + 1 == scheduler.running()[index].prompt,
+            None => false,
+        };
+        if wanted {
+            let state: Vec<f32> = cast(&hidden.get(row)?, DType::F32)?.to_vec1()?;
+            scheduler.running()[index].prompt_results.add_hidden(&state);
+        }
+    }
+    Ok(())
+}
+
+/// Reads the logits of a block of rows, on all threads of the rank.
+pub(super) fn read_logits(
+    scheduler: &mut Scheduler,
+    vocabulary: usize,
+    block: &[LogitRow],
+    logits: &mut [f32],
+    drawn: &mut DrawnTokens,
+) -> Result<()> {
+    if logits.len() != block.len() * vocabulary {
+        let problem = format!("{} logits for {} rows of {vocabulary}", logits.len(), block.len());
+        return Err(Error::Logits { vocabulary, problem });
+    }
+    let running = scheduler.running();
+    let mut sequences: HashMap<u64, &mut Sequence> =
+        running.iter_mut().map(|sequence| (sequence.arrival, sequence)).collect();
+    let mut tasks: Vec<LogitTask> = Vec::with_capacity(block.len());
+    for (LogitRow { arrival, purpose, .. }, logits) in block.iter().zip(logits.chunks_exact_mut(vocabulary)) {
+        let arrival = *arrival;
+        match (*purpose, tasks.last_mut()) {
+            (LogitPurpose::PromptLogprobs { token, top }, _) => {
+                tasks.push(LogitTask::PromptLogprobs { arrival, token, top, logits })
+            }
+            (LogitPurpose::Draw { drafts }, Some(LogitTask::Draw(last, draws))) if *last == arrival => {
+                draws.rows.push((drafts, logits));
+            }
+            (LogitPurpose::Draw { drafts }, _) => {
+                let Some(sequence) = sequences.remove(&arrival) else { continue };
+                // A block may end between the drafts of a sequence.
+                let drawn = drawn.remove(&arrival).unwrap_or_default();
+                tasks.push(LogitTask::Draw(arrival, SequenceDraws { sequence, drawn, rows: vec![(drafts, logits)] }));
+            }
+        }
+    }
+    let read = pool::map(tasks, |task| match task {
+        LogitTask::PromptLogprobs { arrival, token, top, logits } => {
+            LogitTaskResult::PromptLogprobs(arrival, Distribution::new(logits).of(token, top))
+        }
+        LogitTask::Draw(arrival, draws) => LogitTaskResult::Drawn(arrival, draws.draw()),
+    });
+    for read in read {
+        match read {
+            LogitTaskResult::PromptLogprobs(arrival, logprobs) => {
+                if let Some(index) = scheduler.find(arrival) {
+                    scheduler.running()[index].prompt_results.add_logprobs(logprobs);
+                }
+            }
+            LogitTaskResult::Drawn(arrival, tokens) => {
+                drawn.insert(arrival, tokens);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The rows that passes output, in their order: the index of the row, the arrival of its sequence, and the position of its token.
+fn output_rows(passes: &[AdapterPass]) -> impl Iterator<Item = (usize, u64, usize)> {
+    let of_sequence = |(arrival, sequence): (&u64, &StepSequence)| {
+        let end = sequence.start + sequence.tokens.len();
+        let positions = match sequence.outputs {
+            Outputs::None => end..end,
+            Outputs::Last => end - 1..end,
+            Outputs::All => sequence.start..end,
+        };
+        let arrival = *arrival;
+        positions.map(move |position| (arrival, position))
+    };
+    let sequences = passes.iter().flat_map(|pass| pass.arrivals.iter().zip(&pass.step.sequences));
+    sequences.flat_map(of_sequence).enumerate().map(|(row, (arrival, position))| (row, arrival, position))
+}
