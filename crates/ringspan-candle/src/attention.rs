@@ -1,5 +1,8 @@
 //! Attention over a group of ranks as one candle operation with a backward pass.
 
+pub use crate::attention_inputs::AttentionInputs;
+
+use crate::attention_inputs::with_learned_terms;
 use crate::cast::cast;
 use crate::loan::{self, Loan};
 use crate::number::{self, with_number};
@@ -7,41 +10,15 @@ use crate::offload::Offload;
 use crate::slices;
 use crate::stored_activation::{self, Storage as Stored};
 use crate::tape::{self, Reads};
-use candle_core::{CpuStorage, CustomOp2, CustomOp3, DType, Device, Layout, Result, Shape, Tensor, WithDType, bail};
+use candle_core::{CpuStorage, CustomOp2, CustomOp3, Device, Layout, Result, Shape, Tensor, WithDType, bail};
 use candle_core::{CudaStorage, backend::BackendStorage};
 use ringspan::attention::{Forward, Group, Inputs, on_device};
 use ringspan::kernel::{Floats, Statistics};
 use ringspan::{Schedule, Score};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The inputs of attention, for T tokens on this rank; H query heads share G key-value heads, of width D (queries, keys) and
-/// Dv (values).
-#[derive(Debug, Clone, Copy)]
-pub struct AttentionInputs<'a> {
-    /// Queries `[T, H, D]`.
-    pub q: &'a Tensor,
-    /// Keys `[T, G, D]`.
-    pub k: &'a Tensor,
-    /// Values `[T, G, Dv]`.
-    pub v: &'a Tensor,
-    /// Attention sinks `[H]`: for each head the score of one more key, with value 0, that every query sees; `None` without
-    /// sinks.
-    pub sinks: Option<&'a Tensor>,
-    /// A term that is added to the score of each query of this rank and each key of its batch row, before the mask: f32
-    /// `[T, H, Sk]`, or `[T, 1, Sk]` for all heads, where Sk is the length of a row of keys; `None` without one.
-    pub bias: Option<&'a Tensor>,
-}
-
-impl<'a> AttentionInputs<'a> {
-    /// Inputs without sinks and bias.
-    #[must_use]
-    pub fn new(q: &'a Tensor, k: &'a Tensor, v: &'a Tensor) -> Self {
-        Self { q, k, v, sinks: None, bias: None }
-    }
-}
-
-/// Attention of this rank's queries over the keys of all ranks of `group`, differentiable in q, k, v and sinks. The gradient
-/// of the sinks covers only this rank's queries; its sum over the ranks is the whole gradient.
+/// Attention of this rank's queries over the keys of all ranks of `group`, differentiable in all of its inputs. The
+/// gradients of sinks and bucket table cover what this rank computes; their sums over the ranks are the whole gradients.
 ///
 /// q `[T, H, D]`, k `[Tk, G, D]` and v `[Tk, G, Dv]` give `[T, H, Dv]`. They are f32 or bf16, the type in which keys and
 /// values are also sent; sums are f32 and are rounded once. All ranks must call this in the same order, forward and backward.
@@ -158,10 +135,11 @@ impl SavedAttention {
 pub fn attention_saving(
     group: &Arc<Group>,
     schedule: &Arc<Schedule>,
-    &AttentionInputs { q, k, v, sinks, bias }: &AttentionInputs,
+    inputs: &AttentionInputs,
     score: Score,
     memory: &mut SavedAttention,
 ) -> Result<Tensor> {
+    let &AttentionInputs { q, k, v, sinks, bias, bucket_table } = inputs;
     let before = memory.kept.take();
     let first = before.is_none();
     let (out, delta, statistics) = match before {
@@ -172,37 +150,38 @@ pub fn attention_saving(
     };
     let is_differentiated = delta.is_some();
     let readable = |tensor: &Tensor| loan::readable(group.kernel(), tensor);
-    let (d_sinks, d_bias) = (SharedGradient::default(), SharedGradient::default());
+    let [d_sinks, d_bias, d_table] = [(); 3].map(|()| SharedGradient::default());
     let op = Attention {
         group: group.clone(),
         schedule: schedule.clone(),
-        score: with_sinks(score, sinks)?,
+        score: with_learned_terms(score, inputs)?,
         bias: bias.map(|bias| readable(&bias.detach())).transpose()?,
         out: Mutex::new(out),
         delta: Mutex::new(delta),
         statistics: statistics.clone(),
         d_sinks: d_sinks.clone(),
         d_bias: d_bias.clone(),
+        d_table: d_table.clone(),
     };
     let mut q_passed = q.clone();
-    for (extra, gradient) in [(sinks, d_sinks), (bias, d_bias)] {
-        if let Some(extra) = extra.filter(|extra| extra.track_op() && q.dim(0).is_ok_and(|tokens| tokens > 0)) {
-            q_passed = tape::apply(
-                GradientPassthrough { gradient },
-                [&q_passed.contiguous()?, &extra.contiguous()?],
-                Reads::Nothing,
-            )?;
+    // A rank without queries has no gradient of sinks and bias, but it may compute other ranks' queries, whose terms are in the table.
+    let has_queries = q.dim(0)? > 0;
+    for (extra, gradient, has_gradient) in
+        [(sinks, d_sinks, has_queries), (bias, d_bias, has_queries), (bucket_table, d_table, true)]
+    {
+        if let Some(extra) = extra.filter(|extra| extra.track_op() && has_gradient) {
+            q_passed = tape::apply(GradientPassthrough { gradient }, [&q_passed.contiguous()?, &extra.contiguous()?], Reads::Nothing)?;
         }
     }
-    let inputs = [&readable(&q_passed)?, &readable(k)?, &readable(v)?];
+    let qkv = [&readable(&q_passed)?, &readable(k)?, &readable(v)?];
     if is_differentiated {
         if !tape::is_recording() {
             bail!("the output of this attention was differentiated, so that it has no values");
         }
         let shape = Shape::from(&out_shape(q.layout(), v.layout())?[..]);
-        return tape::apply_unused(op, inputs, Reads::Inputs, (shape, q.dtype()));
+        return tape::apply_unused(op, qkv, Reads::Inputs, (shape, q.dtype()));
     }
-    let out = tape::apply(op, inputs, Reads::InputsAndOutput)?;
+    let out = tape::apply(op, qkv, Reads::InputsAndOutput)?;
     if first {
         let out = StoredOutput::Values(stored_activation::StoredActivation::new(&out, memory.storage)?);
         memory.kept = Some(StoredAttention { out, statistics, group: group.clone() });
@@ -210,18 +189,10 @@ pub fn attention_saving(
     out.to_device(q.device())
 }
 
-/// Returns `score` with the values of these sinks `[H]`, if there are any.
-pub(crate) fn with_sinks(score: Score, sinks: Option<&Tensor>) -> Result<Score> {
-    match sinks {
-        Some(sinks) => Ok(Score { sinks: Some(cast(&sinks.detach(), DType::F32)?.to_vec1()?), ..score }),
-        None => Ok(score),
-    }
-}
-
-/// The gradient of the sinks or of the bias, handed from the backward pass of attention to that of [`GradientPassthrough`].
+/// The gradient of sinks, bias or bucket table, handed from the backward pass of attention to that of its [`GradientPassthrough`].
 type SharedGradient = Arc<Mutex<Option<Tensor>>>;
 
-/// Returns q unchanged and connects the sinks or the bias to the graph. A candle operation has at most three arguments,
+/// Returns q unchanged and connects sinks, bias or bucket table to the graph. A candle operation has at most three arguments,
 /// which are q, k and v for attention, so attention's backward pass, which runs first, stores the gradient of each
 /// here, and the backward pass of this operation returns it.
 struct GradientPassthrough {
@@ -244,7 +215,7 @@ impl CustomOp2 for GradientPassthrough {
 
     fn bwd(&self, _q: &Tensor, extra: &Tensor, _out: &Tensor, dq: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let Some(gradient) = self.gradient.lock().unwrap_or_else(PoisonError::into_inner).take() else {
-            bail!("the gradient of attention's sinks or bias is gone: it was differentiated before");
+            bail!("the gradient of attention's sinks, bias or bucket table is gone: it was differentiated before");
         };
         let gradient = gradient.to_device(extra.device())?.reshape(extra.shape())?;
         Ok((Some(dq.clone()), Some(cast(&gradient, extra.dtype())?)))
@@ -265,6 +236,7 @@ struct Attention {
     statistics: SharedStatistics,
     d_sinks: SharedGradient,
     d_bias: SharedGradient,
+    d_table: SharedGradient,
 }
 
 impl Attention {
@@ -384,6 +356,10 @@ impl CustomOp3 for Attention {
         if !gradients.d_sinks.is_empty() {
             let heads = gradients.d_sinks.len();
             store(&self.d_sinks, Tensor::from_vec(gradients.d_sinks, heads, &Device::Cpu)?);
+        }
+        if !gradients.d_table.is_empty() {
+            let count = gradients.d_table.len();
+            store(&self.d_table, Tensor::from_vec(gradients.d_table, count, &Device::Cpu)?);
         }
         if let Some(bias) = &self.bias {
             store(&self.d_bias, loan::tensor(kernel, gradients.d_bias, bias.shape(), bias.device())?);

@@ -1,7 +1,7 @@
 //! Attention of new tokens over a KV cache that is distributed over the ranks.
 
 use crate::attend::AttentionInputs;
-use crate::attention::with_sinks;
+use crate::attention_inputs::with_learned_terms;
 use crate::cast::cast;
 use crate::loan::{self, Loan};
 use candle_core::{Result, Tensor, bail};
@@ -18,17 +18,12 @@ use ringspan::{Mask, Score};
 /// # Errors
 /// Tensors of other types, shapes that do not fit the tokens, tensors on another GPU than the kernel's, failures of other
 /// ranks.
-pub fn decode(
-    group: &Group,
-    mask: &Mask,
-    tokens: &Tokens,
-    &AttentionInputs { q, k, v, sinks, bias }: &AttentionInputs,
-    score: &Score,
-) -> Result<Tensor> {
-    if bias.is_some() {
+pub fn decode(group: &Group, mask: &Mask, tokens: &Tokens, inputs: &AttentionInputs, score: &Score) -> Result<Tensor> {
+    if inputs.bias.is_some() {
         bail!("decoding over a cache takes no bias: use ALiBi or relative buckets of the score instead");
     }
-    let (kernel, score) = (group.kernel(), &with_sinks(score.clone(), sinks)?);
+    let (kernel, score) = (group.kernel(), &with_learned_terms(score.clone(), inputs)?);
+    let &AttentionInputs { q, k, v, .. } = inputs;
     let (_, heads, _) = q.dims3()?;
     let (_, _, v_dim) = v.dims3()?;
     let (shape, device, dtype) = ((q.dim(0)?, heads, v_dim), q.device(), q.dtype());

@@ -7,6 +7,7 @@ mod activation_storage;
 pub mod activation_store;
 pub mod attend;
 pub mod attention;
+mod attention_inputs;
 pub mod backward_from;
 pub mod cast;
 pub mod collective;

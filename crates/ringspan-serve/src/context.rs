@@ -80,7 +80,7 @@ impl<'a> Decode<'a> {
 
 impl Attend for Decode<'_> {
     fn layer_attention(&self, layer: usize, inputs: &AttentionInputs, mask: &Mask, score: &Score) -> Result<Tensor> {
-        let AttentionInputs { q, k, v, sinks, bias } = *inputs;
+        let AttentionInputs { q, k, v, .. } = *inputs;
         let tokens = q.dim(0)?;
         if tokens != 1 {
             bail!("decoding takes one token at a time, not {tokens}");
@@ -99,7 +99,7 @@ impl Attend for Decode<'_> {
         // length.
         let extent = self.position[0] + 1;
         let tokens = Tokens { queries: &query, keys: cache.runs(), extents: (extent, extent) };
-        decode(self.group, mask, &tokens, &AttentionInputs { q, k: &k, v: &v, sinks, bias }, score)
+        decode(self.group, mask, &tokens, &AttentionInputs { k: &k, v: &v, ..*inputs }, score)
     }
 
     fn positions(&self) -> &[usize] {

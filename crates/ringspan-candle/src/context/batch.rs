@@ -89,8 +89,15 @@ impl Context {
     /// # Errors
     /// A device without memory for them.
     pub fn position_ids(&self, device: &Device) -> Result<Tensor> {
-        let positions: Vec<u32> = self.positions.iter().map(|&position| position as u32).collect();
-        Tensor::from_vec(positions, local_batch(&self.layout, self.group.rank()), device)
+        position_ids(&self.layout, self.group.rank(), device)
+    }
+
+    /// Like [`position_ids`](Self::position_ids), for the sequences of keys in cross attention.
+    ///
+    /// # Errors
+    /// As for [`position_ids`](Self::position_ids).
+    pub fn key_position_ids(&self, device: &Device) -> Result<Tensor> {
+        position_ids(&self.key_layout, self.group.rank(), device)
     }
 
     /// Number of tokens of all ranks, without padding: what a mean over all tokens divides by.
@@ -115,6 +122,11 @@ fn shard(layout: &Layout, rank: usize, x: &Tensor, what: &str) -> Result<Tensor>
     let local = x.flatten(0, 1)?.contiguous()?.index_select(&index(rows, x.device())?, 0)?;
     let (rows, tokens) = local_batch(layout, rank);
     local.reshape([&[rows, tokens], &dims[2..]].concat())
+}
+
+fn position_ids(layout: &Layout, rank: usize, device: &Device) -> Result<Tensor> {
+    let positions: Vec<u32> = layout.positions(rank).into_iter().map(|position| position as u32).collect();
+    Tensor::from_vec(positions, local_batch(layout, rank), device)
 }
 
 fn index(rows: Vec<u32>, device: &Device) -> Result<Tensor> {

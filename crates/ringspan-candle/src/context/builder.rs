@@ -4,9 +4,13 @@ use super::{Context, QkvFormat};
 use candle_core::{Result, bail};
 use ringspan::attention::{Group, Wire};
 use ringspan::comm::Communicator;
+use ringspan::comm::agree::agree;
 use ringspan::mesh::Grid;
 use ringspan::schedule::{Machine, StrategyChoice};
 use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Rank, StrategyKind};
+use std::collections::hash_map::DefaultHasher;
+use std::fmt::Debug;
+use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
 /// Says how sequences are distributed over ranks and how they attend to each other. Only the sequences must be given, by
@@ -128,7 +132,8 @@ impl ContextBuilder {
     /// Makes the context. All ranks must call this at the same time.
     ///
     /// # Errors
-    /// No sequences; settings that do not fit each other or the number of ranks, with the numbers; failures of other ranks.
+    /// No sequences; settings that do not fit each other or the number of ranks, with the numbers; ranks with other settings;
+    /// failures of other ranks.
     pub fn build(self) -> Result<Context> {
         let ranks = self.communicator.size();
         let Some(documents) = self.documents else {
@@ -154,6 +159,19 @@ impl ContextBuilder {
         let keys = self.key_documents.as_ref().unwrap_or(&documents);
         let layouts = Layout::pair(self.layout, &documents, keys, &self.mask, ranks);
         let (query, key) = layouts.map_err(candle_core::Error::wrap)?;
+        let wire = self.wire.map_or("that of the tensors".into(), |wire| format!("{wire:?}"));
+        let settings = [
+            ("sequences", summary(&documents)),
+            ("sequences of keys", summary(keys)),
+            ("layout", self.layout.to_string()),
+            ("mask", digest(&self.mask)),
+            ("strategy", self.strategy.to_string()),
+            ("grid", grid.to_string()),
+            ("head_chunks", self.head_chunks.to_string()),
+            ("wire", wire),
+        ];
+        agree(&*self.communicator, &settings.map(|(name, value)| (name.to_owned(), value)))
+            .map_err(candle_core::Error::wrap)?;
         let group = Group::new(self.communicator, grid, self.kernel).map_err(candle_core::Error::wrap)?;
         let group = Arc::new(if let Some(wire) = self.wire { group.with_wire(wire) } else { group });
         Ok(Context {
@@ -166,4 +184,22 @@ impl ContextBuilder {
             ..Context::new(group, Arc::new(query), StrategyKind::Ring)?
         })
     }
+}
+
+/// Documents as a text that ranks can compare: their sizes for the reader, and a hash of where each lies.
+fn summary(documents: &Documents) -> String {
+    let (count, tokens, row_len) = (documents.len(), documents.tokens(), documents.row_len());
+    format!("{count} documents of {tokens} tokens in rows of {row_len} (hash {:016x})", hash(documents))
+}
+
+/// A value as a text that ranks can compare: what a line has room for, and a hash of all.
+fn digest(value: &impl Debug) -> String {
+    let text: String = format!("{value:?}").chars().take(200).collect();
+    format!("{text} (hash {:016x})", hash(value))
+}
+
+fn hash(value: &impl Debug) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    format!("{value:?}").hash(&mut hasher);
+    hasher.finish()
 }

@@ -31,8 +31,10 @@ impl Context {
     }
 
     /// Like [`attention`](Self::attention), with another mask, other score parameters (scale, softcap, ALiBi, T5 buckets,
-    /// dropout of weights), sinks `[H]`, or a bias: `[B, T, H, Sk]` or `[B, T, 1, Sk]`, in format [`QkvFormat::Bhsd`]
-    /// `[B, H, T, Sk]` or `[B, 1, T, Sk]`, for this rank's queries and all keys of a row. Both are differentiable.
+    /// dropout of weights), sinks `[H]`, a bucket table `[H, count]`, or a bias: `[B, T, H, Sk]` or `[B, T, 1, Sk]`, in format
+    /// [`QkvFormat::Bhsd`] `[B, H, T, Sk]` or `[B, 1, T, Sk]`, for this rank's queries and all keys of a row. All three are
+    /// differentiable; the gradients of sinks and bucket table are sums over ranks, like those of any
+    /// [parameter](Self::all_reduce_gradients).
     ///
     /// Dropout drops the same weights on every mesh.
     ///
@@ -43,7 +45,7 @@ impl Context {
         let q = self.without_batch(inputs.q, queries, "queries")?;
         let (k, v) = (self.without_batch(inputs.k, keys, "keys")?, self.without_batch(inputs.v, keys, "values")?);
         let bias = inputs.bias.map(|bias| self.without_batch(bias, queries, "bias")).transpose()?;
-        let flat = AttentionInputs { q: &q, k: &k, v: &v, sinks: inputs.sinks, bias: bias.as_ref() };
+        let flat = AttentionInputs { q: &q, k: &k, v: &v, bias: bias.as_ref(), ..*inputs };
         let out = attention(&self.group, &self.schedule_of(&flat, mask)?, &flat, score)?;
         let (_, heads, dim) = out.dims3()?;
         let out = out.reshape((queries.0, queries.1, heads, dim))?;

@@ -84,7 +84,7 @@ impl Attention {
     pub fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor, pass: &ForwardPass) -> Result<Tensor> {
         let attend = pass.attend();
         let sinks = self.sinks.as_ref().map(|sinks| pass.tensor(sinks)).transpose()?;
-        let inputs = AttentionInputs { q, k, v, sinks, bias: None };
+        let inputs = AttentionInputs { sinks, ..AttentionInputs::new(q, k, v) };
         let out = attend.layer_attention(self.index, &inputs, &self.mask, &self.score(pass)?)?;
         let (tokens, heads, dim) = out.dims3()?;
         tape::reshape(&out, (tokens, heads * dim))

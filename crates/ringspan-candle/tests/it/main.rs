@@ -7,6 +7,7 @@ mod bf16;
 mod bf16_ranks;
 mod collectives;
 mod feed_forward;
+mod front_door;
 mod fused_layers;
 mod own_models;
 mod stored_experts;

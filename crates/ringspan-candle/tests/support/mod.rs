@@ -1,6 +1,8 @@
 //! Random tensors, and comparisons of results with bounds for f32 and bf16.
 #![allow(dead_code)] // Each test program uses a part of it.
 
+pub(crate) mod whole_sequences;
+
 use candle_core::{DType, Device, Tensor};
 use ringspan_candle::cast::cast;
 

@@ -90,9 +90,11 @@ impl Attend for PagedAttention<'_> {
         mask: &Mask,
         score: &Score,
     ) -> candle_core::Result<Tensor> {
-        let AttentionInputs { q, k, v, sinks, bias } = *inputs;
-        if bias.is_some() {
-            bail!("the paged cache takes no bias: use ALiBi or relative buckets of the score instead");
+        let AttentionInputs { q, k, v, sinks, bias, bucket_table } = *inputs;
+        if bias.is_some() || bucket_table.is_some() {
+            bail!(
+                "the paged cache takes no bias and no bucket table: use ALiBi or relative buckets of the score instead"
+            );
         }
         let ((rows, heads, _), (_, _, v_dim)) = (q.dims3()?, v.dims3()?);
         if rows != self.plan.tokens.len() {
