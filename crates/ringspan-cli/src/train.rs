@@ -15,17 +15,12 @@ const INTERRUPTED: u8 = 130;
 /// Trains with these arguments; progress is written to standard error, the result to standard output.
 pub(crate) fn run(args: TrainArgs, processes: &ProcessGroup) -> Result<ExitCode> {
     let mut config = TrainConfig::from_args(&args)?;
-<<<<<<< HEAD
-    ranks.check(config.ranks())?;
-    config.set_local_ranks(ranks);
-    if config.model.as_deref().is_some_and(|model| transformer_folder(model).is_some()) {
-        let interrupted = video_training::run(&config, args.dry_run, ranks)?;
-        return Ok(if interrupted { ExitCode::from(INTERRUPTED) } else { ExitCode::SUCCESS });
-    }
-=======
     processes.check(config.ranks())?;
     config.set_local_ranks(processes);
->>>>>>> upper
+    if config.model.as_deref().is_some_and(|model| transformer_folder(model).is_some()) {
+        let interrupted = video_training::run(&config, args.dry_run, processes)?;
+        return Ok(if interrupted { ExitCode::from(INTERRUPTED) } else { ExitCode::SUCCESS });
+    }
     config.peak_allocated = Some(allocator::take_peak);
     mesh::limit_threads(config.ranks(), config.threads);
     if processes.local().is_none() {

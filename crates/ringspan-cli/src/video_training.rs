@@ -3,15 +3,15 @@
 use crate::denoise::Progress;
 use crate::{interrupt, mesh, output};
 use anyhow::Result;
-use ringspan::comm::ranks::Ranks;
+use ringspan::comm::process_group::ProcessGroup;
 use ringspan_train::TrainConfig;
 use ringspan_video::training::{TrainingOutcome, VideoTraining};
 
 /// Trains adapters, or prints what would be done; returns whether the training was stopped before its end.
-pub(crate) fn run(config: &TrainConfig, dry_run: bool, ranks: &Ranks) -> Result<bool> {
-    ranks.agree(&config.settings.entries()?)?;
+pub(crate) fn run(config: &TrainConfig, dry_run: bool, processes: &ProcessGroup) -> Result<bool> {
+    processes.agree(&config.settings.entries()?)?;
     mesh::limit_threads(config.ranks(), config.threads);
-    let training = VideoTraining::open(config, ranks)?;
+    let training = VideoTraining::open(config, processes)?;
     if dry_run {
         output::line(&training)?;
         return Ok(false);
@@ -21,7 +21,7 @@ pub(crate) fn run(config: &TrainConfig, dry_run: bool, ranks: &Ranks) -> Result<
     let outcome = training.run(interrupt::watch(), &|metrics| {
         progress.stepped_with(metrics.step as usize, &format!("loss {:.4}, ", metrics.loss));
     })?;
-    if ranks.lead() {
+    if processes.lead() {
         report(config, &outcome)?;
     }
     Ok(outcome.interrupted)

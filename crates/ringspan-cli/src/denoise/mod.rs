@@ -8,13 +8,8 @@ use crate::mesh::{DEADLINE, MeshArgs};
 use crate::output;
 use anyhow::{Context, Result, ensure};
 use input::Input;
-<<<<<<< HEAD
 pub(crate) use progress::Progress;
-use ringspan::comm::ranks::Ranks;
-=======
-use progress::Progress;
 use ringspan::comm::process_group::ProcessGroup;
->>>>>>> upper
 use ringspan_video::denoise::{DenoiseFolder, DenoisePlan, DenoiseSettings, VideoMesh, denoise};
 use ringspan_video::lora::LoraSource;
 use ringspan_video::noise::noise;

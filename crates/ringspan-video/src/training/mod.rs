@@ -15,7 +15,7 @@ use crate::denoise::VideoMesh;
 use crate::error::{Error, Result};
 use crate::lora;
 use crate::transformer::{WanFolder, WeightType};
-use ringspan::comm::ranks::Ranks;
+use ringspan::comm::process_group::ProcessGroup;
 use ringspan_candle::StoredWeights;
 use ringspan_candle::lora::stream;
 use ringspan_models::Lora;
@@ -68,7 +68,7 @@ impl<'a> VideoTraining<'a> {
     ///
     /// # Errors
     /// Settings without effect on a video transformer, by name; a model or data that do not fit; a checkpoint of another run.
-    pub fn open(config: &'a TrainConfig, ranks: &Ranks) -> Result<Self> {
+    pub fn open(config: &'a TrainConfig, processes: &ProcessGroup) -> Result<Self> {
         let lora = settings::checked(config)?;
         let path = config.model.as_deref().unwrap_or(Path::new("."));
         if path.join("transformer_2").is_dir() {
@@ -86,7 +86,7 @@ impl<'a> VideoTraining<'a> {
             cfg_parallel: false,
             threads: config.threads,
             deadline: config.deadline,
-            ranks: ranks.clone(),
+            processes: processes.clone(),
         };
         let names: Vec<String> =
             folder.transformer().adapter_shapes().iter().map(|(name, shape)| format!("{name} {shape:?}")).collect();
@@ -109,7 +109,7 @@ impl<'a> VideoTraining<'a> {
     /// # Errors
     /// Failures of ranks, a disk that refuses, a loss that is not finite.
     pub fn run(&self, stop: &AtomicBool, stepped: &(dyn Fn(&FlowMetrics) + Sync)) -> Result<TrainingOutcome> {
-        let metrics = match self.mesh.ranks.lead() {
+        let metrics = match self.mesh.processes.lead() {
             true => {
                 ringspan_train::write_run_file(self.config, &self.lr)?;
                 Some(MetricsFile::open(&self.config.out.join("metrics.jsonl"), self.first_step())?)
@@ -121,7 +121,7 @@ impl<'a> VideoTraining<'a> {
         let Some((step, interrupted, matrices)) = ends.into_iter().next() else {
             return Err(Error::Mesh("a training needs at least one rank".into()));
         };
-        let adapter = match self.mesh.ranks.lead() && !interrupted {
+        let adapter = match self.mesh.processes.lead() && !interrupted {
             true => Some(lora::save(&self.config.out, &self.lora, &matrices)?),
             false => None,
         };

@@ -2,7 +2,7 @@
 
 use crate::support::{distance, fixture, message, on_ranks};
 use candle_core::{Device, Tensor};
-use ringspan::comm::ranks::Ranks;
+use ringspan::comm::process_group::ProcessGroup;
 use ringspan_candle::{Recompute, StoredWeights, Unit, Weights};
 use ringspan_models::Lora;
 use ringspan_train::{Optimizer, OptimizerConfig, Settings, TrainArgs, TrainConfig};
@@ -208,7 +208,7 @@ fn settings(folder: &Path) -> Result<Settings> {
 /// Trains as the settings say, and stops after this step; returns the losses.
 fn train(settings: Settings, last: u64) -> Result<Vec<f64>> {
     let config = TrainConfig::from_args(&TrainArgs { settings, ..TrainArgs::default() })?;
-    let training = VideoTraining::open(&config, &Ranks::threads())?;
+    let training = VideoTraining::open(&config, &ProcessGroup::single())?;
     let (stop, losses) = (AtomicBool::new(false), Mutex::new(Vec::new()));
     let outcome = training.run(&stop, &|metrics| {
         losses.lock().expect("no panic").push(metrics.loss);
@@ -269,7 +269,7 @@ fn settings_and_data_without_effect_are_refused_by_name() -> Result<()> {
         let config = TrainConfig::from_args(&TrainArgs { settings, ..TrainArgs::default() });
         let opened = config
             .map_err(ringspan_video::Error::from)
-            .and_then(|config| VideoTraining::open(&config, &Ranks::threads()).map(drop));
+            .and_then(|config| VideoTraining::open(&config, &ProcessGroup::single()).map(drop));
         let found = message(opened);
         for word in words {
             assert!(found.contains(word), "'{word}' is not in: {found}");
