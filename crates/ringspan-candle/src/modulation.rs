@@ -6,13 +6,16 @@
 //!
 //! Shape letters: T tokens of this rank, C width, M rows of a table.
 
-use crate::cast::{cast, wide_values};
-use crate::number::{Number, with_number};
-use crate::slices::{elements, elements_of, widened};
+mod gated_residual;
+mod layer_norm;
+mod tables;
+
+use crate::cast::cast;
+use crate::gpu;
 use crate::tape::{self, Reads};
-use crate::{gpu, pool};
-use candle_core::{CpuStorage, CustomOp3, D, DType, Layout, Result, Shape, Tensor, WithDType, bail};
-use std::ops::Range;
+use candle_core::{D, DType, Result, Tensor, bail};
+use gated_residual::GatedResidual;
+use layer_norm::LayerNorm;
 use std::sync::Arc;
 
 /// For each token the row of a table `[M, C]`.
@@ -110,227 +113,10 @@ pub fn gated_residual(x: &Tensor, y: &Tensor, gate: &Tensor, rows: &TableRows) -
     tape::apply(GatedResidual { rows: rows.clone() }, inputs, Reads::Inputs)
 }
 
-/// A sum has this many independent partial sums, so that it vectorises.
-const LANES: usize = 16;
-
-/// `sum of f(i)` for `i < count`: LANES partial sums in f32, which are then added in f64.
-#[inline(always)]
-fn sum(count: usize, f: impl Fn(usize) -> f32) -> f64 {
-    let mut sums = [0.0f32; LANES];
-    for start in (0..count / LANES).map(|chunk| chunk * LANES) {
-        for (lane, sum) in sums.iter_mut().enumerate() {
-            *sum += f(start + lane);
-        }
-    }
-    let rest: f64 = (count / LANES * LANES..count).map(|i| f64::from(f(i))).sum();
-    sums.iter().map(|&sum| f64::from(sum)).sum::<f64>() + rest
-}
-
-/// Calls `work` with parts of the rows of x and out `[T, width]` on the threads of this rank; the range says which tokens they are.
-fn by_parts<T: Number, R: Send>(
-    x: &[T],
-    out: &mut [T],
-    width: usize,
-    work: impl Fn(Range<usize>, &[T], &mut [T]) -> R + Sync + Send,
-) -> Vec<R> {
-    let width = width.max(1);
-    let part = pool::part(x.len() / width, width);
-    let parts = x.chunks(part * width).zip(out.chunks_mut(part * width)).enumerate().collect();
-    pool::map(parts, |(index, (x, out)): (usize, (&[T], &mut [T]))| {
-        let first = index * part;
-        pool::vectorized(|| work(first..first + x.len() / width, x, out))
-    })
-}
-
-struct LayerNorm {
-    rows: TableRows,
-    eps: f64,
-}
-
-impl LayerNorm {
-    /// Mean and 1 / deviation of a row.
-    #[inline(always)]
-    fn statistics<T: Number>(&self, row: &[T]) -> (f32, f32) {
-        let count = row.len().max(1) as f64;
-        let mean = (sum(row.len(), |i| row[i].upcast()) / count) as f32;
-        let squares = sum(row.len(), |i| (row[i].upcast() - mean) * (row[i].upcast() - mean));
-        (mean, (1.0 / (squares / count + self.eps).sqrt()) as f32)
-    }
-
-    #[inline(always)]
-    fn forward<T: Number>(&self, tokens: Range<usize>, x: &[T], out: &mut [T], [w, b]: [&[f32]; 2], width: usize) {
-        for ((token, row), out) in tokens.zip(x.chunks_exact(width)).zip(out.chunks_exact_mut(width)) {
-            let (mean, inverse) = self.statistics(row);
-            let at = self.rows.of(token) * width;
-            let (w, b) = (&w[at..at + width], &b[at..at + width]);
-            for (((out, x), w), b) in out.iter_mut().zip(row).zip(w).zip(b) {
-                *out = T::round_from((x.upcast() - mean) * inverse * w + b);
-            }
-        }
-    }
-
-    /// Writes the gradient of x to `dx`, where the gradient of the output is, and adds those of the tables to `dw` and `db`.
-    #[inline(always)]
-    fn backward<T: Number>(&self, tokens: Range<usize>, x: &[T], dx: &mut [T], w: &[f32], [dw, db]: [&mut [f32]; 2]) {
-        let width = x.len() / tokens.len().max(1);
-        for ((token, row), dx) in tokens.zip(x.chunks_exact(width)).zip(dx.chunks_exact_mut(width)) {
-            let (mean, inverse) = self.statistics(row);
-            let at = self.rows.of(token) * width;
-            let (w, dw, db) = (&w[at..at + width], &mut dw[at..at + width], &mut db[at..at + width]);
-            let normed = |i: usize| (row[i].upcast() - mean) * inverse;
-            // With g = w dy: dx = (g - mean(g) - normed * mean(g * normed)) / deviation.
-            let of_mean = (sum(width, |i| dx[i].upcast() * w[i]) / width as f64) as f32;
-            let of_deviation = (sum(width, |i| dx[i].upcast() * w[i] * normed(i)) / width as f64) as f32;
-            for i in 0..width {
-                let dy = dx[i].upcast();
-                dw[i] += dy * normed(i);
-                db[i] += dy;
-                dx[i] = T::round_from((dy * w[i] - of_mean - normed(i) * of_deviation) * inverse);
-            }
-        }
-    }
-}
-
-impl CustomOp3 for LayerNorm {
-    fn name(&self) -> &'static str {
-        "layer-norm"
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        x_at: &Layout,
-        w: &CpuStorage,
-        w_at: &Layout,
-        b: &CpuStorage,
-        b_at: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        use candle_core::backend::BackendStorage;
-        let (w, b, (_, width)) = (&*widened(w, w_at)?, &*widened(b, b_at)?, x_at.shape().dims2()?);
-        let out = with_number!(x.dtype(), T => {
-            let x = elements::<T>(x, x_at)?;
-            let mut out = vec![T::ZERO; x.len()];
-            by_parts(x, &mut out, width, |tokens, x, out| self.forward(tokens, x, out, [w, b], width));
-            T::to_cpu_storage_owned(out)
-        });
-        Ok((out, x_at.shape().clone()))
-    }
-
-    fn bwd(
-        &self,
-        x: &Tensor,
-        w: &Tensor,
-        b: &Tensor,
-        _out: &Tensor,
-        d_out: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let (d_out, width) = (d_out.contiguous()?, x.dim(1)?);
-        with_number!(x.dtype(), T => {
-            let (dx, sums) = elements_of::<T, _>(x, |xs| {
-                wide_values(w, |ws| {
-                    let mut dx = elements_of::<T, _>(&d_out, |dy| Ok(dy.to_vec()))?;
-                    let sums = by_parts(xs, &mut dx, width, |tokens, x, dx| {
-                        let (mut dw, mut db) = (vec![0.0f32; ws.len()], vec![0.0f32; ws.len()]);
-                        self.backward(tokens, x, dx, ws, [&mut dw, &mut db]);
-                        [dw, db]
-                    });
-                    Ok((dx, sums))
-                })
-            })?;
-            let [dw, db] = table_gradients(sums, [w, b])?;
-            Ok((Some(Tensor::from_vec(dx, x.shape(), x.device())?), Some(dw), Some(db)))
-        })
-    }
-}
-
-/// The sums of the parts' gradients of two tables, in the types of the tables.
-fn table_gradients<const N: usize>(parts: Vec<[Vec<f32>; N]>, tables: [&Tensor; N]) -> Result<[Tensor; N]> {
-    let mut sums = tables.map(|table| vec![0.0f32; table.elem_count()]);
-    for part in parts {
-        for (sum, part) in sums.iter_mut().zip(part) {
-            sum.iter_mut().zip(part).for_each(|(sum, x)| *sum += x);
-        }
-    }
-    let mut gradients = tables.map(Tensor::clone);
-    for ((gradient, sum), table) in gradients.iter_mut().zip(sums).zip(tables) {
-        *gradient = cast(&Tensor::from_vec(sum, table.shape(), table.device())?, table.dtype())?;
-    }
-    Ok(gradients)
-}
-
-struct GatedResidual {
-    rows: TableRows,
-}
-
-impl CustomOp3 for GatedResidual {
-    fn name(&self) -> &'static str {
-        "gated-residual"
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        x_at: &Layout,
-        y: &CpuStorage,
-        y_at: &Layout,
-        gate: &CpuStorage,
-        gate_at: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        use candle_core::backend::BackendStorage;
-        let (gate, (_, width)) = (&*widened(gate, gate_at)?, x_at.shape().dims2()?);
-        let out = with_number!(x.dtype(), T => {
-            let mut out = elements::<T>(x, x_at)?.to_vec();
-            by_parts(elements::<T>(y, y_at)?, &mut out, width, |tokens, y, out| {
-                for ((token, y), out) in tokens.zip(y.chunks_exact(width)).zip(out.chunks_exact_mut(width)) {
-                    let at = self.rows.of(token) * width;
-                    for ((out, y), gate) in out.iter_mut().zip(y).zip(&gate[at..at + width]) {
-                        *out = T::round_from(out.upcast() + y.upcast() * gate);
-                    }
-                }
-            });
-            T::to_cpu_storage_owned(out)
-        });
-        Ok((out, x_at.shape().clone()))
-    }
-
-    fn bwd(
-        &self,
-        x: &Tensor,
-        y: &Tensor,
-        gate: &Tensor,
-        _out: &Tensor,
-        d_out: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let (d_out, width) = (d_out.contiguous()?, x.dim(1)?);
-        let (dy, [d_gate]) = with_number!(y.dtype(), T => {
-            let (dy, sums) = elements_of::<T, _>(y, |ys| {
-                wide_values(gate, |gates| {
-                    let mut dy = elements_of::<T, _>(&d_out, |d| Ok(d.to_vec()))?;
-                    let sums = by_parts(ys, &mut dy, width, |tokens, y, dy| {
-                        let mut sums = vec![0.0f32; gates.len()];
-                        for ((token, y), dy) in tokens.zip(y.chunks_exact(width)).zip(dy.chunks_exact_mut(width)) {
-                            let at = self.rows.of(token) * width;
-                            for i in 0..width {
-                                let d = dy[i].upcast();
-                                sums[at + i] += d * y[i].upcast();
-                                dy[i] = T::round_from(d * gates[at + i]);
-                            }
-                        }
-                        [sums]
-                    });
-                    Ok((dy, sums))
-                })
-            })?;
-            (Tensor::from_vec(dy, y.shape(), y.device())?, table_gradients(sums, [gate])?)
-        });
-        Ok((Some(d_out), Some(dy), Some(d_gate)))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backward_from;
+    use crate::{backward_from, pool};
     use candle_core::{Device, Var};
 
     fn random(shape: (usize, usize)) -> Result<Var> {

@@ -1,4 +1,4 @@
-//! Tokens in arithmetic progression.
+//! A run: tokens of one document whose positions are equally far apart.
 
 use std::ops::Range;
 
