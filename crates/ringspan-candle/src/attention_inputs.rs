@@ -19,8 +19,8 @@ use ringspan::kernel::Relative;
 /// // A sink takes part in the softmax without a value: with score 0 beside one key of score 0, half of the value is left.
 /// let out = World::threads(1)?.run(|rank| {
 ///     let context = Context::builder(rank).batch(1, 1).build()?;
-///     let (q, v) = (Tensor::zeros((1, 1, 1, 2), candle_core::DType::F32, &Device::Cpu)?, Tensor::new(&[6f32, 8.0], &Device::Cpu)?);
-///     let (v, sinks) = (v.reshape((1, 1, 1, 2))?, Tensor::new(&[0f32], &Device::Cpu)?);
+///     let v = Tensor::new(&[[[[6f32, 8.0]]]], &Device::Cpu)?;                                          // [B, T, H, D]
+///     let (q, sinks) = (v.zeros_like()?, Tensor::new(&[0f32], &Device::Cpu)?);
 ///     let inputs = AttentionInputs { sinks: Some(&sinks), ..AttentionInputs::new(&q, &q, &v) };
 ///     let out = context.attention_with(&inputs, &Mask::full(), Score::new(1.0))?;
 ///     Ok::<_, Error>(out.flatten_all()?.to_vec1::<f32>()?)
@@ -43,8 +43,8 @@ pub struct AttentionInputs<'a> {
     /// `[T, H, Sk]`, or `[T, 1, Sk]` for all heads, where Sk is the length of a row of keys; `None` without one.
     pub bias: Option<&'a Tensor>,
     /// The learned terms of T5's buckets `[H, count]`, which take the place of the table of
-    /// [`Buckets`](ringspan::kernel::Buckets) in the score; `None` if that table is to be used, as a constant. T5's checkpoints
-    /// store the transpose, `[count, H]`.
+    /// [`Buckets`](ringspan::kernel::Buckets) in the score, so that that one may be empty; `None` if it is to be used, as a
+    /// constant. T5's checkpoints store the transpose, `[count, H]`.
     pub bucket_table: Option<&'a Tensor>,
 }
 

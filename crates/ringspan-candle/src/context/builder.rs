@@ -98,6 +98,10 @@ impl ContextBuilder {
 
     /// The sequences of keys and values, for cross attention: as many documents as there are of queries. By default keys
     /// belong to the same tokens as queries.
+    ///
+    /// A rank holds the keys that a context of its own, built for these documents alone with the same layout, would give it: the
+    /// output of an encoder with that context can be attended to as it is. Only [`LayoutKind::Balanced`] distributes keys in
+    /// another way, contiguously.
     #[must_use]
     pub fn key_documents(self, documents: Documents) -> Self {
         Self { key_documents: Some(documents), ..self }

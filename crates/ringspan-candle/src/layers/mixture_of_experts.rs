@@ -29,13 +29,14 @@ use std::ops::Range;
 /// let builder = ModelBuilder::new();
 /// // Two experts, which differ in their last matrix; a token goes to the one, and its weight is the router's probability.
 /// let moe = MixtureOfExperts::new(&builder.unit(Unit::Layer(0), "mlp"), 0, 1, 1, Router::new(2, 1));
-/// let matrix = |name: &str, numbers: &[[f32; 1]]| {
-///     Ok::<_, Error>((format!("mlp.{name}.weight"), Tensor::new(numbers, &Device::Cpu)?.into()))
+/// let matrix = |name: &str, numbers: &[f32]| {
+///     let matrix = Tensor::from_slice(numbers, (numbers.len(), 1), &Device::Cpu)?;
+///     Ok::<_, Error>((format!("mlp.{name}.weight"), matrix.into()))
 /// };
-/// let mut weights = StoredWeights::from([matrix("gate", &[[1.0], [-1.0]])?]);
+/// let mut weights = StoredWeights::from([matrix("gate", &[1.0, -1.0])?]);
 /// for (expert, down) in [(0, 1.0), (1, 10.0)] {
 ///     for (name, number) in [("gate_proj", 1.0), ("up_proj", 1.0), ("down_proj", down)] {
-///         weights.extend([matrix(&format!("experts.{expert}.{name}"), &[[number]])?]);
+///         weights.extend([matrix(&format!("experts.{expert}.{name}"), &[number])?]);
 ///     }
 /// }
 /// let y = World::threads(1)?.run(|rank| {
