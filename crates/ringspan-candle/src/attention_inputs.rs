@@ -9,6 +9,25 @@ use ringspan::kernel::Relative;
 /// Dv (values).
 ///
 /// [`Context::attention_with`](crate::Context::attention_with) takes queries, keys, values and bias with a batch dim.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use ringspan::{Mask, Score, World};
+/// use ringspan_candle::{AttentionInputs, Context};
+/// # type Error = Box<dyn std::error::Error + Send + Sync>;
+///
+/// // A sink takes part in the softmax without a value: with score 0 beside one key of score 0, half of the value is left.
+/// let out = World::threads(1)?.run(|rank| {
+///     let context = Context::builder(rank).batch(1, 1).build()?;
+///     let v = Tensor::new(&[[[[6f32, 8.0]]]], &Device::Cpu)?;                                          // [B, T, H, D]
+///     let (q, sinks) = (v.zeros_like()?, Tensor::new(&[0f32], &Device::Cpu)?);
+///     let inputs = AttentionInputs { sinks: Some(&sinks), ..AttentionInputs::new(&q, &q, &v) };
+///     let out = context.attention_with(&inputs, &Mask::full(), Score::new(1.0))?;
+///     Ok::<_, Error>(out.flatten_all()?.to_vec1::<f32>()?)
+/// })?;
+/// assert_eq!(out[0], [3.0, 4.0]);
+/// # Ok::<_, Error>(())
+/// ```
 #[derive(Debug, Clone, Copy)]
 pub struct AttentionInputs<'a> {
     /// Queries `[T, H, D]`.
@@ -24,8 +43,8 @@ pub struct AttentionInputs<'a> {
     /// `[T, H, Sk]`, or `[T, 1, Sk]` for all heads, where Sk is the length of a row of keys; `None` without one.
     pub bias: Option<&'a Tensor>,
     /// The learned terms of T5's buckets `[H, count]`, which take the place of the table of
-    /// [`Buckets`](ringspan::kernel::Buckets) in the score; `None` if that table is to be used, as a constant. T5's checkpoints
-    /// store the transpose, `[count, H]`.
+    /// [`Buckets`](ringspan::kernel::Buckets) in the score, so that that one may be empty; `None` if it is to be used, as a
+    /// constant. T5's checkpoints store the transpose, `[count, H]`.
     pub bucket_table: Option<&'a Tensor>,
 }
 

@@ -27,6 +27,18 @@ pub const TILE: usize = 1024;
 /// `(act(x gate^T) * (x up^T)) down^T`: x `[T, C]`, gate and up `[W, C]`, down `[C, W]` to `[T, C]`, f32 or bf16. In bf16,
 /// gate, up and their gated product are rounded once each, and sums are f32.
 ///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use ringspan_candle::activation::Activation;
+/// use ringspan_candle::gated_mlp::gated_mlp;
+///
+/// let one = |number: f32| Tensor::new(&[[number]], &Device::Cpu);
+/// let y = gated_mlp(&one(4.0)?, &one(1.0)?, &one(2.0)?, &one(3.0)?, Activation::Silu)?;
+/// let silu = 4.0 / (1.0 + (-4f32).exp());
+/// assert!((y.to_vec2::<f32>()?[0][0] - silu * 8.0 * 3.0).abs() < 1e-4);
+/// # Ok::<_, candle_core::Error>(())
+/// ```
+///
 /// # Errors
 /// Other types and shapes.
 pub fn gated_mlp(x: &Tensor, gate: &Tensor, up: &Tensor, down: &Tensor, activation: Activation) -> Result<Tensor> {

@@ -63,6 +63,20 @@ pub struct HeadLoss {
 ///
 /// Tokens without a target cost nothing, and their hidden states may be anything, also NaN.
 ///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use ringspan_candle::TensorParallel;
+/// use ringspan_candle::loss::{IGNORE, head_loss};
+///
+/// // Two words of equal logits, so each has probability 1/2; the second token has no target.
+/// let hidden = Tensor::new(&[[0f32], [9.0]], &Device::Cpu)?;
+/// let head = Tensor::new(&[[1f32], [-1.0]], &Device::Cpu)?;
+/// let loss = head_loss(&hidden, &head, &[0, IGNORE], 1.0, true, &TensorParallel::default())?;
+/// assert!((loss.nll_sum - 2f64.ln()).abs() < 1e-6);
+/// assert_eq!(loss.d_hidden.to_vec2::<f32>()?, [[-1.0], [0.0]]);
+/// # Ok::<_, candle_core::Error>(())
+/// ```
+///
 /// # Errors
 /// Shapes that do not fit, targets outside the vocabulary, failures of other ranks.
 pub fn head_loss(

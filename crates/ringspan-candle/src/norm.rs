@@ -15,6 +15,16 @@ use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, Result, Shape, Ten
 /// `x / sqrt(mean(x^2) + eps) * weight` over the last dim: x `[.., C]`, weight `[C]`, f32 or bf16; the result is rounded
 /// once.
 ///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use ringspan_candle::norm::rms_norm;
+///
+/// let x = Tensor::new(&[[3f32, -3.0]], &Device::Cpu)?;
+/// let weight = Tensor::new(&[1f32, 2.0], &Device::Cpu)?;
+/// assert_eq!(rms_norm(&x, &weight, 0.0)?.to_vec2::<f32>()?, [[1.0, -2.0]]);
+/// # Ok::<_, candle_core::Error>(())
+/// ```
+///
 /// # Errors
 /// Other types, and a weight of another width than x.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {

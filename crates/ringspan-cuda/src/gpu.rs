@@ -10,6 +10,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A GPU, with the kernels compiled for it; kernels of several ranks may share it.
+///
+/// ```no_run
+/// use ringspan_cuda::Gpu;
+///
+/// for number in 0..Gpu::count()? {
+///     let gpu = Gpu::open(number)?;
+///     println!("GPU {number}: {:?}", gpu.kernel()?);             // a kernel, and a stream, for each rank
+/// }
+/// # Ok::<_, ringspan::Error>(())
+/// ```
 #[derive(Clone)]
 pub struct Gpu(pub(crate) Arc<GpuState>);
 

@@ -9,6 +9,19 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
 /// A model's sizes and switches, by their names at Hugging Face. Keys that no model here reads are ignored.
+///
+/// ```
+/// use ringspan_models::Config;
+///
+/// let config: Config = serde_json::from_str(
+///     r#"{
+///         "model_type": "llama", "vocab_size": 32, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+///         "num_attention_heads": 4, "max_position_embeddings": 64, "rms_norm_eps": 1e-5
+///     }"#,
+/// )?;
+/// assert_eq!((config.num_key_value_heads(), config.head_dim()), (4, 16));
+/// # Ok::<_, serde_json::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(remote = "Self")]
 pub struct Config {

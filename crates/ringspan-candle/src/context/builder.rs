@@ -17,6 +17,28 @@ use std::sync::Arc;
 /// [`batch`](Self::batch) or [`documents`](Self::documents).
 ///
 /// All ranks must build their contexts in the same order, with the same settings.
+///
+/// ```
+/// use ringspan::{Documents, Mask, StrategyKind, World};
+/// use ringspan::attention::Wire;
+/// use ringspan_candle::{Context, QkvFormat};
+/// # type Error = Box<dyn std::error::Error + Send + Sync>;
+///
+/// let tokens = World::threads(4)?.run(|rank| {
+///     let context = Context::builder(rank)
+///         .documents(Documents::from_rows(&[vec![5, 2], vec![6]], 8)?)   // two packed documents, and one; the rest is padding
+///         .mask(Mask::causal().window(Some(3), None))
+///         .grid((2, 2))                                                  // rings of 2 ranks, heads over 2 ranks
+///         .strategy(StrategyKind::Halo)
+///         .wire(Wire::Bf16)
+///         .qkv_format(QkvFormat::Bhsd)
+///         .build()?;
+///     Ok::<_, Error>((context.layout().tokens(rank.index()), context.global_tokens()))
+/// })?;
+/// assert_eq!(tokens.iter().map(|(own, _)| own).sum::<usize>(), 13);
+/// assert_eq!(tokens[0].1, 13);
+/// # Ok::<_, Error>(())
+/// ```
 pub struct ContextBuilder {
     communicator: Arc<dyn Communicator>,
     kernel: Kernel,
@@ -76,6 +98,10 @@ impl ContextBuilder {
 
     /// The sequences of keys and values, for cross attention: as many documents as there are of queries. By default keys
     /// belong to the same tokens as queries.
+    ///
+    /// A rank holds the keys that a context of its own, built for these documents alone with the same layout, would give it: the
+    /// output of an encoder with that context can be attended to as it is. Only [`LayoutKind::Balanced`] distributes keys in
+    /// another way, contiguously.
     #[must_use]
     pub fn key_documents(self, documents: Documents) -> Self {
         Self { key_documents: Some(documents), ..self }

@@ -54,7 +54,8 @@ impl Context {
 
     /// The tensor as `[T, H, D]`, with the tokens of all batch rows.
     fn without_batch(&self, x: &Tensor, (rows, tokens): (usize, usize), what: &str) -> Result<Tensor> {
-        let bshd = if self.qkv_format == QkvFormat::Bhsd { x.transpose(1, 2)? } else { x.clone() };
+        let is_bhsd = self.qkv_format == QkvFormat::Bhsd && x.rank() == 4;
+        let bshd = if is_bhsd { x.transpose(1, 2)? } else { x.clone() };
         match bshd.dims() {
             [r, t, ..] if (*r, *t) == (rows, tokens) && bshd.rank() == 4 => bshd.contiguous()?.flatten(0, 1),
             _ => {

@@ -26,6 +26,27 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
 /// This rank's tokens of a batch, and the group through which they attend to the tokens of other ranks.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use ringspan::{Mask, World};
+/// use ringspan_candle::Context;
+/// # type Error = Box<dyn std::error::Error + Send + Sync>;
+///
+/// // One sequence of 7 tokens with 2 heads of width 4: every query sees the keys up to its own, on whatever rank they are.
+/// let values = Tensor::arange(0f32, 56.0, &Device::Cpu)?.reshape((1, 7, 2, 4))?;
+/// let means = World::threads(3)?.run(|rank| {
+///     let context = Context::builder(rank).batch(1, 7).mask(Mask::causal()).build()?;
+///     let v = context.shard(&values)?;                                   // [1, 7, 2, 4] to [1, T, 2, 4]
+///     let zeros = v.zeros_like()?;                                       // equal scores: attention is the mean
+///     let whole = context.unshard(&context.attention(&zeros, &zeros, &v)?)?;
+///     Ok::<_, Error>(whole.narrow(2, 0, 1)?.narrow(3, 0, 1)?.flatten_all()?.to_vec1::<f32>()?)
+/// })?;
+/// let rounded: Vec<f32> = means[0].iter().map(|mean| mean.round()).collect();
+/// assert_eq!(rounded, [0.0, 4.0, 8.0, 12.0, 16.0, 20.0, 24.0]);
+/// assert_eq!(means[0], means[2]);                                          // the same bits on every rank
+/// # Ok::<_, Error>(())
+/// ```
 pub struct Context {
     group: Arc<Group>,
     /// Which rank holds which queries, and which keys: the same layout but for cross attention.

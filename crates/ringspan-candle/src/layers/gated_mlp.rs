@@ -18,6 +18,30 @@ use candle_core::{Result, Tensor, bail};
 use std::ops::Range;
 
 /// `down_proj(act(gate_proj(x)) * up_proj(x))` (Shazeer, 2020); with tensor parallelism, its inner width is sharded.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use ringspan::World;
+/// use ringspan_candle::activation::Activation;
+/// use ringspan_candle::layers::{ForwardPass, GatedMlp};
+/// use ringspan_candle::model::{ModelBuilder, StoredWeights, Unit};
+/// use ringspan_candle::{Adapters, Context};
+/// # type Error = Box<dyn std::error::Error + Send + Sync>;
+///
+/// let builder = ModelBuilder::new();
+/// let mlp = GatedMlp::new(&builder.unit(Unit::Layer(0), "mlp"), 1, 1, false, Activation::Silu);
+/// let weight = |name: &str, x: f32| Ok::<_, Error>((format!("mlp.{name}.weight"), Tensor::new(&[[x]], &Device::Cpu)?.into()));
+/// let weights = StoredWeights::from([weight("gate_proj", 1.0)?, weight("up_proj", 2.0)?, weight("down_proj", 3.0)?]);
+/// let y = World::threads(1)?.run(|rank| {
+///     let (context, adapters) = (Context::builder(rank).batch(1, 1).build()?, Adapters::none());
+///     let x = Tensor::new(&[[4f32]], &Device::Cpu)?;
+///     let y = mlp.forward(&x, &ForwardPass::new(&weights, &context, &adapters))?;
+///     Ok::<_, Error>(y.to_vec2::<f32>()?)
+/// })?;
+/// let silu = 4.0 / (1.0 + (-4f32).exp());
+/// assert!((y[0][0][0] - silu * 8.0 * 3.0).abs() < 1e-4);
+/// # Ok::<_, Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct GatedMlp {
     name: String,

@@ -7,6 +7,31 @@ use crate::shard::ShardSpec;
 use candle_core::{Result, Tensor};
 
 /// `(x - mean) / sqrt(variance + eps) * weight + bias` over the last dimension (Ba et al., 2016).
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use ringspan::World;
+/// use ringspan_candle::layers::{ForwardPass, LayerNorm};
+/// use ringspan_candle::model::{ModelBuilder, StoredWeights, Unit};
+/// use ringspan_candle::{Adapters, Context};
+/// # type Error = Box<dyn std::error::Error + Send + Sync>;
+///
+/// let builder = ModelBuilder::new();
+/// let norm = LayerNorm::new(&builder.unit(Unit::Head, "norm"), 2, 0.0);
+/// let of = |numbers: [f32; 2]| Tensor::new(&numbers, &Device::Cpu);
+/// let weights = StoredWeights::from([
+///     ("norm.weight".into(), of([1.0, 2.0])?.into()),
+///     ("norm.bias".into(), of([0.0, 1.0])?.into()),
+/// ]);
+/// let y = World::threads(1)?.run(|rank| {
+///     let (context, adapters) = (Context::builder(rank).batch(1, 1).build()?, Adapters::none());
+///     let x = Tensor::new(&[[3f32, 7.0]], &Device::Cpu)?;
+///     let y = norm.forward(&x, &ForwardPass::new(&weights, &context, &adapters))?;
+///     Ok::<_, Error>(y.to_vec2::<f32>()?)
+/// })?;
+/// assert_eq!(y[0], [[-1.0, 3.0]]);
+/// # Ok::<_, Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct LayerNorm {
     weight: String,

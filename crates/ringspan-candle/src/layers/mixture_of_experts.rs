@@ -17,6 +17,39 @@ use std::ops::Range;
 
 /// Experts, each a gated feed-forward layer, and the router that sends tokens to them. Ranks may share whole experts, the
 /// width of each expert, or both.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use ringspan::World;
+/// use ringspan_candle::layers::{ForwardPass, MixtureOfExperts, Router};
+/// use ringspan_candle::model::{ModelBuilder, StoredWeights, Unit};
+/// use ringspan_candle::{Adapters, Context};
+/// # type Error = Box<dyn std::error::Error + Send + Sync>;
+///
+/// let builder = ModelBuilder::new();
+/// // Two experts, which differ in their last matrix; a token goes to the one, and its weight is the router's probability.
+/// let moe = MixtureOfExperts::new(&builder.unit(Unit::Layer(0), "mlp"), 0, 1, 1, Router::new(2, 1));
+/// let matrix = |name: &str, numbers: &[f32]| {
+///     let matrix = Tensor::from_slice(numbers, (numbers.len(), 1), &Device::Cpu)?;
+///     Ok::<_, Error>((format!("mlp.{name}.weight"), matrix.into()))
+/// };
+/// let mut weights = StoredWeights::from([matrix("gate", &[1.0, -1.0])?]);
+/// for (expert, down) in [(0, 1.0), (1, 10.0)] {
+///     for (name, number) in [("gate_proj", 1.0), ("up_proj", 1.0), ("down_proj", down)] {
+///         weights.extend([matrix(&format!("experts.{expert}.{name}"), &[number])?]);
+///     }
+/// }
+/// let y = World::threads(1)?.run(|rank| {
+///     let (context, adapters) = (Context::builder(rank).batch(1, 2).build()?, Adapters::none());
+///     let x = Tensor::new(&[[2f32], [-2.0]], &Device::Cpu)?;
+///     let pass = ForwardPass::new(&weights, &context, &adapters);
+///     let y = moe.add_to(&x.zeros_like()?, &x, &pass)?;
+///     Ok::<_, Error>(y.to_vec2::<f32>()?)
+/// })?;
+/// let expert = |x: f32, down: f32| x / (1.0 + (-x).exp()) * x * down / (1.0 + (-4f32).exp());
+/// assert!((y[0][0][0] - expert(2.0, 1.0)).abs() < 1e-4 && (y[0][1][0] - expert(-2.0, 10.0)).abs() < 1e-4);
+/// # Ok::<_, Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct MixtureOfExperts {
     index: usize,

@@ -9,6 +9,27 @@ use crate::shard::ShardSpec;
 use candle_core::{DType, Result, Tensor};
 
 /// `x / rms(x) * (weight + offset)` over the last dimension (Zhang and Sennrich, 2019).
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use ringspan::World;
+/// use ringspan_candle::layers::{ForwardPass, RmsNorm};
+/// use ringspan_candle::model::{ModelBuilder, StoredWeights, Unit};
+/// use ringspan_candle::{Adapters, Context};
+/// # type Error = Box<dyn std::error::Error + Send + Sync>;
+///
+/// let builder = ModelBuilder::new();
+/// let norm = RmsNorm::new(&builder.unit(Unit::Head, "norm"), 2, 0.0);
+/// let weights = StoredWeights::from([("norm.weight".into(), Tensor::new(&[1f32, 2.0], &Device::Cpu)?.into())]);
+/// let y = World::threads(1)?.run(|rank| {
+///     let (context, adapters) = (Context::builder(rank).batch(1, 2).build()?, Adapters::none());
+///     let x = Tensor::new(&[[3f32, 3.0], [-5.0, 5.0]], &Device::Cpu)?;
+///     let y = norm.forward(&x, &ForwardPass::new(&weights, &context, &adapters))?;
+///     Ok::<_, Error>(y.to_vec2::<f32>()?)
+/// })?;
+/// assert_eq!(y[0], [[1.0, 2.0], [-1.0, 2.0]]);
+/// # Ok::<_, Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct RmsNorm {
     weight: String,

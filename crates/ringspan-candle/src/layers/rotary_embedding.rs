@@ -5,6 +5,26 @@ use crate::rope::{RotaryTable, rope};
 use candle_core::{Result, Tensor};
 
 /// Rotates pairs of a head's elements by angles that grow with the token's position.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use ringspan::World;
+/// use ringspan_candle::layers::{ForwardPass, RotaryEmbedding};
+/// use ringspan_candle::{Adapters, Context};
+/// # type Error = Box<dyn std::error::Error + Send + Sync>;
+///
+/// // A quarter turn per position.
+/// let frequencies = vec![std::f64::consts::FRAC_PI_2];
+/// let rotary = RotaryEmbedding { id: 0, frequencies, interleaved: false, scale: 1.0, by_length: None };
+/// let turned = World::threads(1)?.run(|rank| {
+///     let context = Context::builder(rank).batch(1, 3).build()?;
+///     let x = Tensor::new(&[[[1f32, 0.0]], [[1.0, 0.0]], [[1.0, 0.0]]], &Device::Cpu)?;                // [T, H, D]
+///     let y = rotary.forward(x, &ForwardPass::new(&Default::default(), &context, &Adapters::none()))?;
+///     Ok::<_, Error>(y.flatten_all()?.to_vec1::<f32>()?.iter().map(|x| x.round()).collect::<Vec<_>>())
+/// })?;
+/// assert_eq!(turned[0], [1.0, 0.0, 0.0, 1.0, -1.0, 0.0]);
+/// # Ok::<_, Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct RotaryEmbedding {
     /// Identifies the embedding in the model: layers with the same id share their angles.

@@ -8,6 +8,21 @@ use crate::tensor_parallel::TensorParallel;
 use candle_core::{DType, Result, Tensor};
 
 /// The embedding table `[V, C]` of tokens; with tensor parallelism, each rank has some of its rows.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use ringspan_candle::TensorParallel;
+/// use ringspan_candle::layers::VocabEmbedding;
+/// use ringspan_candle::model::{ModelBuilder, StoredWeights, Unit};
+///
+/// let builder = ModelBuilder::new();
+/// let embedding = VocabEmbedding::new(&builder.unit(Unit::Embedding, "model.embed_tokens"), 3, 2);
+/// let table = Tensor::new(&[[0f32, 1.0], [2.0, 3.0], [4.0, 5.0]], &Device::Cpu)?;
+/// let weights = StoredWeights::from([(embedding.weight_name().to_owned(), table.into())]);
+/// let rows = embedding.forward(&[2, 0], &weights, &TensorParallel::default())?;
+/// assert_eq!(rows.to_vec2::<f32>()?, [[4.0, 5.0], [0.0, 1.0]]);
+/// # Ok::<_, candle_core::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct VocabEmbedding {
     weight: String,

@@ -9,6 +9,23 @@ use crate::tensor_parallel::TensorParallel;
 use candle_core::{Result, Tensor};
 
 /// The output head's matrix `[V, C]`, its own or the embedding's; with tensor parallelism, each rank has some of its rows.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use ringspan_candle::TensorParallel;
+/// use ringspan_candle::layers::VocabHead;
+/// use ringspan_candle::model::{ModelBuilder, StoredWeights, Unit};
+///
+/// let builder = ModelBuilder::new();
+/// let head = VocabHead::new(&builder.unit(Unit::Head, "lm_head"), 2, 1);
+/// let matrix = Tensor::new(&[[1f32], [-1.0]], &Device::Cpu)?;
+/// let weights = StoredWeights::from([(head.weight_name().to_owned(), matrix.into())]);
+/// let hidden = Tensor::new(&[[0f32], [3.0]], &Device::Cpu)?;
+/// assert_eq!(head.logits(&hidden, &weights)?.to_vec2::<f32>()?, [[0.0, 0.0], [3.0, -3.0]]);
+/// let log_probs = head.log_probs(&hidden, &[0, 1], &weights, &TensorParallel::default())?;
+/// assert!((log_probs[0] - 0.5f32.ln()).abs() < 1e-6 && (log_probs[1] + 6.0025).abs() < 1e-3);
+/// # Ok::<_, candle_core::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct VocabHead {
     weight: String,

@@ -8,6 +8,7 @@ mod bf16_ranks;
 mod collectives;
 mod feed_forward;
 mod front_door;
+mod front_door_refusals;
 mod fused_layers;
 mod own_models;
 mod stored_experts;

@@ -1,5 +1,4 @@
 //! Attention over whole sequences by candle's operations in f64, and the same through a context on ranks.
-#![allow(dead_code)] // Each test program uses a part of it.
 
 use super::random;
 use candle_core::{D, DType, Device, Result, Tensor, Var};

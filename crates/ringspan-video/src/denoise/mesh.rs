@@ -11,6 +11,13 @@ use std::time::Duration;
 
 /// A mesh of `branches x ring x ulysses` ranks: the ranks of a branch share the tokens of a video, and with two branches one
 /// computes with the prompt and the other with the negative prompt.
+///
+/// ```
+/// use ringspan_video::denoise::VideoMesh;
+///
+/// let mesh = VideoMesh { ring: 2, ulysses: 2, cfg_parallel: true, ..VideoMesh::single() };
+/// assert_eq!((mesh.branch_size(), mesh.size()), (4, 8));
+/// ```
 #[derive(Debug, Clone)]
 pub struct VideoMesh {
     /// Ring size R.

@@ -16,6 +16,15 @@ pub struct RgbFrame {
 
 /// The pictures of one video `[1, 3, F, H, W]` of colors in [-1, 1].
 ///
+/// ```
+/// use ringspan_video::frames::to_rgb;
+/// use ringspan_video::vae::VideoTensor;
+///
+/// let red = VideoTensor::new([1, 3, 1, 1, 1], vec![1.0, -1.0, -1.0])?;
+/// assert_eq!(to_rgb(&red)?[0].pixels, [255, 0, 0]);
+/// # Ok::<_, Box<dyn std::error::Error>>(())
+/// ```
+///
 /// # Errors
 /// Several videos, or other channels than 3.
 pub fn to_rgb(video: &VideoTensor) -> Result<Vec<RgbFrame>> {

@@ -8,6 +8,18 @@ use crate::mesh::Grid;
 use std::sync::Arc;
 
 /// A context-parallel group as one of its ranks sees it.
+///
+/// ```
+/// use ringspan::{Error, Group, World};
+///
+/// // A ring of two, each of two Ulysses ranks.
+/// let places = World::threads(4)?.run(|rank| {
+///     let group = Group::new(rank.communicator().clone(), (2, 2), rank.kernel())?;
+///     Ok::<_, Error>((group.ring().rank(), group.ulysses().rank()))
+/// })?;
+/// assert_eq!(places, [(0, 0), (0, 1), (1, 0), (1, 1)]);
+/// # Ok::<_, Error>(())
+/// ```
 pub struct Group {
     cp: Arc<dyn Communicator>,
     grid: Grid,

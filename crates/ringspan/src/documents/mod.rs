@@ -31,6 +31,17 @@ impl Document {
 }
 
 /// The documents of a batch `[B, S]`. Tokens in no document are padding.
+///
+/// ```
+/// use ringspan::Documents;
+///
+/// // Two rows of 6: documents of 3 and 2 tokens, then one of 4; the rest is padding.
+/// let documents = Documents::from_rows(&[vec![3, 2], vec![4]], 6)?;
+/// assert_eq!((documents.len(), documents.tokens(), documents.size()), (3, 9, 12));
+/// assert_eq!((documents.get(1).row, documents.get(1).offset), (0, 3));
+/// assert_eq!((documents.get(2).row, documents.get(2).offset), (1, 6));
+/// # Ok::<_, ringspan::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Documents {
     list: Vec<Document>,

@@ -3,6 +3,13 @@
 use std::ops::Range;
 
 /// Tokens of one document in arithmetic progression: positions `start, start + step, ..`, `len` of them.
+///
+/// ```
+/// use ringspan::Run;
+///
+/// let run = Run { document: 0, start: 5, len: 4, step: 3 };
+/// assert_eq!(run.positions().collect::<Vec<_>>(), [5, 8, 11, 14]);
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Run {
     /// Index of the document in its [`Documents`](super::Documents).

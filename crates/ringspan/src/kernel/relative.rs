@@ -13,6 +13,13 @@ pub enum Relative {
 }
 
 /// T5's buckets: one for each small distance, then logarithmically wider, and one for all distances from `max_distance` on.
+///
+/// ```
+/// use ringspan::kernel::Buckets;
+///
+/// let buckets = Buckets { table: vec![0.0; 32], count: 32, max_distance: 128, bidirectional: false };
+/// assert_eq!([0, 15, 16, 64, 1000].map(|distance| buckets.of(distance)), [0, 15, 16, 26, 31]);
+/// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct Buckets {
     /// The terms, `[H, count]`.

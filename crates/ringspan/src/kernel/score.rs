@@ -13,6 +13,17 @@ use std::ops::Range;
 /// 5. the mask
 /// 6. the softmax, whose sum also holds `exp(sinks[head])` (attention sinks; gpt-oss, 2025)
 /// 7. dropout of the weights, [`Dropout`]
+///
+/// ```
+/// use ringspan::Score;
+/// use ringspan::kernel::Relative;
+///
+/// // Two heads with ALiBi's slopes, and a softmax that may attend to nothing.
+/// let relative = Some(Relative::Alibi { slopes: vec![0.5, 0.25] });
+/// let score = Score { relative, ..Score::new(0.125).off_by_one(2) };
+/// assert_eq!(score.relative(0, 3), -1.5);                       // three keys back
+/// assert!(score.check(2).is_ok() && score.check(4).is_err());   // the slopes and sinks are those of two heads
+/// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct Score {
     /// Factor on `q . k`; usually 1/sqrt(D).

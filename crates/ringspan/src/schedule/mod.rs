@@ -50,6 +50,24 @@ use std::sync::{Arc, Mutex};
 use visibility::Visibility;
 
 /// The plans of all ranks for one attention: a strategy applied to a layout and a mask.
+///
+/// ```
+/// use ringspan::schedule::{Pass, Sizes};
+/// use ringspan::{Documents, Layout, LayoutKind, Mask, Schedule, StrategyKind};
+///
+/// // A window of 16 keys over 4 parts of 1,000 tokens: the ring sends whole parts, the halo only what is seen.
+/// let layout = Layout::new(LayoutKind::Contiguous, &Documents::batch(1, 4000), 4)?;
+/// let mask = Mask::causal().window(Some(16), None);
+/// let sizes = Sizes { heads: 8, kv_heads: 2, dim: 64, v_dim: 64, wire: 2, bias_heads: 0 };
+/// let bytes = |strategy| {
+///     let schedule = Schedule::new(strategy, &layout, &layout, &mask, (4, 1))?;
+///     schedule.validate()?;                        // each visible pair is computed once, and each block that is sent is used
+///     schedule.bytes_sent(Pass::Forward, 0, &sizes)
+/// };
+/// assert_eq!(bytes(StrategyKind::Halo)?, 16 * 2 * (64 + 64) * 2);
+/// assert!(bytes(StrategyKind::Ring)? >= 1000 * 2 * (64 + 64) * 2);
+/// # Ok::<_, ringspan::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Schedule {
     strategy: Arc<dyn Strategy>,

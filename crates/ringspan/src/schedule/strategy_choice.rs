@@ -7,6 +7,16 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 /// A strategy, or `auto`: the cheapest of the library's by counted bytes and operations.
+///
+/// ```
+/// use ringspan::StrategyKind;
+/// use ringspan::schedule::StrategyChoice;
+///
+/// let choice: StrategyChoice = "auto".parse()?;
+/// assert!(choice.is_auto());
+/// assert_eq!(StrategyChoice::from(StrategyKind::PassQ).to_string(), "pass-q");
+/// # Ok::<_, ringspan::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub enum StrategyChoice {
     /// This strategy.
