@@ -6,6 +6,7 @@ pub mod error;
 pub mod frames;
 pub mod lora;
 pub mod noise;
+mod original_names;
 pub mod scheduler;
 pub mod tensor_folder;
 pub mod text_encoder;

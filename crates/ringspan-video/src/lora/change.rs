@@ -4,8 +4,8 @@ use super::LoraSource;
 use super::file::LoraFile;
 use super::tensor_name::{ModuleNames, Role};
 use crate::error::Result;
-use crate::transformer::WanTransformer;
 use candle_core::Tensor;
+use ringspan_candle::model::ModelParameters;
 use ringspan_candle::{AdapterSize, Adapters};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -37,11 +37,11 @@ struct Difference {
 }
 
 impl TransformerChange {
-    /// What the adapters of these sources change in a transformer.
-    pub(crate) fn open(sources: &[LoraSource], transformer: &WanTransformer) -> Result<Self> {
-        let names = ModuleNames::new(transformer);
-        let shapes = transformer.shapes();
-        let linear: BTreeSet<_> = transformer.parameters().linear_layers().map(|layer| layer.name.clone()).collect();
+    /// What the adapters of these sources change in a transformer with these parameters.
+    pub(crate) fn open(sources: &[LoraSource], parameters: &ModelParameters) -> Result<Self> {
+        let names = ModuleNames::new(parameters);
+        let shapes = parameters.iter().map(|parameter| (parameter.name.clone(), parameter.shape.clone())).collect();
+        let linear: BTreeSet<_> = parameters.linear_layers().map(|layer| layer.name.clone()).collect();
         let mut change = Self::default();
         for source in sources {
             let file = LoraFile::open(source, &names)?;

@@ -1,6 +1,7 @@
 //! What a tensor of an adapter's file is, and of which part of the model.
 
-use crate::transformer::{WanTransformer, original_name};
+use crate::original_names::original_name;
+use ringspan_candle::model::ModelParameters;
 use std::collections::HashMap;
 
 /// The role of a tensor in an adapter.
@@ -44,9 +45,9 @@ const PREFIXES: [&str; 7] =
 pub(super) struct ModuleNames(HashMap<String, String>);
 
 impl ModuleNames {
-    pub(super) fn new(transformer: &WanTransformer) -> Self {
+    pub(super) fn new(parameters: &ModelParameters) -> Self {
         let mut names = HashMap::new();
-        for parameter in transformer.parameters().iter() {
+        for parameter in parameters.iter() {
             let name = &parameter.name;
             let module = name.strip_suffix(".weight").or_else(|| name.strip_suffix(".bias")).unwrap_or(name);
             let original = original_name(module);

@@ -13,7 +13,6 @@ mod config;
 mod gradients;
 mod grid;
 mod head;
-mod original_names;
 mod patch_embedding;
 mod vace;
 mod video_context;
@@ -24,7 +23,6 @@ pub use config::WanConfig;
 pub use gradients::FlowSample;
 pub(crate) use gradients::TIMESTEPS;
 pub use grid::TokenGrid;
-pub(crate) use original_names::original_name;
 pub use video_context::{Timesteps, VideoContext};
 pub use weights::{WanFolder, WeightType};
 

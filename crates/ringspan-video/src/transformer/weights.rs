@@ -99,7 +99,7 @@ impl WanFolder {
     /// # Errors
     /// Files that are missing or corrupt; tensors that are no adapter's, that belong to no module of the transformer, or do not fit it.
     pub fn with_loras(self, sources: &[LoraSource]) -> Result<Self> {
-        let change = TransformerChange::open(sources, &self.transformer)?;
+        let change = TransformerChange::open(sources, self.transformer.parameters())?;
         let transformer = self.transformer.with_adapters(change.adapters());
         Ok(Self { transformer, change, ..self })
     }

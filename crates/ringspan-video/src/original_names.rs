@@ -1,4 +1,4 @@
-//! The names of parameters in the original checkpoints, which files of the community have kept.
+//! The names of a transformer's modules in the original checkpoints, which files of the community have kept.
 
 /// Modules of a block: diffusers' name and the original one.
 const OF_BLOCKS: [(&str, &str); 20] = [
