@@ -27,6 +27,7 @@ mod topology;
 mod train;
 mod verify;
 mod video;
+mod video_io;
 
 pub use allocator::CountingAllocator;
 
@@ -61,6 +62,7 @@ enum Command {
     DecodeLatents(decode_latents::DecodeLatentsArgs),
     EncodeFrames(encode_frames::EncodeFramesArgs),
     TextEmbed(text_embed::TextEmbedArgs),
+    Video(Box<video::VideoArgs>),
 }
 
 /// Lets mimalloc keep freed memory. By default it returns memory that was free for a while, and each training step requests and
@@ -104,6 +106,7 @@ fn run(command: Command, ranks: &Ranks) -> anyhow::Result<ExitCode> {
         Command::DecodeLatents(args) => decode_latents::run(&args, ranks),
         Command::EncodeFrames(args) => encode_frames::run(&args, ranks),
         Command::TextEmbed(args) => text_embed::run(&args, ranks),
+        Command::Video(args) => video::run(&args, ranks),
     }?;
     Ok(ExitCode::SUCCESS)
 }

@@ -67,6 +67,22 @@ impl TensorFolder {
         self.tensors.iter().map(|(name, place)| (name.as_str(), place.shape.as_slice()))
     }
 
+    /// The shape of a tensor.
+    ///
+    /// # Errors
+    /// A tensor that does not exist.
+    pub fn shape(&self, name: &str) -> Result<&[usize]> {
+        Ok(&self.of(name)?.shape)
+    }
+
+    /// Bytes of a tensor in its file.
+    ///
+    /// # Errors
+    /// A tensor that does not exist.
+    pub fn bytes_of(&self, name: &str) -> Result<u64> {
+        Ok(self.of(name)?.bytes() as u64)
+    }
+
     /// Checks that the folder has the tensors of these names and shapes, and no others except those that `ignored` names.
     ///
     /// # Errors
@@ -98,8 +114,7 @@ impl TensorFolder {
     /// Bytes of all tensors in their files.
     #[must_use]
     pub fn bytes(&self) -> u64 {
-        let of = |place: &TensorLocation| (place.shape.iter().product::<usize>() * place.dtype.bitsize() / 8) as u64;
-        self.tensors.values().map(of).sum()
+        self.tensors.values().map(|place| place.bytes() as u64).sum()
     }
 
     /// Reads a tensor as f32.
@@ -155,8 +170,12 @@ impl TensorFolder {
 }
 
 impl TensorLocation {
+    fn bytes(&self) -> usize {
+        self.shape.iter().product::<usize>() * self.dtype.bitsize() / 8
+    }
+
     fn read(&self) -> Result<Vec<u8>> {
-        let mut bytes = vec![0; self.shape.iter().product::<usize>() * self.dtype.bitsize() / 8];
+        let mut bytes = vec![0; self.bytes()];
         let read = |bytes: &mut [u8]| {
             let mut file = File::open(&self.file)?;
             file.seek(SeekFrom::Start(self.start))?;

@@ -67,7 +67,8 @@ impl VideoMesh {
                     true => (world.split(rank / size, rank)?, Some(world.split(rank % size, rank)?)),
                 };
                 let video = Arc::new(Group::new(of_branch, (self.ring, self.ulysses), kernel())?);
-                work(&RankGroups { rank, video, alone: Arc::new(alone), across })
+                let alone = Arc::new(alone);
+                work(&RankGroups { rank, world, video, alone, across })
             })?
         })
     }
@@ -84,6 +85,7 @@ impl fmt::Display for VideoMesh {
 /// The groups of a rank.
 pub struct RankGroups {
     rank: usize,
+    world: Arc<dyn Communicator>,
     video: Arc<Group>,
     alone: Arc<Group>,
     /// The ranks with the same tokens in both branches of guidance.
@@ -94,6 +96,11 @@ impl RankGroups {
     /// This rank's number among all.
     pub fn rank(&self) -> usize {
         self.rank
+    }
+
+    /// Bytes that this rank has sent to others so far.
+    pub fn sent(&self) -> u64 {
+        self.world.bytes_sent()
     }
 
     /// The ranks that share the tokens of a video with this one.

@@ -33,7 +33,7 @@ pub use video_tensor::VideoTensor;
 use crate::error::{Error, Result};
 use crate::tensor_folder::TensorFolder;
 use block::Video;
-use network::Network;
+use network::{Network, Taken};
 use ringspan::Kernel;
 use ringspan::comm::ranks::Ranks;
 use ringspan::comm::{Buffer, Communicator, threads};
@@ -80,12 +80,33 @@ impl VaeFolder {
         &self.config
     }
 
+    /// The plan of [`Decoder::plan`], for which no weight is read.
+    ///
+    /// # Errors
+    /// As for [`Decoder::plan`], and tensors that are missing or of another shape.
+    pub fn plan_decoding(&self, latents: [usize; 5], ranks: usize, memory: Option<u64>) -> Result<Plan> {
+        let network = network::decoder(&self.config, &self.tensors, Taken::Sizes)?;
+        Decoder { config: self.config.clone(), network }.plan(latents, ranks, memory)
+    }
+
+    /// The plan of [`Encoder::plan`], for which no weight is read.
+    ///
+    /// # Errors
+    /// As for [`Encoder::plan`], and tensors that are missing or of another shape.
+    pub fn plan_encoding(&self, frames: [usize; 5], ranks: usize, memory: Option<u64>) -> Result<Plan> {
+        let network = network::encoder(&self.config, &self.tensors, Taken::Sizes)?;
+        Encoder { config: self.config.clone(), network }.plan(frames, ranks, memory)
+    }
+
     /// Reads the decoder.
     ///
     /// # Errors
     /// Tensors that are missing or of another shape.
     pub fn decoder(&self) -> Result<Decoder> {
-        Ok(Decoder { config: self.config.clone(), network: network::decoder(&self.config, &self.tensors)? })
+        Ok(Decoder {
+            config: self.config.clone(),
+            network: network::decoder(&self.config, &self.tensors, Taken::Weights)?,
+        })
     }
 
     /// Reads the encoder.
@@ -93,7 +114,10 @@ impl VaeFolder {
     /// # Errors
     /// Tensors that are missing or of another shape.
     pub fn encoder(&self) -> Result<Encoder> {
-        Ok(Encoder { config: self.config.clone(), network: network::encoder(&self.config, &self.tensors)? })
+        Ok(Encoder {
+            config: self.config.clone(),
+            network: network::encoder(&self.config, &self.tensors, Taken::Weights)?,
+        })
     }
 }
 

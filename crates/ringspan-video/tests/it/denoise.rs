@@ -49,7 +49,7 @@ fn settings(scheduler: &str, guidance: [f64; 2]) -> Result<DenoiseSettings> {
 }
 
 fn run(folder: &DenoiseFolder, mesh: &VideoMesh, inputs: &DenoiseInputs, settings: &DenoiseSettings) -> Result<Tensor> {
-    Ok(denoise(folder, mesh, inputs, settings, |_| ())?.expect("this process has rank 0"))
+    Ok(denoise(folder, mesh, inputs, settings, |_| Ok(()))?.expect("this process has rank 0"))
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! Tests of the video pipeline against diffusers and against one rank.
 
 mod denoise;
+mod pipeline;
 mod support;
 mod transformer;
