@@ -11,8 +11,7 @@ pub(crate) const SIDE: usize = 32;
 const COLORS: [(&str, [u8; 3]); 3] = [("red", [230, 40, 40]), ("green", [40, 200, 60]), ("blue", [50, 80, 240])];
 const KINDS: [&str; 2] = ["circle", "square"];
 /// Directions with their pixels to the right, and down, in a frame.
-const DIRECTIONS: [(&str, [f64; 2]); 4] =
-    [("right", [1.5, 0.0]), ("left", [-1.5, 0.0]), ("down", [0.0, 1.5]), ("up", [0.0, -1.5])];
+const DIRECTIONS: [(&str, [f64; 2]); 2] = [("right", [1.5, 0.0]), ("left", [-1.5, 0.0])];
 const BACKGROUND: [u8; 3] = [16, 16, 24];
 /// Pixels from the middle of a shape to its border.
 const RADIUS: f64 = 6.0;
@@ -38,7 +37,7 @@ fn parts(index: usize) -> (usize, usize, usize) {
     (rest / KINDS.len() % COLORS.len(), rest % KINDS.len(), direction)
 }
 
-/// A video of a prompt. `across` says where its path is, in a right angle to its direction, from 0 to 1.
+/// A video of a prompt. `across` says how far down its path is, from 0 to 1.
 pub(crate) fn video(index: usize, across: f64) -> Vec<RgbFrame> {
     let (color, kind, direction) = parts(index);
     let speed = DIRECTIONS[direction].1;
@@ -47,8 +46,8 @@ pub(crate) fn video(index: usize, across: f64) -> Vec<RgbFrame> {
     (0..FRAMES)
         .map(|frame| {
             let time = frame as f64 - (FRAMES - 1) as f64 / 2.0;
-            // A shape that moves to a side starts at any height, and one that moves up or down anywhere from left to right.
-            let at = [0, 1].map(|axis| middle + time * speed[axis] + if speed[axis] == 0.0 { beside } else { 0.0 });
+            // Two numbers: pixels from the left, and from the top.
+            let at = [middle + time * speed[0], middle + time * speed[1] + beside];
             picture(at, COLORS[color].1, KINDS[kind])
         })
         .collect()

@@ -30,7 +30,7 @@ pub(crate) struct Training {
     pub(crate) seed: u64,
 }
 
-const LEARNING_RATE: f64 = 2e-3;
+const LEARNING_RATE: f64 = 3e-3;
 /// Steps in which the learning rate rises.
 const WARM_UP: f64 = 20.0;
 /// A prompt is left out once in so many videos, so that guidance has something to compare with.

@@ -7,8 +7,13 @@ use ringspan::mesh::Grid;
 
 /// Rows that a feed-forward layer computes at a time.
 const FEED_FORWARD_ROWS: u64 = 1024;
-/// Bytes that the attention kernel takes on each thread, about.
-const KERNEL_BYTES: u64 = 1 << 20;
+/// Keys up to which each thread of the attention kernel packs heads of its own.
+const KEYS_OF_A_THREAD: u64 = 1024;
+/// The most bytes that it packs at a time, unless so many keys take more.
+const PACKED_BYTES: u64 = 16 << 20;
+const LEAST_KEYS: u64 = 2048;
+/// Heads that the kernel packs at a time where all threads share them.
+const PACKED_HEADS: u64 = 3;
 /// Tensors of the latents' size that a step holds: the latents, the last ones, the velocity and its sum with another, two predictions
 /// and the sums of the scheduler.
 const LATENTS: u64 = 8;
@@ -18,6 +23,8 @@ const LATENTS: u64 = 8;
 pub(super) struct RunSizes {
     pub(super) grid: Grid,
     pub(super) threads: u64,
+    /// Whether ranks are processes. Between threads a message is handed over, so that two ranks hold it once.
+    pub(super) processes: bool,
     /// Tokens T of the rank that has most.
     pub(super) tokens: u64,
     /// Heads of the Ulysses rank that has most.
@@ -35,7 +42,22 @@ pub(super) struct RunSizes {
 impl RunSizes {
     /// Bytes that the fullest rank holds beside weights.
     pub(super) fn activations(&self, config: &WanConfig, weights: WeightType) -> u64 {
-        self.of_run(config, weights) + self.of_block(config, weights).max(self.of_output(config))
+        // Kernels keep their buffers from call to call.
+        let of_ring = self.all_tokens.div_ceil(self.grid.ring.max(1) as u64);
+        let kernels = self.packed(config, of_ring, self.heads)
+            + self.packed(config, self.batch * self.embeds, config.num_attention_heads as u64);
+        self.of_run(config, weights) + kernels + self.of_block(config, weights).max(self.of_output(config))
+    }
+
+    /// Keys and values that a kernel packs in f32.
+    fn packed(&self, config: &WanConfig, keys: u64, heads: u64) -> u64 {
+        let threads = self.threads.max(1);
+        let slots = match keys > KEYS_OF_A_THREAD {
+            true => heads.min(PACKED_HEADS),
+            false => heads.min(threads) + (heads % threads).min(PACKED_HEADS),
+        };
+        let of_key = 4 * slots * 2 * config.attention_head_dim as u64;
+        (keys * of_key).min(PACKED_BYTES.max(LEAST_KEYS * of_key))
     }
 
     /// What is held during a whole run.
@@ -56,28 +78,33 @@ impl RunSizes {
         let control = if config.vace_layers.is_some() { 2 * rows * element } else { 0 };
         // The input, what it attended to, the sum of both, its norm, and queries before and behind their norm.
         let to_prompt = 6 * rows * element;
-        // The input, what it attended to, the sum, its norm, the output, and the inner width of some rows, twice.
+        // The input, what it attended to, the sum, its norm, the output, and the inner width of some rows, before and behind the
+        // activation or, in bf16, with its sums in f32.
         let some = self.tokens.min(FEED_FORWARD_ROWS);
-        let feed_forward = 5 * rows * element + 2 * some * config.ffn_dim as u64 * element + some * width * element;
+        let inner = some * config.ffn_dim as u64 * (2 * element).max(4 + element);
+        let feed_forward = 5 * rows * element + inner + some * width * element;
         control + self.attention(config, element).max(to_prompt).max(feed_forward)
     }
 
-    /// Attention over all ranks: the input, queries, keys and values; outputs with maximum and sum of each head in f32; beside them,
-    /// with Ulysses, the same of this rank's heads, and with a ring, a block that is computed with and one that arrives.
+    /// Attention over all ranks: the input, queries, keys and values; outputs with maximum and sum of each head in f32, and outputs in
+    /// the model's type; with Ulysses, the same of this rank's heads; with a ring, a block of others, or two between processes.
     fn attention(&self, config: &WanConfig, element: u64) -> u64 {
         let (width, dim) = (config.width() as u64, config.attention_head_dim as u64);
         let results = |rows: u64, heads: u64| 4 * rows * heads * (dim + 2);
-        let mut bytes = 4 * self.tokens * width * element + results(self.tokens, config.num_attention_heads as u64);
+        let rounded = if element < 4 { self.tokens * width * element } else { 0 };
+        let mut bytes =
+            4 * self.tokens * width * element + results(self.tokens, config.num_attention_heads as u64) + rounded;
         let (ring, ulysses) = (self.grid.ring as u64, self.grid.ulysses as u64);
         let of_ring = self.all_tokens.div_ceil(ring.max(1));
+        let of_heads = of_ring * self.heads * dim * element;
+        let messages = if self.processes { 2 } else { 1 };
         if ulysses > 1 {
-            // What is sent is freed once it has been received.
-            bytes += 3 * of_ring * self.heads * dim * element * 2 + results(of_ring, self.heads);
+            bytes += 3 * of_heads * messages + results(of_ring, self.heads);
         }
         if ring > 1 {
-            bytes += 4 * of_ring * self.heads * dim * element;
+            bytes += 2 * of_heads * messages;
         }
-        bytes + self.threads * KERNEL_BYTES
+        bytes
     }
 
     /// The head: the stream, its norm, and the patches of all tokens, which are gathered and put together.

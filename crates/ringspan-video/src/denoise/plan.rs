@@ -137,6 +137,7 @@ impl DenoisePlan {
         let sizes = RunSizes {
             grid: of_mesh,
             threads: mesh.threads as u64,
+            processes: mesh.ranks.local().is_some(),
             tokens: most(&of_ranks),
             heads: most(&heads),
             all_tokens: (batch * grid.tokens()) as u64,

@@ -24,11 +24,17 @@ pub fn resized(picture: &RgbFrame, width: usize, height: usize) -> Result<RgbFra
     let side = |size: usize| {
         u32::try_from(size).ok().filter(|size| *size > 0).ok_or_else(|| refuse(format!("a side of {size} pixels")))
     };
+    let error = |error: &dyn std::fmt::Display| refuse(error.to_string());
+    let (columns, rows) = (side(width)?, side(height)?);
     let from = Image::from_vec_u8(side(picture.width)?, side(picture.height)?, picture.pixels.clone(), PixelType::U8x3)
-        .map_err(|error| refuse(error.to_string()))?;
-    let mut to = Image::new(side(width)?, side(height)?, PixelType::U8x3);
+        .map_err(|of| error(&of))?;
     let options = ResizeOptions::new().resize_alg(ResizeAlg::Convolution(FilterType::Lanczos3));
-    Resizer::new().resize(&from, &mut to, &options).map_err(|error| refuse(error.to_string()))?;
+    let mut resizer = Resizer::new();
+    // Between the two directions levels are rounded and clamped, so the order counts: Pillow's first one is the width.
+    let mut wide = Image::new(columns, from.height(), PixelType::U8x3);
+    resizer.resize(&from, &mut wide, &options).map_err(|of| error(&of))?;
+    let mut to = Image::new(columns, rows, PixelType::U8x3);
+    resizer.resize(&wide, &mut to, &options).map_err(|of| error(&of))?;
     Ok(RgbFrame { width, height, pixels: to.into_vec() })
 }
 
