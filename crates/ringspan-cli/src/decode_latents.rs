@@ -1,12 +1,10 @@
 //! `ringspan decode-latents`: frames from the latents of a video, by WAN's autoencoder.
 
-use crate::files::{self, OutputTensor};
 use crate::mesh::MeshArgs;
 use crate::output;
-use crate::video::{self, Destination, VaeArgs};
+use crate::video_io::{self, Destination, VaeArgs};
 use anyhow::Result;
 use ringspan::comm::process_group::ProcessGroup;
-use safetensors::Dtype;
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -31,8 +29,8 @@ pub(crate) struct DecodeLatentsArgs {
 
 pub(crate) fn run(args: &DecodeLatentsArgs, processes: &ProcessGroup) -> Result<()> {
     let destination = Destination::of(&args.out)?;
-    let mesh = video::mesh(&args.mesh, processes)?;
-    let latents = video::read(&args.latents, "latents")?;
+    let mesh = video_io::mesh(&args.mesh, processes)?;
+    let latents = video_io::read(&args.latents, "latents")?;
     let folder = args.vae.open()?;
     let decoder = folder.decoder()?;
     destination.check(decoder.frames(latents.shape())?)?;
@@ -42,17 +40,7 @@ pub(crate) fn run(args: &DecodeLatentsArgs, processes: &ProcessGroup) -> Result<
     let Some(frames) = decoder.decode(&latents, &mesh, &plan)? else { return Ok(()) };
     let seconds = began.elapsed().as_secs_f64();
     let [batch, _, count, height, width] = frames.shape();
-    match destination {
-        Destination::Tensors(path) => {
-            let shape = frames.shape().to_vec();
-            files::write_tensors(&path, &[OutputTensor::new("frames", Dtype::F32, shape, frames.into_values())])?;
-        }
-        Destination::Gif(path) => files::write(&path, &ringspan_video::frames::gif(&video::pictures(&frames)?)?)?,
-        Destination::Folder(path) => {
-            let pictures = video::pictures(&frames)?;
-            files::write_folder(&path, |folder| Ok(ringspan_video::frames::write_folder(folder, &pictures)?))?;
-        }
-    }
+    destination.write(frames)?;
     let frames = batch * count;
     output::line(format_args!("{frames} frames of {width} x {height} in {seconds:.2} s: {}", args.out.display()))?;
     Ok(())

@@ -27,6 +27,7 @@ mod topology;
 mod train;
 mod verify;
 mod video;
+mod video_io;
 mod video_training;
 
 pub use allocator::CountingAllocator;
@@ -62,6 +63,7 @@ enum Command {
     DecodeLatents(decode_latents::DecodeLatentsArgs),
     EncodeFrames(encode_frames::EncodeFramesArgs),
     TextEmbed(text_embed::TextEmbedArgs),
+    Video(Box<video::VideoArgs>),
 }
 
 /// Lets mimalloc keep freed memory, except in a server, which would keep the most that any thread has needed for one prompt. By
@@ -108,6 +110,7 @@ fn run(command: Command, processes: &ProcessGroup) -> anyhow::Result<ExitCode> {
         Command::DecodeLatents(args) => decode_latents::run(&args, processes),
         Command::EncodeFrames(args) => encode_frames::run(&args, processes),
         Command::TextEmbed(args) => text_embed::run(&args, processes),
+        Command::Video(args) => video::run(&args, processes),
     }?;
     Ok(ExitCode::SUCCESS)
 }

@@ -5,13 +5,10 @@ use crate::mesh::{DEADLINE, MeshArgs};
 use crate::output;
 use anyhow::{Context, Result};
 use ringspan::comm::process_group::ProcessGroup;
-use ringspan_video::text_encoder::{PromptTokenizer, TextEncoder, TextMesh};
+use ringspan_video::text_encoder::{PROMPT_ROWS, PromptTokenizer, TextEncoder, TextMesh};
 use safetensors::Dtype;
 use std::path::PathBuf;
 use std::time::Instant;
-
-/// Rows of the embeddings, of which WAN's transformer sees all.
-const ROWS: usize = 512;
 
 /// Make the embeddings of a prompt for WAN's transformer with UMT5's encoder, over a mesh of ranks that share the tokens
 ///
@@ -49,17 +46,17 @@ pub(crate) fn run(args: &TextEmbedArgs, processes: &ProcessGroup) -> Result<()> 
     let mut count = 0;
     let prompts = [("prompt_embeds", Some(&args.prompt)), ("negative_prompt_embeds", args.negative.as_ref())];
     for (name, prompt) in prompts.into_iter().filter_map(|(name, prompt)| Some((name, prompt?))) {
-        let tokens = tokenizer.encode(prompt, ROWS)?;
+        let tokens = tokenizer.encode(prompt, PROMPT_ROWS)?;
         if tokens.cut > 0 {
             output::note(format_args!(
-                "note: {name}: the last {} tokens are cut off, since {ROWS} are kept",
+                "note: {name}: the last {} tokens are cut off, since {PROMPT_ROWS} are kept",
                 tokens.cut
             ));
         }
         count += tokens.ids.len();
         let Some(mut states) = encoder.encode(&tokens.ids, &mesh)? else { continue };
-        states.resize(ROWS * width, 0.0);
-        out.push(OutputTensor::new(name, Dtype::F32, vec![1, ROWS, width], states));
+        states.resize(PROMPT_ROWS * width, 0.0);
+        out.push(OutputTensor::new(name, Dtype::F32, vec![1, PROMPT_ROWS, width], states));
     }
     if out.is_empty() {
         return Ok(());

@@ -62,6 +62,9 @@ pub enum Error {
     /// A mesh that the model cannot run on.
     #[error("{0}")]
     Mesh(String),
+    /// What a caller does while a video is made, such as writing a preview, has failed.
+    #[error("{0}")]
+    Caller(String),
     /// An error of model files, such as a missing tensor.
     #[error(transparent)]
     Model(#[from] ringspan_models::Error),

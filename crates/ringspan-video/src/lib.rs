@@ -1,12 +1,14 @@
 #![doc = include_str!("../README.md")]
 #![deny(missing_docs)]
 
+mod bytes_text;
 pub mod denoise;
 pub mod error;
 pub mod frames;
 pub mod lora;
 pub mod noise;
 mod original_names;
+pub mod pipeline;
 pub mod scheduler;
 pub mod tensor_folder;
 pub mod text_encoder;

@@ -81,8 +81,19 @@ impl TensorFolder {
     }
 
     /// The shape of a tensor.
-    pub(crate) fn shape(&self, name: &str) -> Option<&[usize]> {
-        self.tensors.get(name).map(|place| place.shape.as_slice())
+    ///
+    /// # Errors
+    /// A tensor that does not exist.
+    pub fn shape(&self, name: &str) -> Result<&[usize]> {
+        Ok(&self.of(name)?.shape)
+    }
+
+    /// Bytes of a tensor in its file.
+    ///
+    /// # Errors
+    /// A tensor that does not exist.
+    pub fn bytes_of(&self, name: &str) -> Result<u64> {
+        Ok(self.of(name)?.bytes() as u64)
     }
 
     /// Checks that the folder has the tensors of these names and shapes, and no others except those that `ignored` names.
@@ -116,12 +127,7 @@ impl TensorFolder {
     /// Bytes of all tensors in their files.
     #[must_use]
     pub fn bytes(&self) -> u64 {
-        self.tensors.values().map(TensorLocation::bytes).sum()
-    }
-
-    /// Bytes of a tensor in its file; 0 for one that does not exist.
-    pub(crate) fn bytes_of(&self, name: &str) -> u64 {
-        self.tensors.get(name).map_or(0, TensorLocation::bytes)
+        self.tensors.values().map(|place| place.bytes() as u64).sum()
     }
 
     /// Reads a tensor as f32.
@@ -177,12 +183,12 @@ impl TensorFolder {
 }
 
 impl TensorLocation {
-    fn bytes(&self) -> u64 {
-        (self.shape.iter().product::<usize>() * self.dtype.bitsize() / 8) as u64
+    fn bytes(&self) -> usize {
+        self.shape.iter().product::<usize>() * self.dtype.bitsize() / 8
     }
 
     fn read(&self) -> Result<Vec<u8>> {
-        let mut bytes = vec![0; self.shape.iter().product::<usize>() * self.dtype.bitsize() / 8];
+        let mut bytes = vec![0; self.bytes()];
         let read = |bytes: &mut [u8]| {
             let mut file = File::open(&self.file)?;
             file.seek(SeekFrom::Start(self.start))?;

@@ -2,6 +2,10 @@
 
 mod input;
 mod progress;
+mod sampler;
+
+pub(crate) use progress::Progress;
+pub(crate) use sampler::SamplerArgs;
 
 use crate::files::{self, OutputTensor};
 use crate::mesh::{DEADLINE, MeshArgs};
@@ -10,10 +14,9 @@ use anyhow::{Context, Result, ensure};
 use input::Input;
 pub(crate) use progress::Progress;
 use ringspan::comm::process_group::ProcessGroup;
-use ringspan_video::denoise::{DenoiseFolder, DenoisePlan, DenoiseSettings, VideoMesh, denoise};
+use ringspan_video::denoise::{DenoiseFolder, DenoisePlan, DenoiseStep, VideoMesh, denoise};
 use ringspan_video::lora::LoraSource;
 use ringspan_video::noise::noise;
-use ringspan_video::scheduler::{SchedulerConfig, SchedulerKind};
 use ringspan_video::transformer::WeightType;
 use safetensors::Dtype;
 use std::path::PathBuf;
@@ -35,21 +38,8 @@ pub(crate) struct DenoiseArgs {
     /// The safetensors file for the latents
     #[arg(long, value_name = "OUT")]
     out: PathBuf,
-    /// Number of steps
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
-    steps: u32,
-    /// Scheduler: unipc, euler [default: the pipeline's]
-    #[arg(long, value_name = "NAME")]
-    scheduler: Option<SchedulerKind>,
-    /// Shift of noise levels [default: the pipeline's if it has that scheduler, else 3]
-    #[arg(long, value_name = "S")]
-    shift: Option<f64>,
-    /// Factor of the difference that the prompt makes; 1 is without guidance
-    #[arg(long, default_value_t = 5.0, value_name = "G")]
-    guidance: f64,
-    /// The same for a pipeline's second transformer [default: that of the first]
-    #[arg(long, value_name = "G")]
-    guidance_2: Option<f64>,
+    #[command(flatten)]
+    sampler: SamplerArgs,
     /// Frames of the video, if IN has no latents
     #[arg(long, value_name = "F", requires_all = ["height", "width"])]
     frames: Option<usize>,
@@ -91,40 +81,28 @@ pub(crate) fn run(args: &DenoiseArgs, processes: &ProcessGroup) -> Result<()> {
         args.model.display()
     );
     let folder = folder.with_loras([&args.lora, &args.lora_2]).context("--lora")?;
-    let settings = args.settings(&folder)?;
+    let settings = args.sampler.settings(&folder, &args.model)?;
     let video = args.frames.zip(args.height.zip(args.width)).map(|(frames, (height, width))| [frames, height, width]);
     let mut inputs = Input::read(&args.embeds)?.with_latents(&folder, video)?;
     let (ring, ulysses, cfg_parallel) = (args.mesh.ring, args.mesh.ulysses, args.cfg_parallel);
     let mesh = VideoMesh { ring, ulysses, cfg_parallel, threads, deadline: DEADLINE, processes: processes.clone() };
-    output::note(DenoisePlan::new(&folder, &mesh, &inputs, &settings)?);
+    let plan = DenoisePlan::new(&folder, &mesh, &inputs, &settings)?;
+    output::note(&plan);
+    if let Some(free) = ringspan::memory::available() {
+        plan.check_free(processes.smallest(free)?)?;
+    }
     if video.is_some() {
         inputs.latents = noise(args.seed.unwrap_or(0), inputs.latents.dims())?;
     }
-    let progress = Progress::new(settings.steps);
-    let Some(latents) = denoise(&folder, &mesh, &inputs, &settings, |step| progress.stepped(step))? else {
-        return Ok(());
+    let progress = Progress::new(settings.steps, plan.operations());
+    let stepped = |step: &DenoiseStep| {
+        progress.stepped(step.number);
+        Ok(())
     };
+    let Some(latents) = denoise(&folder, &mesh, &inputs, &settings, stepped)? else { return Ok(()) };
     let values = latents.flatten_all()?.to_vec1::<f32>()?;
     ensure!(values.iter().all(|x| x.is_finite()), "the latents are not finite: {} is not written", args.out.display());
     files::write_tensors(&args.out, &[OutputTensor::new("latents", Dtype::F32, latents.dims().to_vec(), values)])?;
     output::line(format_args!("wrote latents {:?} to {}", latents.dims(), args.out.display()))?;
     Ok(())
-}
-
-impl DenoiseArgs {
-    fn settings(&self, folder: &DenoiseFolder) -> Result<DenoiseSettings> {
-        ensure!(
-            self.guidance_2.is_none() || folder.stages() > 1,
-            "--guidance-2 has no effect: {} has one transformer",
-            self.model.display()
-        );
-        let of_pipeline = folder.scheduler();
-        let kind = self.scheduler.or(of_pipeline.map(|scheduler| scheduler.kind));
-        let kind = kind.context("--scheduler is needed: the folder has no scheduler/scheduler_config.json")?;
-        let mut scheduler =
-            of_pipeline.filter(|scheduler| scheduler.kind == kind).unwrap_or_else(|| SchedulerConfig::new(kind));
-        scheduler.shift = self.shift.unwrap_or(scheduler.shift);
-        let guidance = [self.guidance, self.guidance_2.unwrap_or(self.guidance)];
-        Ok(DenoiseSettings { steps: self.steps as usize, scheduler, guidance })
-    }
 }

@@ -12,20 +12,22 @@ const PLAIN_INTERVAL: Duration = Duration::from_secs(5);
 pub(crate) struct Progress {
     bar: Option<ProgressBar>,
     steps: usize,
+    /// Floating-point operations of all steps.
+    operations: f64,
     began: Instant,
     last_line: Mutex<Option<Instant>>,
 }
 
 impl Progress {
-    pub(crate) fn new(steps: usize) -> Self {
+    pub(crate) fn new(steps: usize, operations: f64) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
             let bar = ProgressBar::with_draw_target(Some(steps as u64), ProgressDrawTarget::stderr());
-            let style = ProgressStyle::with_template("step {pos}/{len} [{bar:32}] {msg} left");
+            let style = ProgressStyle::with_template("step {pos}/{len} [{bar:32}] {msg}");
             bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> "));
             bar.set_message("?");
             bar
         });
-        Self { bar, steps, began: Instant::now(), last_line: Mutex::new(None) }
+        Self { bar, steps, operations, began: Instant::now(), last_line: Mutex::new(None) }
     }
 
     /// Says that so many steps have been taken.
@@ -38,6 +40,8 @@ impl Progress {
         let each = self.began.elapsed().as_secs_f64() / step.max(1) as f64;
         let left = (each * self.steps.saturating_sub(step) as f64).round() as u64;
         let left = if left < 60 { format!("{left} s") } else { format!("{} min {:02} s", left / 60, left % 60) };
+        let rate = self.operations / self.steps.max(1) as f64 / each.max(1e-9) / 1e9;
+        let left = format!("{left} left, {rate:.1} GFLOP/s");
         if let Some(bar) = &self.bar {
             bar.set_position(step as u64);
             bar.set_message(format!("{words}{left}"));
@@ -49,7 +53,7 @@ impl Progress {
         let mut last = self.last_line.lock().unwrap_or_else(PoisonError::into_inner);
         if step == self.steps || last.is_none_or(|last| last.elapsed() >= PLAIN_INTERVAL) {
             *last = Some(Instant::now());
-            output::note(format!("step {step}/{}, {words}{left} left", self.steps));
+            output::note(format!("step {step}/{}, {words}{left}", self.steps));
         }
     }
 }

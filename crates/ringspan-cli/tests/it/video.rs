@@ -171,3 +171,86 @@ fn text_embed_gives_the_same_rows_on_two_ranks() {
     assert_ne!(one["prompt_embeds"], one["negative_prompt_embeds"]);
     video.refused("--prompt a --out no/new.safetensors", &["there is no folder"]);
 }
+
+/// A folder with a whole pipeline, from the files of several fixtures.
+fn pipeline() -> Video {
+    let video = Video { bench: Bench::new(&[]), command: "video", model: PathBuf::from("model") };
+    let to = video.bench.path("model");
+    for (from, name) in [
+        ("text/text_encoder", "text_encoder"),
+        ("text/tokenizer", "tokenizer"),
+        ("vae/tiny", "vae"),
+        ("pipeline/t2v", "."),
+    ] {
+        copy(&fixture(from), &to.join(name));
+    }
+    video
+}
+
+fn copy(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).expect("a folder");
+    for entry in std::fs::read_dir(from).expect("a fixture") {
+        let path = entry.expect("a file").path();
+        let to = to.join(path.file_name().expect("a name"));
+        if path.is_dir() { copy(&path, &to) } else { std::fs::copy(&path, &to).map(drop).expect("copied") }
+    }
+}
+
+/// Flags of the video that the fixture has; a prompt is one word, since flags are split at spaces.
+const FLAGS: &str =
+    "--prompt cat --negative rain --frames 9 --height 32 --width 48 --steps 4 --seed 7 --guidance 4 --guidance-2 3";
+
+#[test]
+fn a_video_is_what_its_stages_make_one_by_one() {
+    let video = pipeline();
+    let said = video.succeeds(&format!("{FLAGS} --preview look.png --out frames --ring 2"));
+    for word in
+        ["18 tokens a video, 9 a rank", "floating-point operations", "text begins", "step 4/4", "preview: look.png"]
+    {
+        assert!(said.contains(word), "{word} is not in: {said}");
+    }
+    assert_eq!(std::fs::read_dir(video.bench.path("frames")).expect("a folder").count(), 9);
+    assert!(std::fs::read(video.bench.path("look.png")).expect("a picture").starts_with(b"\x89PNG"));
+    let whole = video.results(FLAGS);
+    let stage = |command, flags: &str| {
+        let video = Video { command, bench: Bench::new(&[]), model: video.bench.path("model") };
+        let output = video.bench.path("out.safetensors");
+        video.succeeds(&format!("{flags} --out out.safetensors"));
+        (video, output)
+    };
+    let (_text, embeds) = stage("text-embed", "--prompt cat --negative rain");
+    let sizes = "--frames 9 --height 32 --width 48 --steps 4 --seed 7 --guidance 4 --guidance-2 3";
+    let (_denoise, latents) = stage("denoise", &format!("--embeds {} {sizes}", embeds.display()));
+    let (_decode, frames) = stage("decode-latents", &format!("--latents {}", latents.display()));
+    assert_eq!(whole["frames"], read(&frames)["frames"]);
+    let gif = video.bench.path("a.gif");
+    video.succeeds(&format!("{FLAGS} --cfg-parallel --out {}", gif.display()));
+    assert!(std::fs::read(gif).expect("a GIF").starts_with(b"GIF89a"));
+}
+
+#[test]
+fn a_video_that_cannot_be_made_is_refused_and_leaves_nothing() {
+    let video = pipeline();
+    let flags = format!("{FLAGS} --out new.gif");
+    video.refused(&flags.replace("--frames 9", "--frames 8"), &["8 frames", "5 and 9"]);
+    video.refused(&flags.replace("--height 32", "--height 40"), &["height 40", "multiple of 16"]);
+    video.refused(&format!("{flags} --ulysses 3"), &["ulysses 3", "there are 2"]);
+    video.refused(&format!("{flags} --memory 1000"), &["1000 bytes of memory a rank", "18 tokens"]);
+    video.refused(&format!("{flags} --preview look.gif"), &["--preview look.gif", ".png"]);
+    video.refused(&format!("{flags} --image none.png"), &["--image", "none.png"]);
+    video.refused(&format!("{FLAGS} --out a.mp4"), &["no encoder"]);
+    video.refused(&format!("{FLAGS} --out no/a.gif"), &["there is no folder"]);
+    std::fs::write(video.bench.path("notes.txt"), "not a picture").expect("written");
+    video.refused(&format!("{flags} --image notes.txt"), &["--image", "not a PNG"]);
+    // The second transformer's weights are no numbers, so the run fails behind a preview that was written.
+    let weights = video.bench.path("model/transformer_2/diffusion_pytorch_model.safetensors");
+    let good = std::fs::read(&weights).expect("weights");
+    let mut bad = good.clone();
+    let half = bad.len() / 2;
+    bad[half..].fill(0x7f);
+    std::fs::write(&weights, bad).expect("written");
+    video.refused(&format!("{flags} --preview look.png"), &["not finite"]);
+    std::fs::write(&weights, good).expect("written");
+    std::fs::remove_file(video.bench.path("model/tokenizer/tokenizer.json")).expect("removed");
+    video.refused(&flags, &["tokenizer/tokenizer.json is missing"]);
+}

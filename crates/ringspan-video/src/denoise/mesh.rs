@@ -72,7 +72,7 @@ impl VideoMesh {
                 true => (world.split(rank / size, rank)?, Some(world.split(rank % size, rank)?)),
             };
             let video = Arc::new(Group::new(of_branch, (self.ring, self.ulysses), own.kernel())?);
-            work(&RankGroups { rank, video, alone: Arc::new(alone), across })
+            work(&RankGroups { rank, world: world.clone(), video, alone: Arc::new(alone), across })
         })
     }
 }
@@ -88,6 +88,7 @@ impl fmt::Display for VideoMesh {
 /// The groups of a rank.
 pub struct RankGroups {
     rank: usize,
+    world: Arc<dyn Communicator>,
     video: Arc<Group>,
     alone: Arc<Group>,
     /// The ranks with the same tokens in both branches of guidance.
@@ -98,6 +99,11 @@ impl RankGroups {
     /// This rank's number among all.
     pub fn rank(&self) -> usize {
         self.rank
+    }
+
+    /// Bytes that this rank has sent to others so far.
+    pub fn sent(&self) -> u64 {
+        self.world.bytes_sent()
     }
 
     /// The ranks that share the tokens of a video with this one.

@@ -3,6 +3,7 @@
 
 mod guided;
 mod inputs;
+mod memory;
 mod mesh;
 mod pipeline;
 mod plan;
@@ -30,22 +31,57 @@ pub struct DenoiseSettings {
     pub guidance: [f64; 2],
 }
 
-/// Denoises latents on every rank of a mesh. `stepped` is called after each step with the number of steps taken, in the process of
-/// rank 0. Returns the latents `[B, C, F, H, W]`, or `None` in a process without rank 0.
+/// A step that has been taken.
+#[derive(Debug, Clone, Copy)]
+pub struct DenoiseStep<'a> {
+    /// Number of steps taken so far, this one included.
+    pub number: usize,
+    /// The latents with which the step began, and the noise level they have.
+    latents: &'a Tensor,
+    sigma: f32,
+    velocity: &'a Tensor,
+    /// Bytes that this rank has sent to others since the run began.
+    pub sent: u64,
+}
+
+impl DenoiseStep<'_> {
+    /// The latents `[B, C, F, H, W]` without noise that the step's velocity points to.
+    ///
+    /// # Errors
+    /// Errors of the tensor library.
+    pub fn predicted(&self) -> Result<Tensor> {
+        Ok((self.latents - (self.velocity * f64::from(self.sigma))?)?)
+    }
+}
+
+/// Denoises latents on every rank of a mesh. `stepped` is called after each step, in the process of rank 0. Returns the latents
+/// `[B, C, F, H, W]`, or `None` in a process without rank 0.
 ///
 /// # Errors
-/// Inputs and settings that do not fit the model, with the numbers; failures of any rank.
+/// Inputs and settings that do not fit the model, with the numbers; an error of `stepped`; failures of any rank.
 pub fn denoise(
     folder: &DenoiseFolder,
     mesh: &VideoMesh,
     inputs: &DenoiseInputs,
     settings: &DenoiseSettings,
-    stepped: impl Fn(usize) + Sync,
+    stepped: impl Fn(&DenoiseStep) -> Result<()> + Sync,
 ) -> Result<Option<Tensor>> {
+    let latents = denoise_in_each_process(folder, mesh, inputs, settings, stepped)?;
+    Ok(mesh.processes.lead().then_some(latents))
+}
+
+/// Like [`denoise`], and returns the latents in every process: all ranks have them.
+pub(crate) fn denoise_in_each_process(
+    folder: &DenoiseFolder,
+    mesh: &VideoMesh,
+    inputs: &DenoiseInputs,
+    settings: &DenoiseSettings,
+    stepped: impl Fn(&DenoiseStep) -> Result<()> + Sync,
+) -> Result<Tensor> {
     let conditioning = inputs.check(folder)?;
     settings.check(folder, mesh, inputs)?;
-    let mut all = mesh.run(|groups| on_rank(folder, groups, inputs, conditioning, settings, &stepped))?;
-    Ok(if mesh.processes.lead() && !all.is_empty() { Some(all.swap_remove(0)) } else { None })
+    let all = mesh.run(|groups| on_rank(folder, groups, inputs, conditioning, settings, &stepped))?;
+    all.into_iter().next().ok_or_else(|| Error::Mesh(format!("{mesh}: no rank is in this process")))
 }
 
 impl DenoiseSettings {
@@ -84,7 +120,7 @@ fn on_rank(
     inputs: &DenoiseInputs,
     conditioning: Conditioning,
     settings: &DenoiseSettings,
-    stepped: &(impl Fn(usize) + Sync),
+    stepped: &(impl Fn(&DenoiseStep) -> Result<()> + Sync),
 ) -> Result<Tensor> {
     let mut model = GuidedModel::new(folder, groups, inputs, settings.guidance)?;
     let mut scheduler = Scheduler::new(&settings.scheduler, settings.steps)?;
@@ -92,10 +128,13 @@ fn on_rank(
     for (step, time) in scheduler.timesteps().to_vec().into_iter().enumerate() {
         let (input, times) = conditioned(&latents, inputs, conditioning, time, model.frame_tokens())?;
         let velocity = model.velocity(folder.stage_of(time, &settings.scheduler), &input, &times)?;
-        latents = scheduler.step(&latents, &velocity)?;
+        let next = scheduler.step(&latents, &velocity)?;
         if groups.rank() == 0 {
-            stepped(step + 1);
+            let sigma = scheduler.sigmas()[step];
+            let sent = groups.sent();
+            stepped(&DenoiseStep { number: step + 1, latents: &latents, sigma, velocity: &velocity, sent })?;
         }
+        latents = next;
     }
     match (conditioning, &inputs.condition) {
         (Conditioning::FirstFrame, Some(first)) => with_first_frame(&latents, first),

@@ -161,6 +161,11 @@ impl DenoiseFolder {
         *loaded = Some((stage, weights.clone()));
         Ok(weights)
     }
+
+    /// Lets the weights in memory go.
+    pub fn release(&self) {
+        *self.loaded.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
 }
 
 /// The first size in which two transformers of a pipeline differ though they compute the same tokens with the same inputs.

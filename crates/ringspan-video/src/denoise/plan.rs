@@ -1,7 +1,9 @@
 //! What a run will do, computed from shapes alone: tokens of each rank, heads, bytes sent, memory of weights.
 
+use super::memory::RunSizes;
 use super::{DenoiseFolder, DenoiseInputs, DenoiseSettings, VideoMesh};
-use crate::error::Result;
+use crate::bytes_text::bytes_text;
+use crate::error::{Error, Result};
 use crate::scheduler::Scheduler;
 use crate::transformer::{WanConfig, WeightType};
 use ringspan::mesh::Grid;
@@ -26,8 +28,16 @@ pub struct DenoisePlan {
     otherwise: Option<String>,
     /// Bytes that the busiest rank sends in a step.
     bytes: u64,
-    /// Bytes of each transformer's weights in memory.
+    /// Bytes that the busiest rank sends in a step beside attention.
+    gathered: u64,
+    /// Bytes of each transformer's weights in memory, which the ranks of a process share.
     weights: Vec<u64>,
+    /// Bytes that the fullest rank holds beside weights.
+    activations: u64,
+    /// Floating-point operations of all ranks in each step of a transformer.
+    operations: Vec<f64>,
+    /// Ranks of this machine.
+    local: usize,
 }
 
 /// Bytes that the busiest rank of a grid sends in attention of one block to the tokens of all ranks, and the most heads of one.
@@ -74,7 +84,7 @@ pub fn cheapest_grid(
     }
     all.sort_by_key(|(work, bytes, ..)| (*work, *bytes));
     let Some((_, bytes, grid, heads)) = all.first().copied() else {
-        return Err(crate::Error::Mesh(format!("{ranks} ranks: there must be at least 1")));
+        return Err(Error::Mesh(format!("{ranks} ranks: there must be at least 1")));
     };
     let text = |bytes: u64, grid: Grid, heads: usize| {
         format!(
@@ -120,18 +130,104 @@ impl DenoisePlan {
             false => None,
         };
         let of_block = cost(config, weights, batch, grid.tokens(), of_mesh)?.bytes;
+        let of_ranks: Vec<usize> = (0..layout.ranks()).map(|rank| layout.tokens(rank)).collect();
+        let heads: Vec<usize> = shares.iter().map(|share| share.query.len()).collect();
+        let most = |numbers: &[usize]| numbers.iter().copied().max().unwrap_or(0) as u64;
+        let images = inputs.image_embeds.as_ref().map_or(0, |image| image.elem_count() / config.image_dim.unwrap_or(1));
+        let sizes = RunSizes {
+            grid: of_mesh,
+            threads: mesh.threads as u64,
+            processes: mesh.ranks.local().is_some(),
+            tokens: most(&of_ranks),
+            heads: most(&heads),
+            all_tokens: (batch * grid.tokens()) as u64,
+            batch: batch as u64,
+            embeds: (inputs.prompt_embeds.dim(1)? + images / batch) as u64,
+            branches: branches as u64,
+        };
+        let guided = |stage: usize| if settings.is_guided(stage) { 2.0 } else { 1.0 };
+        let operations = |stage: usize| guided(stage) * sizes.operations(folder.transformer(stage).config());
         Ok(Self {
             mesh: mesh.to_string(),
             settings: *settings,
             steps,
             latents: inputs.latents.dims().to_vec(),
             tokens: grid.tokens(),
-            of_ranks: (0..layout.ranks()).map(|rank| layout.tokens(rank)).collect(),
-            heads: shares.iter().map(|share| share.query.len()).collect(),
+            of_ranks,
+            heads,
             otherwise,
             bytes: of_block * (blocks * branches) as u64,
+            gathered: sizes.gathered(config, mesh.cfg_parallel),
             weights: (0..folder.stages()).map(|stage| folder.bytes(stage)).collect(),
+            activations: sizes.activations(config, weights),
+            operations: (0..folder.stages()).map(operations).collect(),
+            local: mesh.ranks.local().unwrap_or(mesh.size()),
         })
+    }
+
+    /// Bytes that the busiest rank sends in a step: in attention, and for the velocity.
+    #[must_use]
+    pub fn sent(&self) -> u64 {
+        self.bytes + self.gathered
+    }
+
+    /// Bytes of the largest transformer's weights in memory, which the ranks of a process share.
+    #[must_use]
+    pub fn most_weights(&self) -> u64 {
+        self.weights.iter().copied().max().unwrap_or(0)
+    }
+
+    /// Bytes that the fullest rank holds beside weights.
+    #[must_use]
+    pub fn activations(&self) -> u64 {
+        self.activations
+    }
+
+    /// Bytes on this machine: weights once, and the activations of its ranks.
+    #[must_use]
+    pub fn machine_bytes(&self) -> u64 {
+        self.most_weights() + self.activations * self.local as u64
+    }
+
+    /// Floating-point operations of all steps, over all ranks.
+    #[must_use]
+    pub fn operations(&self) -> f64 {
+        self.steps.iter().zip(&self.operations).map(|(steps, operations)| *steps as f64 * operations).sum()
+    }
+
+    /// Refuses a run that does not fit into `free` bytes of this machine's memory.
+    ///
+    /// # Errors
+    /// The numbers of a run that does not.
+    pub fn check_free(&self, free: u64) -> Result<()> {
+        let needed = self.machine_bytes();
+        if needed <= free {
+            return Ok(());
+        }
+        Err(Error::Input(format!(
+            "this needs about {} of memory (weights {}, {} ranks here of up to {}), and {} are free; bf16 weights take half, and \
+             more machines have fewer tokens each",
+            bytes_text(needed),
+            bytes_text(self.most_weights()),
+            self.local,
+            bytes_text(self.activations),
+            bytes_text(free)
+        )))
+    }
+
+    /// Refuses a run whose activations on a rank exceed a limit, if there is one.
+    ///
+    /// # Errors
+    /// The numbers of a run that does.
+    pub fn check_memory(&self, limit: Option<u64>) -> Result<()> {
+        match limit.filter(|limit| self.activations > *limit) {
+            Some(limit) => Err(Error::Input(format!(
+                "{limit} bytes of memory a rank are too few: denoising needs {} for {} tokens; more ranks have fewer tokens each",
+                self.activations,
+                self.of_ranks.iter().max().copied().unwrap_or(0)
+            ))),
+            None => Ok(()),
+        }
     }
 
     /// Bytes that attention of the busiest rank sends in a step.
@@ -160,6 +256,17 @@ impl fmt::Display for DenoisePlan {
             let guidance = self.settings.guidance[stage];
             writeln!(f, "weights   {bytes} bytes, {steps} steps with guidance {guidance}")?;
         }
-        write!(f, "sent      up to {} bytes a rank and step in attention", self.bytes)
+        writeln!(
+            f,
+            "sent      up to {} bytes a rank and step in attention, {} for the velocity",
+            self.bytes, self.gathered
+        )?;
+        writeln!(
+            f,
+            "memory    activations up to {} a rank, weights {}",
+            bytes_text(self.activations),
+            bytes_text(self.most_weights())
+        )?;
+        write!(f, "work      {:.3e} floating-point operations in all steps", self.operations())
     }
 }

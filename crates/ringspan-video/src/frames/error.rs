@@ -53,6 +53,20 @@ pub enum Error {
         /// The height of the pictures before.
         expected_height: usize,
     },
+    /// A picture cannot be resized.
+    #[error("a picture of {width} x {height} pixels cannot be resized to {wanted_width} x {wanted_height}: {problem}")]
+    Resize {
+        /// The picture's width.
+        width: usize,
+        /// The picture's height.
+        height: usize,
+        /// The width that was asked for.
+        wanted_width: usize,
+        /// The height that was asked for.
+        wanted_height: usize,
+        /// The error of the library that resizes.
+        problem: String,
+    },
     /// A GIF cannot be made.
     #[error("{frames} frames of {width} x {height} as GIF: {problem}")]
     Gif {

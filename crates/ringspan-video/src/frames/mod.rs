@@ -5,9 +5,11 @@
 mod error;
 mod gif;
 mod png;
+mod resize;
 mod rgb;
 
 pub use error::{Error, Result};
 pub use gif::encode as gif;
-pub use png::{read_picture, read_pictures, write_folder};
+pub use png::{encode_picture, read_picture, read_pictures, write_folder};
+pub use resize::resized;
 pub use rgb::{RgbFrame, to_rgb};

@@ -5,7 +5,7 @@ use super::rgb::{RgbFrame, from_rgb};
 use crate::vae::VideoTensor;
 use png::{BitDepth, ColorType, Decoder, Encoder, Transformations};
 use std::fs::File;
-use std::io::{BufReader, BufWriter, Write};
+use std::io::BufReader;
 use std::path::{Path, PathBuf};
 
 /// The most bytes that a picture may decode to: a file of a few bytes can claim any size.
@@ -24,20 +24,27 @@ fn name(index: usize) -> String {
 }
 
 fn write(path: &Path, picture: &RgbFrame) -> Result<()> {
-    let io = |source| Error::Io { path: path.to_owned(), source };
-    let encode = |error: png::EncodingError| match error {
-        png::EncodingError::IoError(source) => io(source),
-        other => Error::Encode { path: path.to_owned(), problem: other.to_string() },
-    };
+    std::fs::write(path, encode_picture(path, picture)?).map_err(|source| Error::Io { path: path.to_owned(), source })
+}
+
+/// The bytes of a PNG file for `path`, whose name errors give.
+///
+/// # Errors
+/// A picture without pixels.
+pub fn encode_picture(path: &Path, picture: &RgbFrame) -> Result<Vec<u8>> {
+    encode(picture).map_err(|problem| Error::Encode { path: path.to_owned(), problem })
+}
+
+fn encode(picture: &RgbFrame) -> std::result::Result<Vec<u8>, String> {
     let side = |size: usize| u32::try_from(size).unwrap_or(u32::MAX);
-    let mut file = BufWriter::new(File::create(path).map_err(io)?);
-    let mut encoder = Encoder::new(&mut file, side(picture.width), side(picture.height));
+    let mut bytes = Vec::new();
+    let mut encoder = Encoder::new(&mut bytes, side(picture.width), side(picture.height));
     encoder.set_color(ColorType::Rgb);
     encoder.set_depth(BitDepth::Eight);
-    let mut writer = encoder.write_header().map_err(encode)?;
-    writer.write_image_data(&picture.pixels).map_err(encode)?;
-    writer.finish().map_err(encode)?;
-    file.flush().map_err(io)
+    let mut writer = encoder.write_header().map_err(|error| error.to_string())?;
+    writer.write_image_data(&picture.pixels).map_err(|error| error.to_string())?;
+    writer.finish().map_err(|error| error.to_string())?;
+    Ok(bytes)
 }
 
 /// Reads the pictures of a folder, in the order of their names (`2.png` before `10.png`), as a video `[1, 3, F, H, W]`.

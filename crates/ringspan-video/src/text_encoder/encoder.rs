@@ -9,7 +9,6 @@ use ringspan::comm::process_group::ProcessGroup;
 use ringspan::comm::{Buffer, threads};
 use ringspan::kernel::{Buckets, Relative, View};
 use ringspan::{Documents, Group, Layout, LayoutKind, Mask, Schedule, Score, StrategyKind, World, world};
-use ringspan_candle::Weight;
 use ringspan_candle::norm::rms_norm;
 use ringspan_candle::swiglu::geglu;
 use std::path::Path;
@@ -48,7 +47,62 @@ impl TextEncoder {
         let path = folder.join("config.json");
         let config: TextEncoderConfig = read_json(&path)?;
         config.check().map_err(|error| Error::Format { path, problem: error.to_string() })?;
-        Ok(Self { config, tensors: TensorFolder::open(folder, "model")? })
+        let encoder = Self { config, tensors: TensorFolder::open(folder, "model")? };
+        encoder.parameters().into_iter().try_for_each(|(name, shape)| encoder.check(&name, &shape))?;
+        Ok(encoder)
+    }
+
+    /// The names and shapes of all parameters.
+    fn parameters(&self) -> Vec<(String, Vec<usize>)> {
+        let TextEncoderConfig { d_model, d_ff, num_heads, vocab_size, relative_attention_num_buckets, .. } =
+            self.config;
+        let heads = num_heads * self.config.d_kv;
+        let of_layer = |layer: usize| {
+            let of = move |part: &str, shape: &[usize]| {
+                (format!("encoder.block.{layer}.layer.{part}.weight"), shape.to_vec())
+            };
+            [
+                of("0.layer_norm", &[d_model]),
+                of("0.SelfAttention.q", &[heads, d_model]),
+                of("0.SelfAttention.k", &[heads, d_model]),
+                of("0.SelfAttention.v", &[heads, d_model]),
+                of("0.SelfAttention.o", &[d_model, heads]),
+                of("0.SelfAttention.relative_attention_bias", &[relative_attention_num_buckets, num_heads]),
+                of("1.layer_norm", &[d_model]),
+                of("1.DenseReluDense.wi_0", &[d_ff, d_model]),
+                of("1.DenseReluDense.wi_1", &[d_ff, d_model]),
+                of("1.DenseReluDense.wo", &[d_model, d_ff]),
+            ]
+        };
+        let ends = [
+            (self.embedding().to_owned(), vec![vocab_size, d_model]),
+            ("encoder.final_layer_norm.weight".to_owned(), vec![d_model]),
+        ];
+        (0..self.config.num_layers).flat_map(of_layer).chain(ends).collect()
+    }
+
+    /// The name of the embedding's table, which has one of two.
+    fn embedding(&self) -> &'static str {
+        let shared = "shared.weight";
+        if self.tensors.shape(shared).is_ok() { shared } else { "encoder.embed_tokens.weight" }
+    }
+
+    /// Bytes that a rank takes for a prompt of so many tokens over so many ranks: the largest matrix, which it reads when it is reached,
+    /// and activations of its tokens.
+    ///
+    /// # Errors
+    /// None: the encoder was checked when it was opened.
+    pub fn bytes(&self, tokens: usize, ranks: usize) -> Result<u64> {
+        let TextEncoderConfig { d_model, d_ff, d_kv, num_heads, .. } = self.config;
+        let table = self.embedding();
+        let mut matrix = 0;
+        for (name, _) in self.parameters().iter().filter(|(name, _)| name != table) {
+            matrix = matrix.max(self.tensors.bytes_of(name)?);
+        }
+        // The residual stream and its norm; queries, keys, values, outputs and a block of other ranks, or gate, up and their
+        // product.
+        let of_token = 2 * d_model + (6 * num_heads * d_kv).max(3 * d_ff);
+        Ok(matrix + 4 * (tokens.div_ceil(ranks.max(1)) * of_token) as u64)
     }
 
     /// The sizes of the model.
@@ -98,11 +152,7 @@ impl TextEncoder {
 
     /// The embeddings `[T, d_model]`; only their rows are read.
     fn embed(&self, tokens: &[u32]) -> Result<Tensor> {
-        let Self { config, tensors } = self;
-        let has = |name: &str| tensors.shapes().any(|(found, _)| found == name);
-        let name = if has("shared.weight") { "shared.weight" } else { "encoder.embed_tokens.weight" };
-        self.check(name, &[config.vocab_size, config.d_model])?;
-        tensors.read_rows(name, tokens)
+        self.tensors.read_rows(self.embedding(), tokens)
     }
 
     fn attend(&self, layer: usize, x: &Tensor, group: &Group, schedule: &Schedule) -> Result<Tensor> {
@@ -111,7 +161,7 @@ impl TextEncoder {
         let name = |part: &str| format!("encoder.block.{layer}.layer.0.{part}.weight");
         let n = self.norm(&name("layer_norm"), x)?;
         let project = |part: &str| -> Result<Vec<f32>> {
-            let weight = self.matrix(&name(&format!("SelfAttention.{part}")), heads * dim, config.d_model)?;
+            let weight = self.tensors.read_stored(&name(&format!("SelfAttention.{part}")))?;
             Ok(weight.linear(&n, None)?.flatten_all()?.to_vec1()?)
         };
         let (q, k, v) = (project("q")?, project("k")?, project("v")?);
@@ -122,7 +172,6 @@ impl TextEncoder {
         };
         let count = config.relative_attention_num_buckets;
         let table = name("SelfAttention.relative_attention_bias");
-        self.check(&table, &[count, heads])?;
         let table = self.tensors.read(&table)?.t()?.flatten_all()?.to_vec1()?;
         let max_distance = config.relative_attention_max_distance;
         let buckets = Buckets { table, count, max_distance, bidirectional: true };
@@ -130,31 +179,24 @@ impl TextEncoder {
         let score = Score { relative: Some(Relative::Buckets(buckets)), ..Score::new(1.0) };
         let out = attention::forward(group, schedule, &Inputs::new(view(&q)?, view(&k)?, view(&v)?, &score))?.out;
         let out = Tensor::from_vec(out, (tokens, heads * dim), &Device::Cpu)?;
-        Ok(self.matrix(&name("SelfAttention.o"), config.d_model, heads * dim)?.linear(&out, None)?)
+        Ok(self.tensors.read_stored(&name("SelfAttention.o"))?.linear(&out, None)?)
     }
 
     fn feed_forward(&self, layer: usize, x: &Tensor) -> Result<Tensor> {
-        let (width, inner) = (self.config.d_model, self.config.d_ff);
         let name = |part: &str| format!("encoder.block.{layer}.layer.1.{part}.weight");
+        let matrix = |part: &str| self.tensors.read_stored(&name(&format!("DenseReluDense.{part}")));
         let n = self.norm(&name("layer_norm"), x)?;
-        let gate = self.matrix(&name("DenseReluDense.wi_0"), inner, width)?.linear(&n, None)?;
-        let up = self.matrix(&name("DenseReluDense.wi_1"), inner, width)?.linear(&n, None)?;
-        Ok(self.matrix(&name("DenseReluDense.wo"), width, inner)?.linear(&geglu(&gate, &up)?, None)?)
+        let gate = matrix("wi_0")?.linear(&n, None)?;
+        let up = matrix("wi_1")?.linear(&n, None)?;
+        Ok(matrix("wo")?.linear(&geglu(&gate, &up)?, None)?)
     }
 
     fn norm(&self, name: &str, x: &Tensor) -> Result<Tensor> {
-        self.check(name, &[self.config.d_model])?;
         Ok(rms_norm(x, &self.tensors.read(name)?, self.config.layer_norm_epsilon)?)
     }
 
-    fn matrix(&self, name: &str, rows: usize, columns: usize) -> Result<Weight> {
-        self.check(name, &[rows, columns])?;
-        self.tensors.read_stored(name)
-    }
-
     fn check(&self, name: &str, expected: &[usize]) -> Result<()> {
-        let shape = self.tensors.shapes().find(|(found, _)| *found == name).map(|(_, shape)| shape);
-        let problem = match shape {
+        let problem = match self.tensors.shape(name).ok() {
             Some(shape) if shape == expected => return Ok(()),
             Some(shape) => format!("tensor {name} has shape {shape:?}, but config.json asks for {expected:?}"),
             None => format!("tensor {name} {expected:?} is missing, which config.json asks for"),

@@ -13,3 +13,6 @@ mod prompt;
 pub use config::TextEncoderConfig;
 pub use encoder::{TextEncoder, TextMesh};
 pub use prompt::{PromptTokenizer, PromptTokens};
+
+/// Rows of a prompt's embeddings, of which WAN's transformer sees all.
+pub const PROMPT_ROWS: usize = 512;

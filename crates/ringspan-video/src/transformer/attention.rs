@@ -135,17 +135,24 @@ impl CrossAttention {
         pass: &ForwardPass,
     ) -> Result<Tensor> {
         let of = &self.projections;
+        let sum = self.attended(x, prompt, video, pass)?;
+        of.out.forward(&sum.flatten_from(1)?, pass)
+    }
+
+    /// Outputs `[T, H, D]` before their projection.
+    fn attended(&self, x: &Tensor, prompt: &BlockPrompt, video: &VideoContext, pass: &ForwardPass) -> Result<Tensor> {
+        let of = &self.projections;
         let q = of.queries(x, pass)?;
         let attended = |[k, v]: &[Tensor; 2]| {
             let context = video.to_prompt(k.dim(0)? / video.batch()).map_err(candle_core::Error::wrap)?;
             let Some(context) = context else { return Ok(q.clone()) };
             context.layer_attention(self.index, &AttentionInputs::new(&q, k, v), &Mask::full(), &score(of.head_dim))
         };
-        let mut sum = attended(&prompt.text)?;
-        if let Some(image) = &prompt.image {
-            sum = (sum + attended(image)?)?;
+        let of_text = attended(&prompt.text)?;
+        match &prompt.image {
+            Some(image) => of_text + attended(image)?,
+            None => Ok(of_text),
         }
-        of.out.forward(&sum.flatten_from(1)?, pass)
     }
 }
 

@@ -86,18 +86,20 @@ impl Layer for ConditionedBlock<'_> {
     fn output(&self, x: &Tensor, attended: &Tensor, pass: &ForwardPass) -> Result<Tensor> {
         let WanBlock { attn1, norm2, attn2, ffn, .. } = self.block;
         let [_, _, gate, ffn_shift, ffn_scale, ffn_gate] = self.factors(pass)?;
-        let x = gated_residual(x, &attn1.output(attended, pass)?, &gate, self.times.rows())?;
-        let normed = norm2.as_ref().map(|norm| norm.forward(&x, pass)).transpose()?;
-        let computed;
-        let prompt = match self.prompt {
-            PromptInput::KeysAndValues(prompt) => prompt,
-            PromptInput::Embedded { text, image } => {
-                computed = self.block.prompt(text, image, pass)?;
-                &computed
-            }
+        // In scopes of their own, tensors are freed before the feed-forward layer computes.
+        let x = {
+            let x = gated_residual(x, &attn1.output(attended, pass)?, &gate, self.times.rows())?;
+            let normed = norm2.as_ref().map(|norm| norm.forward(&x, pass)).transpose()?;
+            let computed;
+            let prompt = match self.prompt {
+                PromptInput::KeysAndValues(prompt) => prompt,
+                PromptInput::Embedded { text, image } => {
+                    computed = self.block.prompt(text, image, pass)?;
+                    &computed
+                }
+            };
+            residual(&x, &attn2.forward(normed.as_ref().unwrap_or(&x), prompt, self.video, pass)?)?
         };
-        let from_prompt = attn2.forward(normed.as_ref().unwrap_or(&x), prompt, self.video, pass)?;
-        let x = residual(&x, &from_prompt)?;
         let inner = ffn.forward(&self.modulated(&x, &ffn_shift, &ffn_scale)?, pass)?;
         gated_residual(&x, &inner, &ffn_gate, self.times.rows())
     }

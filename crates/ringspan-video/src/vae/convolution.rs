@@ -57,6 +57,11 @@ impl ConvolutionSizes {
         usize::from(self.side > 1)
     }
 
+    /// Numbers of the weight and of the bias.
+    pub(crate) fn parameters(self) -> usize {
+        (self.inputs * self.time * self.side * self.side + 1) * self.outputs
+    }
+
     /// Frames before the first new one that an output depends on.
     pub(crate) fn history(self) -> usize {
         self.time - self.time_stride
@@ -105,6 +110,11 @@ impl Convolution {
             taps.push(Arithmetic::best().pack(Matrix::new(&matrix, side * inputs, outputs)));
         }
         Ok(Self { sizes, taps, bias })
+    }
+
+    /// A convolution of these sizes of which only the memory is asked for.
+    pub(crate) fn without_weights(sizes: ConvolutionSizes) -> Self {
+        Self { sizes, taps: Vec::new(), bias: Vec::new() }
     }
 
     pub(crate) fn sizes(&self) -> ConvolutionSizes {

@@ -2,6 +2,7 @@
 
 use super::attention::FrameAttention;
 use super::block::{Block, Shape};
+use super::convolution::Convolution;
 use super::norm::ChannelNorm;
 use super::resample::{Downsample, Upsample};
 use super::residual_block::ResidualBlock;
@@ -36,6 +37,30 @@ impl Layer {
             Self::Down(down) => down.push(strip, &x),
             Self::ResidualUp(up) => up.push(strip, x),
             Self::ResidualDown(down) => down.push(strip, x),
+        }
+    }
+
+    /// Numbers of the weights and biases of all convolutions. Gains of norms are few.
+    pub(crate) fn parameters(&self) -> usize {
+        let streamed = |convolution: &StreamedConvolution| convolution.kernel().sizes().parameters();
+        let pointwise = |convolution: &Arc<Convolution>| convolution.sizes().parameters();
+        let residual = |block: &ResidualBlock| {
+            streamed(&block.conv1) + streamed(&block.conv2) + block.shortcut.as_ref().map_or(0, pointwise)
+        };
+        let up = |up: &Upsample| streamed(&up.space) + up.time.as_ref().map_or(0, streamed);
+        let down = |down: &Downsample| streamed(&down.space) + down.time.as_ref().map_or(0, streamed);
+        match self {
+            Self::Convolution(convolution) | Self::Head(_, convolution) => streamed(convolution),
+            Self::Residual(block) => residual(block),
+            Self::Attention(FrameAttention { qkv, proj, .. }) => pointwise(qkv) + pointwise(proj),
+            Self::Up(layer) => up(layer),
+            Self::Down(layer) => down(layer),
+            Self::ResidualUp(layer) => {
+                layer.blocks.iter().map(residual).sum::<usize>() + layer.up.as_ref().map_or(0, up)
+            }
+            Self::ResidualDown(layer) => {
+                layer.blocks.iter().map(residual).sum::<usize>() + layer.down.as_ref().map_or(0, down)
+            }
         }
     }
 

@@ -33,9 +33,9 @@ pub use video_tensor::VideoTensor;
 use crate::error::{Error, Result};
 use crate::tensor_folder::TensorFolder;
 use block::Video;
-use network::Network;
+use network::{Network, Taken};
 use ringspan::comm::process_group::ProcessGroup;
-use ringspan::comm::{Buffer, threads};
+use ringspan::comm::{Buffer, Communicator, threads};
 use ringspan::{World, world};
 use std::path::Path;
 use std::sync::Arc;
@@ -79,12 +79,33 @@ impl VaeFolder {
         &self.config
     }
 
+    /// The plan of [`Decoder::plan`], for which no weight is read.
+    ///
+    /// # Errors
+    /// As for [`Decoder::plan`], and tensors that are missing or of another shape.
+    pub fn plan_decoding(&self, latents: [usize; 5], ranks: usize, memory: Option<u64>) -> Result<Plan> {
+        let network = network::decoder(&self.config, &self.tensors, Taken::Sizes)?;
+        Decoder { config: self.config.clone(), network }.plan(latents, ranks, memory)
+    }
+
+    /// The plan of [`Encoder::plan`], for which no weight is read.
+    ///
+    /// # Errors
+    /// As for [`Encoder::plan`], and tensors that are missing or of another shape.
+    pub fn plan_encoding(&self, frames: [usize; 5], ranks: usize, memory: Option<u64>) -> Result<Plan> {
+        let network = network::encoder(&self.config, &self.tensors, Taken::Sizes)?;
+        Encoder { config: self.config.clone(), network }.plan(frames, ranks, memory)
+    }
+
     /// Reads the decoder.
     ///
     /// # Errors
     /// Tensors that are missing or of another shape.
     pub fn decoder(&self) -> Result<Decoder> {
-        Ok(Decoder { config: self.config.clone(), network: network::decoder(&self.config, &self.tensors)? })
+        Ok(Decoder {
+            config: self.config.clone(),
+            network: network::decoder(&self.config, &self.tensors, Taken::Weights)?,
+        })
     }
 
     /// Reads the encoder.
@@ -92,7 +113,10 @@ impl VaeFolder {
     /// # Errors
     /// Tensors that are missing or of another shape.
     pub fn encoder(&self) -> Result<Encoder> {
-        Ok(Encoder { config: self.config.clone(), network: network::encoder(&self.config, &self.tensors)? })
+        Ok(Encoder {
+            config: self.config.clone(),
+            network: network::encoder(&self.config, &self.tensors, Taken::Weights)?,
+        })
     }
 }
 

@@ -12,7 +12,6 @@ use super::shortcut::{ResidualDown, ResidualUp};
 use super::streamed::StreamedConvolution;
 use crate::error::{Error, Result};
 use crate::tensor_folder::TensorFolder;
-use candle_core::Tensor;
 use std::sync::Arc;
 
 /// Layers in segments. The first segment of the decoder, and the last of the encoder, attend, so they receive whole frames.
@@ -21,17 +20,27 @@ pub(crate) struct Network {
     pub(crate) segments: Vec<Vec<Layer>>,
 }
 
+/// What is taken of a checkpoint's tensors.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Taken {
+    /// Shapes are checked, and layers have their weights.
+    Weights,
+    /// Shapes are checked, and layers have sizes alone: a plan can be made of them, and nothing is read.
+    Sizes,
+}
+
 /// The tensors of a checkpoint.
 struct Checkpoint<'a> {
     folder: &'a TensorFolder,
+    taken: Taken,
 }
 
 /// Reads the decoder: latents to frames.
 ///
 /// # Errors
 /// Tensors that are missing or of another shape.
-pub(crate) fn decoder(config: &VaeConfig, folder: &TensorFolder) -> Result<Network> {
-    let (from, levels) = (Checkpoint { folder }, config.decoder_levels());
+pub(crate) fn decoder(config: &VaeConfig, folder: &TensorFolder, taken: Taken) -> Result<Network> {
+    let (from, levels) = (Checkpoint { folder, taken }, config.decoder_levels());
     let z = config.z_dim;
     let (first, last) = match (levels.first(), levels.last()) {
         (Some(first), Some(last)) => (first.inputs, last.outputs),
@@ -72,8 +81,8 @@ pub(crate) fn decoder(config: &VaeConfig, folder: &TensorFolder) -> Result<Netwo
 ///
 /// # Errors
 /// Tensors that are missing or of another shape.
-pub(crate) fn encoder(config: &VaeConfig, folder: &TensorFolder) -> Result<Network> {
-    let (from, z) = (Checkpoint { folder }, 2 * config.z_dim);
+pub(crate) fn encoder(config: &VaeConfig, folder: &TensorFolder, taken: Taken) -> Result<Network> {
+    let (from, z) = (Checkpoint { folder, taken }, 2 * config.z_dim);
     let conv_in = ConvolutionSizes::causal(config.in_channels, config.base_dim);
     let mut layers = vec![Layer::Convolution(from.streamed("encoder.conv_in", conv_in)?)];
     let (mut number, mut last) = (0, config.base_dim);
@@ -110,22 +119,26 @@ pub(crate) fn encoder(config: &VaeConfig, folder: &TensorFolder) -> Result<Netwo
 }
 
 impl Checkpoint<'_> {
-    /// A tensor of this shape; of one with dims of size 1 these may be left out.
-    fn tensor(&self, name: &str, shape: &[usize]) -> Result<Tensor> {
-        let tensor = self.folder.read(name)?;
+    /// Checks that a tensor has this shape; of one with dims of size 1 these may be left out.
+    fn check(&self, name: &str, shape: &[usize]) -> Result<()> {
+        let found = self.folder.shape(name)?;
         let plain = |dims: &[usize]| dims.iter().copied().filter(|dim| *dim != 1).collect::<Vec<_>>();
-        if plain(tensor.dims()) != plain(shape) {
-            let problem = format!("tensor {name} has shape {:?}, but config.json asks for {shape:?}", tensor.dims());
+        if plain(found) != plain(shape) {
+            let problem = format!("tensor {name} has shape {found:?}, but config.json asks for {shape:?}");
             return Err(Error::Format { path: self.folder.path().to_owned(), problem });
         }
-        Ok(tensor)
+        Ok(())
     }
 
     fn convolution(&self, name: &str, sizes: ConvolutionSizes) -> Result<Arc<Convolution>> {
         let ConvolutionSizes { inputs, outputs, time, side, .. } = sizes;
-        let weight = self.tensor(&format!("{name}.weight"), &[outputs, inputs, time, side, side])?;
-        let bias = self.tensor(&format!("{name}.bias"), &[outputs])?;
-        Ok(Arc::new(Convolution::new(sizes, &weight, &bias)?))
+        let (weight, bias) = (format!("{name}.weight"), format!("{name}.bias"));
+        self.check(&weight, &[outputs, inputs, time, side, side])?;
+        self.check(&bias, &[outputs])?;
+        Ok(Arc::new(match self.taken {
+            Taken::Weights => Convolution::new(sizes, &self.folder.read(&weight)?, &self.folder.read(&bias)?)?,
+            Taken::Sizes => Convolution::without_weights(sizes),
+        }))
     }
 
     fn streamed(&self, name: &str, sizes: ConvolutionSizes) -> Result<StreamedConvolution> {
@@ -133,7 +146,12 @@ impl Checkpoint<'_> {
     }
 
     fn norm(&self, name: &str, channels: usize) -> Result<Arc<ChannelNorm>> {
-        Ok(Arc::new(ChannelNorm::new(&self.tensor(&format!("{name}.gamma"), &[channels])?)?))
+        let name = format!("{name}.gamma");
+        self.check(&name, &[channels])?;
+        Ok(Arc::new(match self.taken {
+            Taken::Weights => ChannelNorm::new(&self.folder.read(&name)?)?,
+            Taken::Sizes => ChannelNorm::without_gains(),
+        }))
     }
 
     fn residual_block(&self, name: &str, inputs: usize, outputs: usize) -> Result<ResidualBlock> {

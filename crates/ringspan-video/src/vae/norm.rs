@@ -23,6 +23,11 @@ impl ChannelNorm {
         Ok(Self { gains: gains.into_iter().map(|gain| gain * root).collect() })
     }
 
+    /// A norm of a layer of which only the memory is asked for.
+    pub(crate) fn without_gains() -> Self {
+        Self { gains: Vec::new() }
+    }
+
     /// Writes the norm of each position of `values` `[positions, C]`.
     #[inline(always)]
     pub(crate) fn write(&self, values: &[f32], out: &mut [f32]) {

@@ -19,6 +19,7 @@ const POSITIONS: usize = 1024;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Plan {
     passes: Vec<Pass>,
+    weights: u64,
 }
 
 /// Segments that a video passes block by block; between two passes it is whole.
@@ -34,6 +35,12 @@ impl Plan {
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.passes.iter().map(|pass| pass.bytes).max().unwrap_or(0)
+    }
+
+    /// Bytes of the network's weights, which the ranks of a process share.
+    #[must_use]
+    pub fn weights(&self) -> u64 {
+        self.weights
     }
 
     /// Passes a video through the network.
@@ -69,6 +76,7 @@ impl Display for Pass {
 pub(super) fn choose(network: &Network, whole: usize, shape: Shape, unit: usize, memory: Option<u64>) -> Result<Plan> {
     let limit = memory.unwrap_or(DEFAULT_BLOCK_BYTES);
     let mut least: Option<Plan> = None;
+    let weights = network.segments.iter().flatten().map(|layer| 4 * layer.parameters() as u64).sum();
     for cuts in partitions(network.segments.len(), whole) {
         let (mut passes, mut input, mut unit) = (Vec::new(), shape, unit);
         for segments in cuts {
@@ -79,7 +87,7 @@ pub(super) fn choose(network: &Network, whole: usize, shape: Shape, unit: usize,
             // Between segments the groups need not be those of whole latent frames, except in the encoder's first one.
             (input, unit) = (output, 1);
         }
-        let plan = Plan { passes };
+        let plan = Plan { passes, weights };
         if plan.bytes() <= limit {
             return Ok(plan);
         }
@@ -103,7 +111,7 @@ pub(super) fn choose(network: &Network, whole: usize, shape: Shape, unit: usize,
 /// The ways to join segments, most passes first: the segments after (or before) the one that attends are joined from the end with
 /// the highest resolution.
 fn partitions(segments: usize, whole: usize) -> Vec<Vec<Range<usize>>> {
-    if whole > 0 {
+    if whole > 0 || segments == 1 {
         return vec![(0..segments).map(|index| index..index + 1).collect()];
     }
     let joined = |from: usize| (0..from).map(|index| index..index + 1).chain(std::iter::once(from..segments)).collect();

@@ -11,6 +11,7 @@ use ringspan_video::transformer::{WanConfig, WeightType};
 use serde_json::json;
 use std::collections::HashMap;
 use std::path::Path;
+use std::sync::Mutex;
 
 /// A pipeline's folder of two transformers, from the fixtures' files.
 fn pipeline() -> tempfile::TempDir {
@@ -49,7 +50,7 @@ fn settings(scheduler: &str, guidance: [f64; 2]) -> Result<DenoiseSettings> {
 }
 
 fn run(folder: &DenoiseFolder, mesh: &VideoMesh, inputs: &DenoiseInputs, settings: &DenoiseSettings) -> Result<Tensor> {
-    Ok(denoise(folder, mesh, inputs, settings, |_| ())?.expect("this process has rank 0"))
+    Ok(denoise(folder, mesh, inputs, settings, |_| Ok(()))?.expect("this process has rank 0"))
 }
 
 #[test]
@@ -151,6 +152,50 @@ fn the_plan_counts_the_bytes_of_the_guide() -> Result<()> {
         for (guidance, branches) in [([1.0, 1.0], 1), ([4.0, 3.0], 2), ([1.0, 3.0], 2)] {
             let plan = DenoisePlan::new(&folder, &mesh, &inputs, &settings("unipc", guidance)?)?;
             assert_eq!(plan.bytes(), (of_block * config.num_layers * branches) as u64, "{weights}, {guidance:?}");
+        }
+    }
+    Ok(())
+}
+
+/// Bytes that a real run counts, against the plan and the formula of docs/video.md.
+#[test]
+fn a_run_sends_the_bytes_of_its_plan() -> Result<()> {
+    let (tensors, folder) = (reference("loops"), DenoiseFolder::open(&fixture("t2v"), WeightType::F32)?);
+    let inputs = inputs(&tensors, false);
+    let (batch, channels, frames, rows, columns) = inputs.latents.dims5()?;
+    let config = folder.transformer(0).config();
+    let (heads, dim, tokens) = (config.num_attention_heads, config.attention_head_dim, frames * rows * columns / 4);
+    for (ring, ulysses, cfg_parallel, guidance) in
+        [(2, 2, false, 5.0), (4, 1, false, 1.0), (1, 2, true, 5.0), (2, 2, true, 5.0), (5, 1, false, 5.0)]
+    {
+        let settings = settings("euler", [guidance; 2])?;
+        let mesh = VideoMesh { ring, ulysses, cfg_parallel, ..VideoMesh::single() };
+        let plan = DenoisePlan::new(&folder, &mesh, &inputs, &settings)?;
+        let sent = Mutex::new(Vec::new());
+        denoise(&folder, &mesh, &inputs, &settings, |step| {
+            sent.lock().expect("no panic").push(step.sent);
+            Ok(())
+        })?;
+        let sent = sent.into_inner().expect("no panic");
+        // The first step follows the start of the run. In a ring of unequal parts rank 0, which counts, sends less than the busiest.
+        let of_steps: Vec<u64> = sent.windows(2).map(|pair| pair[1] - pair[0]).collect();
+        assert!(of_steps.iter().all(|bytes| *bytes == of_steps[0]), "{mesh}: {of_steps:?}");
+        assert!(
+            of_steps[0] <= plan.sent() && of_steps[0] > plan.sent() / 10 * 9,
+            "{mesh}: {of_steps:?}, {}",
+            plan.sent()
+        );
+        if tokens % (ring * ulysses) == 0 {
+            assert_eq!(of_steps[0], plan.sent(), "{mesh}");
+            let each = batch * tokens / (ring * ulysses);
+            let exchanged = heads * (ulysses - 1) / ulysses * (3 * dim * 4 + 4 * (dim + 2));
+            let of_block = each * (exchanged + 2 * heads * dim * 4 * (ring - 1));
+            let branches = if guidance == 1.0 || cfg_parallel { 1 } else { 2 };
+            let of_token = 4 * 4 * channels;
+            let velocity = branches * each * of_token * (ring * ulysses - 1);
+            let across = if cfg_parallel { batch * tokens * of_token } else { 0 };
+            let wanted = branches * config.num_layers * of_block + velocity + across;
+            assert_eq!(of_steps[0], wanted as u64, "{mesh}: the formula of the guide");
         }
     }
     Ok(())

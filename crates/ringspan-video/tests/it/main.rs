@@ -2,6 +2,7 @@
 
 mod denoise;
 mod lora;
+mod pipeline;
 mod support;
 mod training;
 mod transformer;

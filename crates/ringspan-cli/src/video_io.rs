@@ -1,10 +1,10 @@
 //! What the commands for videos share: the autoencoder's folder, the mesh, and files of frames.
 
-use crate::files::{self, TensorBytes};
+use crate::files::{self, OutputTensor, TensorBytes};
 use crate::mesh::{DEADLINE, MeshArgs};
 use anyhow::{Context, Result, ensure};
 use ringspan::comm::process_group::ProcessGroup;
-use ringspan_video::frames::{self, RgbFrame};
+use ringspan_video::frames;
 use ringspan_video::vae::{Mesh, VaeFolder, VideoTensor};
 use safetensors::Dtype;
 use std::path::{Path, PathBuf};
@@ -67,10 +67,6 @@ pub(crate) fn read_frames(path: &Path) -> Result<VideoTensor> {
     read(path, "frames")
 }
 
-pub(crate) fn pictures(video: &VideoTensor) -> Result<Vec<RgbFrame>> {
-    Ok(frames::to_rgb(video)?)
-}
-
 /// The kind of output that a path asks for.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Destination {
@@ -105,6 +101,21 @@ impl Destination {
         let fits = !matches!(self, Self::Gif(_)) || height.max(width) <= usize::from(u16::MAX);
         ensure!(fits, "--out: {frames} frames of {width} x {height} pixels; a side of a GIF has at most 65535");
         Ok(())
+    }
+
+    /// Writes frames `[B, 3, F, H, W]`.
+    pub(crate) fn write(self, frames: VideoTensor) -> Result<()> {
+        match self {
+            Self::Tensors(path) => {
+                let shape = frames.shape().to_vec();
+                files::write_tensors(&path, &[OutputTensor::new("frames", Dtype::F32, shape, frames.into_values())])
+            }
+            Self::Gif(path) => files::write(&path, &frames::gif(&frames::to_rgb(&frames)?)?),
+            Self::Folder(path) => {
+                let pictures = frames::to_rgb(&frames)?;
+                files::write_folder(&path, |folder| Ok(frames::write_folder(folder, &pictures)?))
+            }
+        }
     }
 }
 

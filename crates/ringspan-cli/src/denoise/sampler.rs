@@ -1,0 +1,45 @@
+//! Steps, scheduler and guidance of a run.
+
+use anyhow::{Context, Result, ensure};
+use ringspan_video::denoise::{DenoiseFolder, DenoiseSettings};
+use ringspan_video::scheduler::{SchedulerConfig, SchedulerKind};
+use std::path::Path;
+
+/// How a video is denoised.
+#[derive(Debug, clap::Args)]
+pub(crate) struct SamplerArgs {
+    /// Number of steps
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    steps: u32,
+    /// Scheduler: unipc, euler [default: the pipeline's]
+    #[arg(long, value_name = "NAME")]
+    scheduler: Option<SchedulerKind>,
+    /// Shift of noise levels [default: the pipeline's if it has that scheduler, else 3]
+    #[arg(long, value_name = "S")]
+    shift: Option<f64>,
+    /// Factor of the difference that the prompt makes; 1 is without guidance
+    #[arg(long, default_value_t = 5.0, value_name = "G")]
+    guidance: f64,
+    /// The same for a pipeline's second transformer [default: that of the first]
+    #[arg(long, value_name = "G")]
+    guidance_2: Option<f64>,
+}
+
+impl SamplerArgs {
+    /// The settings, with the scheduler of the folder, which is at `model`, where none is given.
+    pub(crate) fn settings(&self, folder: &DenoiseFolder, model: &Path) -> Result<DenoiseSettings> {
+        ensure!(
+            self.guidance_2.is_none() || folder.stages() > 1,
+            "--guidance-2 has no effect: {} has one transformer",
+            model.display()
+        );
+        let of_pipeline = folder.scheduler();
+        let kind = self.scheduler.or(of_pipeline.map(|scheduler| scheduler.kind));
+        let kind = kind.context("--scheduler is needed: the folder has no scheduler/scheduler_config.json")?;
+        let mut scheduler =
+            of_pipeline.filter(|scheduler| scheduler.kind == kind).unwrap_or_else(|| SchedulerConfig::new(kind));
+        scheduler.shift = self.shift.unwrap_or(scheduler.shift);
+        let guidance = [self.guidance, self.guidance_2.unwrap_or(self.guidance)];
+        Ok(DenoiseSettings { steps: self.steps as usize, scheduler, guidance })
+    }
+}

@@ -1,0 +1,151 @@
+//! `ringspan video`: from a prompt to the frames of a video.
+
+mod preview;
+
+use crate::denoise::{Progress, SamplerArgs};
+use crate::mesh::{DEADLINE, MeshArgs};
+use crate::output;
+use crate::video_io::Destination;
+use anyhow::{Context, Result};
+use preview::Preview;
+use ringspan::comm::process_group::ProcessGroup;
+use ringspan_video::denoise::VideoMesh;
+use ringspan_video::frames::{self, RgbFrame};
+use ringspan_video::pipeline::{VideoEvent, VideoPipeline, VideoRequest, VideoStage};
+use ringspan_video::transformer::WeightType;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::time::Instant;
+
+/// Make a video of a prompt with a WAN pipeline: text encoder, transformers and decoder, over a mesh of ranks
+///
+/// Each stage's weights are read when it begins and let go when it ends. The same seed gives the same noise, and so the same latents, on
+/// every mesh and with `denoise`. The plan is printed first; what cannot be done is refused before weights are read.
+#[derive(Debug, clap::Args)]
+pub(crate) struct VideoArgs {
+    /// A pipeline's folder as diffusers saves it: tokenizer, text_encoder, transformer, vae, scheduler
+    #[arg(long, value_name = "PIPELINE")]
+    model: PathBuf,
+    /// What the video should show
+    #[arg(long, value_name = "TEXT")]
+    prompt: String,
+    /// What the video should not show [default: nothing]
+    #[arg(long, value_name = "TEXT")]
+    negative: Option<String>,
+    /// The first frame, for pipelines that take one; it is resized to the video's size
+    #[arg(long, value_name = "PNG")]
+    image: Option<PathBuf>,
+    /// The last frame, for pipelines that take one
+    #[arg(long, value_name = "PNG", requires = "image")]
+    last_image: Option<PathBuf>,
+    /// Frames of the video: 1 + 4 k with WAN's decoder
+    #[arg(long, value_name = "F")]
+    frames: usize,
+    /// Height of the video in pixels
+    #[arg(long, value_name = "H")]
+    height: usize,
+    /// Width of the video in pixels
+    #[arg(long, value_name = "W")]
+    width: usize,
+    /// Seed of the noise
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+    #[command(flatten)]
+    sampler: SamplerArgs,
+    /// Compute the two branches of guidance on ranks of their own, twice as many
+    #[arg(long)]
+    cfg_parallel: bool,
+    /// A PNG file for the first frame of the video that the transformer predicts after a quarter of the steps
+    #[arg(long, value_name = "FILE")]
+    preview: Option<PathBuf>,
+    /// Memory of activations and buffers on each rank; weights, and the frames themselves, come on top [default: what the
+    /// transformer needs, and blocks of the decoder that fit 512 MiB if there are any, else the smallest]
+    #[arg(long, value_name = "BYTES", value_parser = crate::serve::bytes)]
+    memory: Option<u64>,
+    /// Type of the transformer's weights in memory: f32; bf16, in which it then computes; as-stored, in which matrices stay in their
+    /// file's type
+    #[arg(long, default_value_t = WeightType::F32, value_name = "TYPE")]
+    dtype: WeightType,
+    /// Where the frames go: a folder of PNG files (made if it is missing), FILE.gif, or FILE.safetensors with `frames`
+    /// [1,3,F,H,W] f32 in [-1,1]
+    #[arg(long, value_name = "OUT")]
+    out: PathBuf,
+    #[command(flatten)]
+    mesh: MeshArgs,
+}
+
+pub(crate) fn run(args: &VideoArgs, processes: &ProcessGroup) -> Result<()> {
+    // Each branch of guidance is one more replica of the mesh.
+    let branches = if args.cfg_parallel { 2 } else { 1 };
+    let (_, threads) = args.mesh.start_with(processes, &[(branches, "branches of --cfg-parallel")])?;
+    let destination = Destination::of(&args.out)?;
+    let preview = args.preview.as_ref().map(|path| Preview::new(path, &args.out)).transpose()?;
+    let pipeline = VideoPipeline::open(&args.model, args.dtype).context("--model")?;
+    let request = args.request(&pipeline)?;
+    let (ring, ulysses, cfg_parallel) = (args.mesh.ring, args.mesh.ulysses, args.cfg_parallel);
+    let mesh = VideoMesh { ring, ulysses, cfg_parallel, threads, deadline: DEADLINE, processes: processes.clone() };
+    let plan = pipeline.plan(&request, &mesh)?;
+    destination.check(plan.frames())?;
+    output::note(&plan);
+    for (name, cut) in ["--prompt", "--negative"].into_iter().zip(plan.cut()).filter(|(_, cut)| *cut > 0) {
+        output::note(format_args!("note: {name}: the last {cut} tokens are cut off, since 512 are kept"));
+    }
+    if let Some(free) = ringspan::memory::available() {
+        plan.check_free(processes.smallest(free)?)?;
+    }
+    let began = Instant::now();
+    // The time of steps begins with the stage that takes them.
+    let progress = OnceLock::new();
+    let told = |event: VideoEvent| {
+        match event {
+            VideoEvent::Began(stage) => {
+                output::note(format_args!("{stage} begins after {:.1} s", began.elapsed().as_secs_f64()));
+                if stage == VideoStage::Denoise {
+                    progress.get_or_init(|| Progress::new(request.settings.steps, plan.operations()));
+                }
+            }
+            VideoEvent::Stepped(step) => progress.get().into_iter().for_each(|progress| progress.stepped(step)),
+            VideoEvent::Preview(frame) => {
+                if let Some(preview) = &preview {
+                    let failed = |error| ringspan_video::Error::Caller(output::with_causes(&error));
+                    preview.write(&frame).map_err(failed)?;
+                    output::note(format_args!("preview: {}", preview.path().display()));
+                }
+            }
+        }
+        Ok(())
+    };
+    let Some(frames) = pipeline.run(&request, &mesh, &plan, told)? else { return Ok(()) };
+    let [_, _, count, height, width] = frames.shape();
+    destination.write(frames)?;
+    if let Some(preview) = &preview {
+        preview.keep();
+    }
+    let seconds = began.elapsed().as_secs_f64();
+    output::line(format_args!("{count} frames of {width} x {height} in {seconds:.1} s: {}", args.out.display()))?;
+    Ok(())
+}
+
+impl VideoArgs {
+    fn request(&self, pipeline: &VideoPipeline) -> Result<VideoRequest> {
+        let picture = |flag: &str, path: &Option<PathBuf>| -> Result<Option<RgbFrame>> {
+            path.as_deref().map(|path| read_picture(path).with_context(|| flag.to_owned())).transpose()
+        };
+        Ok(VideoRequest {
+            prompt: self.prompt.clone(),
+            negative: self.negative.clone(),
+            image: picture("--image", &self.image)?,
+            last_image: picture("--last-image", &self.last_image)?,
+            size: [self.frames, self.height, self.width],
+            seed: self.seed,
+            settings: self.sampler.settings(pipeline.denoiser(), &self.model)?,
+            memory: self.memory,
+            preview: self.preview.is_some(),
+        })
+    }
+}
+
+fn read_picture(path: &Path) -> Result<RgbFrame> {
+    let pictures = frames::to_rgb(&frames::read_picture(path)?)?;
+    pictures.into_iter().next().with_context(|| format!("{}: there is no picture", path.display()))
+}

@@ -1,0 +1,52 @@
+//! The picture of a run that is not finished.
+
+use crate::files;
+use anyhow::{Context, Result, ensure};
+use ringspan_video::frames;
+use ringspan_video::vae::VideoTensor;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// The file of a preview. It is deleted if the run fails after it was written.
+pub(super) struct Preview {
+    path: PathBuf,
+    is_left: AtomicBool,
+}
+
+impl Preview {
+    /// Refuses a path that cannot be written, or that is the output's.
+    pub(super) fn new(path: &Path, out: &Path) -> Result<Self> {
+        let is_png = path.extension().is_some_and(|found| found.eq_ignore_ascii_case("png"));
+        ensure!(is_png, "--preview {}: a preview is one picture, so the name must end in .png", path.display());
+        ensure!(path != out, "--preview and --out are both {}", out.display());
+        files::check_output("--preview", path)?;
+        Ok(Self { path: path.to_owned(), is_left: AtomicBool::new(false) })
+    }
+
+    /// Writes the first frame of a video.
+    pub(super) fn write(&self, video: &VideoTensor) -> Result<()> {
+        let pictures = frames::to_rgb(video)?;
+        let first = pictures.first().context("a preview without a frame")?;
+        files::write(&self.path, &frames::encode_picture(&self.path, first)?)?;
+        self.is_left.store(true, Ordering::SeqCst);
+        Ok(())
+    }
+
+    /// The run has succeeded, so the picture stays.
+    pub(super) fn keep(&self) {
+        self.is_left.store(false, Ordering::SeqCst);
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl Drop for Preview {
+    fn drop(&mut self) {
+        if self.is_left.load(Ordering::SeqCst) {
+            // The error that ends the run is reported, not this one.
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}

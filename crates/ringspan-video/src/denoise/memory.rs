@@ -1,0 +1,140 @@
+//! The memory of a rank beside weights, and the operations of a step, from shapes alone.
+//!
+//! Shape letters: T tokens of this rank, S tokens of all videos, C width, H heads, D head width, N embeddings of a prompt.
+
+use crate::transformer::{WanConfig, WeightType};
+use ringspan::mesh::Grid;
+
+/// Rows that a feed-forward layer computes at a time.
+const FEED_FORWARD_ROWS: u64 = 1024;
+/// Keys up to which each thread of the attention kernel packs heads of its own.
+const KEYS_OF_A_THREAD: u64 = 1024;
+/// The most bytes that it packs at a time, unless so many keys take more.
+const PACKED_BYTES: u64 = 16 << 20;
+const LEAST_KEYS: u64 = 2048;
+/// Heads that the kernel packs at a time where all threads share them.
+const PACKED_HEADS: u64 = 3;
+/// Tensors of the latents' size that a step holds: the latents, the last ones, the velocity and its sum with another, two predictions
+/// and the sums of the scheduler.
+const LATENTS: u64 = 8;
+
+/// The sizes of a rank's run.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct RunSizes {
+    pub(super) grid: Grid,
+    pub(super) threads: u64,
+    /// Whether ranks are processes. Between threads a message is handed over, so that two ranks hold it once.
+    pub(super) processes: bool,
+    /// Tokens T of the rank that has most.
+    pub(super) tokens: u64,
+    /// Heads of the Ulysses rank that has most.
+    pub(super) heads: u64,
+    /// Tokens S of all videos.
+    pub(super) all_tokens: u64,
+    /// Videos.
+    pub(super) batch: u64,
+    /// Embeddings N of a prompt: of text, and of images.
+    pub(super) embeds: u64,
+    /// Branches of guidance that a rank computes.
+    pub(super) branches: u64,
+}
+
+impl RunSizes {
+    /// Bytes that the fullest rank holds beside weights.
+    pub(super) fn activations(&self, config: &WanConfig, weights: WeightType) -> u64 {
+        // Kernels keep their buffers from call to call.
+        let of_ring = self.all_tokens.div_ceil(self.grid.ring.max(1) as u64);
+        let kernels = self.packed(config, of_ring, self.heads)
+            + self.packed(config, self.batch * self.embeds, config.num_attention_heads as u64);
+        self.of_run(config, weights) + kernels + self.of_block(config, weights).max(self.of_output(config))
+    }
+
+    /// Keys and values that a kernel packs in f32.
+    fn packed(&self, config: &WanConfig, keys: u64, heads: u64) -> u64 {
+        let threads = self.threads.max(1);
+        let slots = match keys > KEYS_OF_A_THREAD {
+            true => heads.min(PACKED_HEADS),
+            false => heads.min(threads) + (heads % threads).min(PACKED_HEADS),
+        };
+        let of_key = 4 * slots * 2 * config.attention_head_dim as u64;
+        (keys * of_key).min(PACKED_BYTES.max(LEAST_KEYS * of_key))
+    }
+
+    /// What is held during a whole run.
+    fn of_run(&self, config: &WanConfig, weights: WeightType) -> u64 {
+        let (width, blocks) = (config.width() as u64, blocks(config));
+        let prompts = self.branches * blocks * 2 * self.batch * self.embeds * width * weights.computed_bytes() as u64;
+        // Cosines and sines of half a head, and the number of each token.
+        let positions = self.tokens * (4 * config.attention_head_dim as u64 + 8);
+        let element = (config.out_channels() * config.patch()) as u64;
+        let appended = ((config.in_channels - config.out_channels().min(config.in_channels)) * config.patch()) as u64;
+        prompts + positions + 4 * self.all_tokens * (LATENTS * element + 2 * appended)
+    }
+
+    /// The most that is held at once while a block computes.
+    fn of_block(&self, config: &WanConfig, weights: WeightType) -> u64 {
+        let (width, element) = (config.width() as u64, weights.computed_bytes() as u64);
+        let rows = self.tokens * width;
+        let control = if config.vace_layers.is_some() { 2 * rows * element } else { 0 };
+        // The input, what it attended to, the sum of both, its norm, and queries before and behind their norm.
+        let to_prompt = 6 * rows * element;
+        // The input, what it attended to, the sum, its norm, the output, and the inner width of some rows, before and behind the
+        // activation or, in bf16, with its sums in f32.
+        let some = self.tokens.min(FEED_FORWARD_ROWS);
+        let inner = some * config.ffn_dim as u64 * (2 * element).max(4 + element);
+        let feed_forward = 5 * rows * element + inner + some * width * element;
+        control + self.attention(config, element).max(to_prompt).max(feed_forward)
+    }
+
+    /// Attention over all ranks: the input, queries, keys and values; outputs with maximum and sum of each head in f32, and outputs in
+    /// the model's type; with Ulysses, the same of this rank's heads; with a ring, a block of others, or two between processes.
+    fn attention(&self, config: &WanConfig, element: u64) -> u64 {
+        let (width, dim) = (config.width() as u64, config.attention_head_dim as u64);
+        let results = |rows: u64, heads: u64| 4 * rows * heads * (dim + 2);
+        let rounded = if element < 4 { self.tokens * width * element } else { 0 };
+        let mut bytes =
+            4 * self.tokens * width * element + results(self.tokens, config.num_attention_heads as u64) + rounded;
+        let (ring, ulysses) = (self.grid.ring as u64, self.grid.ulysses as u64);
+        let of_ring = self.all_tokens.div_ceil(ring.max(1));
+        let of_heads = of_ring * self.heads * dim * element;
+        let messages = if self.processes { 2 } else { 1 };
+        if ulysses > 1 {
+            bytes += 3 * of_heads * messages + results(of_ring, self.heads);
+        }
+        if ring > 1 {
+            bytes += 2 * of_heads * messages;
+        }
+        bytes
+    }
+
+    /// The head: the stream, its norm, and the patches of all tokens, which are gathered and put together.
+    fn of_output(&self, config: &WanConfig) -> u64 {
+        let patches = (config.out_channels() * config.patch()) as u64;
+        4 * (2 * self.tokens * config.width() as u64 + (self.tokens + 3 * self.all_tokens) * patches)
+    }
+
+    /// Bytes that the fullest rank sends in a step beside attention: its tokens' velocity to the other ranks of its branch, and in
+    /// parallel branches the whole velocity to the other branch.
+    pub(super) fn gathered(&self, config: &WanConfig, parallel: bool) -> u64 {
+        let of_token = 4 * (config.out_channels() * config.patch()) as u64;
+        let ranks = (self.grid.ring * self.grid.ulysses) as u64;
+        let across = if parallel { self.all_tokens * of_token } else { 0 };
+        self.branches * self.tokens * of_token * (ranks - 1) + across
+    }
+
+    /// Floating-point operations of one branch of a step, over all ranks: two for each weight and token, and four for each pair of
+    /// a query and a key in each of their numbers. Norms and activations are left out.
+    pub(super) fn operations(&self, config: &WanConfig) -> f64 {
+        let (width, tokens) = (config.width() as f64, self.all_tokens as f64);
+        // Queries, keys, values and outputs of the video; queries and outputs to the prompt; feed-forward.
+        let of_token = 6.0 * width * width + 2.0 * width * config.ffn_dim as f64;
+        let pairs = tokens * (tokens / self.batch.max(1) as f64 + self.embeds as f64);
+        let ends = width * (config.patch() * (config.in_channels + config.out_channels())) as f64;
+        blocks(config) as f64 * (2.0 * tokens * of_token + 4.0 * width * pairs) + 2.0 * tokens * ends
+    }
+}
+
+/// Blocks, VACE's control blocks included.
+fn blocks(config: &WanConfig) -> u64 {
+    (config.num_layers + config.vace_layers.as_ref().map_or(0, Vec::len)) as u64
+}

@@ -1,0 +1,54 @@
+//! Pictures of another size.
+
+use super::error::{Error, Result};
+use super::rgb::RgbFrame;
+use fast_image_resize::images::Image;
+use fast_image_resize::{FilterType, PixelType, ResizeAlg, ResizeOptions, Resizer};
+
+/// The picture with these numbers of pixels, by Lanczos's filter of three lobes, as Pillow and so diffusers resize the image of a
+/// video. The ratio of the sides is not kept.
+///
+/// # Errors
+/// A side without pixels, or with more than 2^32 - 1.
+pub fn resized(picture: &RgbFrame, width: usize, height: usize) -> Result<RgbFrame> {
+    if (picture.width, picture.height) == (width, height) {
+        return Ok(picture.clone());
+    }
+    let refuse = |problem: String| Error::Resize {
+        width: picture.width,
+        height: picture.height,
+        wanted_width: width,
+        wanted_height: height,
+        problem,
+    };
+    let side = |size: usize| {
+        u32::try_from(size).ok().filter(|size| *size > 0).ok_or_else(|| refuse(format!("a side of {size} pixels")))
+    };
+    let error = |error: &dyn std::fmt::Display| refuse(error.to_string());
+    let (columns, rows) = (side(width)?, side(height)?);
+    let from = Image::from_vec_u8(side(picture.width)?, side(picture.height)?, picture.pixels.clone(), PixelType::U8x3)
+        .map_err(|of| error(&of))?;
+    let options = ResizeOptions::new().resize_alg(ResizeAlg::Convolution(FilterType::Lanczos3));
+    let mut resizer = Resizer::new();
+    // Between the two directions levels are rounded and clamped, so the order counts: Pillow's first one is the width.
+    let mut wide = Image::new(columns, from.height(), PixelType::U8x3);
+    resizer.resize(&from, &mut wide, &options).map_err(|of| error(&of))?;
+    let mut to = Image::new(columns, rows, PixelType::U8x3);
+    resizer.resize(&wide, &mut to, &options).map_err(|of| error(&of))?;
+    Ok(RgbFrame { width, height, pixels: to.into_vec() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_picture_of_one_color_keeps_it_and_sides_without_pixels_are_refused() {
+        let picture = RgbFrame { width: 7, height: 5, pixels: [10, 200, 30].repeat(35) };
+        let found = resized(&picture, 16, 3).expect("a picture");
+        assert_eq!((found.width, found.height, found.pixels), (16, 3, [10, 200, 30].repeat(48)));
+        assert_eq!(resized(&picture, 7, 5).expect("the same"), picture);
+        let message = resized(&picture, 0, 3).expect_err("no pixels").to_string();
+        assert!(message.contains("7 x 5") && message.contains("0 x 3"), "{message}");
+    }
+}

@@ -1,0 +1,131 @@
+//! From a prompt to the frames of a video: text encoder, transformers and decoder of a pipeline's folder, one after the other on the
+//! same ranks. Each stage's weights are let go before the next stage reads its own.
+
+mod condition;
+mod plan;
+mod run;
+
+pub use plan::VideoPlan;
+pub use run::{VideoEvent, VideoStage};
+
+use crate::denoise::{DenoiseFolder, DenoiseSettings};
+use crate::error::{Error, Result};
+use crate::frames::RgbFrame;
+use crate::tensor_folder::read_json;
+use crate::text_encoder::{PromptTokenizer, TextEncoder};
+use crate::transformer::WeightType;
+use crate::vae::VaeFolder;
+use serde_json::{Map, Value};
+use std::path::Path;
+
+/// A pipeline's folder as diffusers saves it. Configurations and headers have been read, weights have not.
+#[derive(Debug)]
+pub struct VideoPipeline {
+    tokenizer: PromptTokenizer,
+    text_encoder: TextEncoder,
+    denoiser: DenoiseFolder,
+    vae: VaeFolder,
+    images: Images,
+}
+
+/// What the pipeline does with images.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Images {
+    /// It takes none.
+    None,
+    /// Their latents are appended to the channels, with a mask of so many channels; it needs the first image.
+    Appended { mask: usize },
+    /// The first frame may be given (TI2V).
+    FirstFrame,
+}
+
+/// A video to make.
+#[derive(Debug, Clone)]
+pub struct VideoRequest {
+    /// What the video should show.
+    pub prompt: String,
+    /// What it should not show; the empty text if there is guidance and none is given.
+    pub negative: Option<String>,
+    /// The first frame, of any size.
+    pub image: Option<RgbFrame>,
+    /// The last frame, of any size.
+    pub last_image: Option<RgbFrame>,
+    /// Frames, height and width in pixels.
+    pub size: [usize; 3],
+    /// The seed of the noise.
+    pub seed: u64,
+    /// Steps, scheduler and guidance.
+    pub settings: DenoiseSettings,
+    /// The most bytes of activations and buffers on each rank.
+    pub memory: Option<u64>,
+    /// Whether a frame is decoded a quarter of the steps in.
+    pub preview: bool,
+}
+
+/// The files by which a pipeline's folder is recognized.
+const FILES: [&str; 4] =
+    ["tokenizer/tokenizer.json", "text_encoder/config.json", "transformer/config.json", "vae/config.json"];
+
+impl VideoPipeline {
+    /// Opens a pipeline's folder; weights are read when they are needed.
+    ///
+    /// # Errors
+    /// A folder of something else, files and tensors that are missing, components that do not fit each other, and pipelines that
+    /// need more than a prompt and images.
+    pub fn open(path: &Path, weights: WeightType) -> Result<Self> {
+        let refuse = |problem: String| Err(Error::Format { path: path.to_owned(), problem });
+        if let Some(missing) = FILES.into_iter().find(|file| !path.join(file).is_file()) {
+            return refuse(format!(
+                "{missing} is missing; a pipeline's folder, as diffusers saves it, has {}",
+                FILES.join(", ")
+            ));
+        }
+        let index = match path.join("model_index.json") {
+            file if file.is_file() => read_json::<Map<String, Value>>(&file)?,
+            _ => Map::new(),
+        };
+        let denoiser = DenoiseFolder::open(path, weights)?;
+        let (text_encoder, vae) = (TextEncoder::open(path)?, VaeFolder::open(path)?);
+        let config = denoiser.transformer(0).config();
+        let (inputs, channels) = (config.in_channels, config.out_channels());
+        if config.vace_layers.is_some() {
+            return refuse("VACE needs a control, which `ringspan denoise` takes from the file of --embeds".into());
+        }
+        if let Some(dim) = config.image_dim {
+            return refuse(format!(
+                "its transformer takes the embeddings of an image encoder (image_dim {dim}), which is not implemented: put \
+                 image_embeds and condition into a file, and use `ringspan denoise --embeds` and `ringspan decode-latents`"
+            ));
+        }
+        let (text, wanted) = (text_encoder.config().d_model, config.text_dim);
+        if text != wanted {
+            return refuse(format!(
+                "text_encoder gives {text} numbers a token (d_model), transformer takes {wanted} (text_dim)"
+            ));
+        }
+        let z = vae.config().z_dim;
+        if z != channels {
+            return refuse(format!("transformer has {channels} channels of latents (out_channels), vae {z} (z_dim)"));
+        }
+        let images = match inputs.checked_sub(channels) {
+            Some(0) if index.get("expand_timesteps").and_then(Value::as_bool) == Some(true) => Images::FirstFrame,
+            Some(0) => Images::None,
+            Some(more) if more == z + vae.config().time() => Images::Appended { mask: more - z },
+            _ => {
+                return refuse(format!(
+                    "transformer takes {inputs} channels; with latents of {channels}, possible are {channels}, and with the mask \
+                     and the latents of an image {}",
+                    channels + z + vae.config().time()
+                ));
+            }
+        };
+        let tokenizer = PromptTokenizer::open(path)?;
+        Ok(Self { tokenizer, text_encoder, denoiser, vae, images })
+    }
+
+    /// The transformers and the scheduler.
+    #[must_use]
+    pub fn denoiser(&self) -> &DenoiseFolder {
+        &self.denoiser
+    }
+}

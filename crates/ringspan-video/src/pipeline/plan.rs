@@ -1,0 +1,205 @@
+//! What a run will do, from shapes alone: the mesh, tokens, bytes, operations, and the memory of each stage.
+
+use super::{VideoPipeline, VideoRequest, VideoStage};
+use crate::bytes_text::bytes_text;
+use crate::denoise::{DenoiseInputs, DenoisePlan, VideoMesh};
+use crate::error::{Error, Result};
+use crate::text_encoder::{PROMPT_ROWS, PromptTokens};
+use crate::vae;
+use candle_core::{DType, Device, Tensor};
+use std::fmt;
+
+/// The plan of a video.
+#[derive(Debug)]
+pub struct VideoPlan {
+    pub(super) prompt: PromptTokens,
+    pub(super) negative: Option<PromptTokens>,
+    /// `[1, C, F, H, W]`.
+    pub(super) latents: [usize; 5],
+    pub(super) encode: Option<vae::Plan>,
+    pub(super) denoise: DenoisePlan,
+    pub(super) preview: Option<Preview>,
+    pub(super) decode: vae::Plan,
+    /// `[1, 3, F, H, W]`.
+    frames: [usize; 5],
+    stages: Vec<StageMemory>,
+    /// Ranks of this machine.
+    local: usize,
+}
+
+/// A frame that is decoded while the transformer computes.
+#[derive(Debug)]
+pub(super) struct Preview {
+    /// The step behind which it is decoded.
+    pub(super) step: usize,
+    pub(super) decode: vae::Plan,
+}
+
+/// The memory of a stage, in bytes.
+#[derive(Debug, Clone, Copy)]
+struct StageMemory {
+    stage: VideoStage,
+    /// Weights that the ranks of a process share, and tensors of the whole video.
+    shared: u64,
+    /// What each rank has of its own.
+    of_rank: u64,
+}
+
+impl StageMemory {
+    /// Bytes on a machine with so many ranks of one process.
+    fn bytes(self, ranks: usize) -> u64 {
+        self.shared + self.of_rank * ranks as u64
+    }
+}
+
+impl VideoPipeline {
+    /// The plan of a request on a mesh. Nothing is computed and no weight is read.
+    ///
+    /// # Errors
+    /// Everything in which the request, the pipeline and the mesh do not fit each other, with the numbers.
+    pub fn plan(&self, request: &VideoRequest, mesh: &VideoMesh) -> Result<VideoPlan> {
+        self.check_images(request)?;
+        let channels = self.denoiser.transformer(0).config().out_channels();
+        let [frames, height, width] = self.denoiser.latents_of(request.size)?;
+        let latents = [1, channels, frames, height, width];
+        let guided = request.settings.guidance[..self.denoiser.stages()].iter().any(|guidance| *guidance != 1.0);
+        if request.negative.is_some() && !guided {
+            return Err(Error::Input("a negative prompt has no effect with guidance 1".into()));
+        }
+        let prompt = self.tokenizer.encode(&request.prompt, PROMPT_ROWS)?;
+        let empty = String::new();
+        let negative = guided.then(|| request.negative.as_ref().unwrap_or(&empty));
+        let negative = negative.map(|negative| self.tokenizer.encode(negative, PROMPT_ROWS)).transpose()?;
+
+        let shaped = |shape: &[usize]| -> Result<Tensor> {
+            Ok(Tensor::zeros((), DType::F32, &Device::Cpu)?.broadcast_as(shape)?)
+        };
+        let embeds = [1, PROMPT_ROWS, self.text_encoder.config().d_model];
+        let condition = self.condition_shape(request, latents);
+        let inputs = DenoiseInputs {
+            prompt_embeds: shaped(&embeds)?,
+            negative_prompt_embeds: negative.as_ref().map(|_| shaped(&embeds)).transpose()?,
+            latents: shaped(&latents)?,
+            image_embeds: None,
+            condition: condition.map(|shape| shaped(&shape)).transpose()?,
+            control: None,
+            control_scale: None,
+        };
+        let denoise = DenoisePlan::new(&self.denoiser, mesh, &inputs, &request.settings)?;
+        denoise.check_memory(request.memory)?;
+        let (ranks, memory) = (mesh.size(), request.memory);
+        let encode =
+            self.encoded_shape(request).map(|shape| self.vae.plan_encoding(shape, ranks, memory)).transpose()?;
+        let decode = self.vae.plan_decoding(latents, ranks, memory)?;
+        let preview = match request.preview {
+            true => {
+                let first = [1, channels, 1, height, width];
+                let step = request.settings.steps.div_ceil(4);
+                Some(Preview { step, decode: self.vae.plan_decoding(first, 1, memory)? })
+            }
+            false => None,
+        };
+        let [count, rows, columns] = request.size;
+        let mut plan = VideoPlan {
+            prompt,
+            negative,
+            latents,
+            encode,
+            denoise,
+            preview,
+            decode,
+            frames: [1, 3, count, rows, columns],
+            stages: Vec::new(),
+            local: mesh.ranks.local().unwrap_or(ranks),
+        };
+        plan.stages = self.stages(request, &plan, ranks)?;
+        Ok(plan)
+    }
+
+    fn stages(&self, request: &VideoRequest, plan: &VideoPlan, ranks: usize) -> Result<Vec<StageMemory>> {
+        let elements = |shape: [usize; 5]| shape.into_iter().product::<usize>() as u64;
+        let of_vae = |stage, coding: &vae::Plan, tensors: u64| StageMemory {
+            stage,
+            shared: coding.weights() + tensors,
+            of_rank: coding.bytes(),
+        };
+        let tokens = plan.negative.iter().map(|negative| negative.ids.len()).fold(plan.prompt.ids.len(), usize::max);
+        let text = self.text_encoder.bytes(tokens, ranks)?;
+        let mut stages = vec![StageMemory { stage: VideoStage::Text, shared: 0, of_rank: text }];
+        if let (Some(encode), Some(shape)) = (&plan.encode, self.encoded_shape(request)) {
+            stages.push(of_vae(VideoStage::Encode, encode, 4 * elements(shape)));
+        }
+        let preview = plan.preview.as_ref().map_or(0, |preview| preview.decode.weights() + preview.decode.bytes());
+        stages.push(StageMemory {
+            stage: VideoStage::Denoise,
+            shared: plan.denoise.most_weights() + preview,
+            of_rank: plan.denoise.activations(),
+        });
+        // The parts of all ranks, and the frames that they are joined to.
+        stages.push(of_vae(VideoStage::Decode, &plan.decode, 8 * elements(plan.frames)));
+        Ok(stages)
+    }
+}
+
+impl VideoPlan {
+    /// The stage that needs most memory on this machine, and its bytes.
+    fn fullest(&self) -> Option<(VideoStage, u64)> {
+        self.stages.iter().map(|stage| (stage.stage, stage.bytes(self.local))).max_by_key(|(_, bytes)| *bytes)
+    }
+
+    /// Refuses a video that does not fit into `free` bytes of this machine's memory.
+    ///
+    /// # Errors
+    /// The stage that does not fit, with the numbers.
+    pub fn check_free(&self, free: u64) -> Result<()> {
+        match self.fullest().filter(|(_, bytes)| *bytes > free) {
+            Some((stage, bytes)) => Err(Error::Input(format!(
+                "the stage {stage} needs about {} of memory on this machine ({} ranks), and {} are free",
+                bytes_text(bytes),
+                self.local,
+                bytes_text(free)
+            ))),
+            None => Ok(()),
+        }
+    }
+
+    /// The number of floating-point operations of all steps, over all ranks.
+    #[must_use]
+    pub fn operations(&self) -> f64 {
+        self.denoise.operations()
+    }
+
+    /// The shape `[1, 3, F, H, W]` of the frames.
+    #[must_use]
+    pub fn frames(&self) -> [usize; 5] {
+        self.frames
+    }
+
+    /// The numbers of tokens that are cut off the prompt and the negative prompt, which are too long.
+    #[must_use]
+    pub fn cut(&self) -> [usize; 2] {
+        [self.prompt.cut, self.negative.as_ref().map_or(0, |negative| negative.cut)]
+    }
+}
+
+impl fmt::Display for VideoPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [_, _, frames, height, width] = self.frames;
+        writeln!(f, "video     {frames} frames of {width} x {height}")?;
+        write!(f, "prompt    {} tokens", self.prompt.ids.len())?;
+        if let Some(negative) = &self.negative {
+            write!(f, ", negative prompt {}", negative.ids.len())?;
+        }
+        writeln!(f, "\n{}", self.denoise)?;
+        if let Some(encode) = &self.encode {
+            writeln!(f, "encode    {encode}")?;
+        }
+        if let Some(preview) = &self.preview {
+            writeln!(f, "preview   behind step {}", preview.step)?;
+        }
+        writeln!(f, "decode    {}", self.decode)?;
+        let stages =
+            self.stages.iter().map(|memory| format!("{} {}", memory.stage, bytes_text(memory.bytes(self.local))));
+        write!(f, "machine   {} ranks here: {}", self.local, stages.collect::<Vec<_>>().join(", "))
+    }
+}

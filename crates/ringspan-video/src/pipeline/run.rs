@@ -1,0 +1,142 @@
+//! The stages, one after the other.
+
+use super::{VideoPipeline, VideoPlan, VideoRequest};
+use crate::denoise::{DenoiseInputs, DenoiseStep, VideoMesh, denoise_in_each_process};
+use crate::error::{Error, Result};
+use crate::noise::noise;
+use crate::text_encoder::TextMesh;
+use crate::vae::{Mesh, VideoTensor};
+use candle_core::{DType, Device, Tensor};
+use ringspan::comm::Buffer;
+use ringspan::comm::process_group::ProcessGroup;
+use std::fmt;
+
+/// A stage of a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum VideoStage {
+    /// The prompts' embeddings.
+    Text,
+    /// The latents of images.
+    Encode,
+    /// The steps of the transformers.
+    Denoise,
+    /// Frames from latents.
+    Decode,
+}
+
+impl fmt::Display for VideoStage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Text => "text",
+            Self::Encode => "encode",
+            Self::Denoise => "denoise",
+            Self::Decode => "decode",
+        })
+    }
+}
+
+/// What happens in a run, told in the process of rank 0.
+#[derive(Debug)]
+pub enum VideoEvent {
+    /// A stage begins.
+    Began(VideoStage),
+    /// So many steps have been taken.
+    Stepped(usize),
+    /// The first frame `[1, 3, 1, H, W]` of the video that the transformer predicts so far.
+    Preview(VideoTensor),
+}
+
+impl VideoPipeline {
+    /// Makes a video, on all ranks of a mesh; `plan` is that of the same request and mesh. Returns the frames `[1, 3, F, H, W]` in
+    /// [-1, 1], or `None` in a process without rank 0. `told` hears what happens, and its error ends the run.
+    ///
+    /// # Errors
+    /// Failures of the file system and of any rank, latents that are not finite, an error of `told`.
+    pub fn run(
+        &self,
+        request: &VideoRequest,
+        mesh: &VideoMesh,
+        plan: &VideoPlan,
+        told: impl Fn(VideoEvent) -> Result<()> + Sync,
+    ) -> Result<Option<VideoTensor>> {
+        let tell = |event: VideoEvent| if mesh.processes.lead() { told(event) } else { Ok(()) };
+        tell(VideoEvent::Began(VideoStage::Text))?;
+        let prompt_embeds = self.embeds(&plan.prompt.ids, mesh)?;
+        let negative_prompt_embeds =
+            plan.negative.as_ref().map(|negative| self.embeds(&negative.ids, mesh)).transpose()?;
+        let ranks =
+            Mesh { processes: mesh.processes.clone(), size: mesh.size(), threads: mesh.threads, deadline: mesh.deadline };
+        let condition = match (self.frames_to_encode(request)?, &plan.encode) {
+            (Some(frames), Some(encode)) => {
+                tell(VideoEvent::Began(VideoStage::Encode))?;
+                let encoder = self.vae.encoder()?;
+                let shape = encoder.latents(frames.shape())?;
+                let encoded = encoder.encode(&frames, &ranks, encode)?.map(VideoTensor::into_values);
+                let encoded = VideoTensor::new(shape, from_lead(&mesh.processes, encoded)?)?;
+                Some(self.condition(request, &encoded)?)
+            }
+            _ => None,
+        };
+        tell(VideoEvent::Began(VideoStage::Denoise))?;
+        let inputs = DenoiseInputs {
+            prompt_embeds,
+            negative_prompt_embeds,
+            latents: noise(request.seed, &plan.latents)?,
+            image_embeds: None,
+            condition,
+            control: None,
+            control_scale: None,
+        };
+        let stepped = |step: &DenoiseStep| {
+            told(VideoEvent::Stepped(step.number))?;
+            match &plan.preview {
+                Some(preview) if preview.step == step.number => {
+                    told(VideoEvent::Preview(self.first_frame(&step.predicted()?, mesh, &preview.decode)?))
+                }
+                _ => Ok(()),
+            }
+        };
+        let latents = denoise_in_each_process(&self.denoiser, mesh, &inputs, &request.settings, stepped)?;
+        self.denoiser.release();
+        drop(inputs);
+        let latents = video_tensor(&latents)?;
+        tell(VideoEvent::Began(VideoStage::Decode))?;
+        self.vae.decoder()?.decode(&latents, &ranks, &plan.decode)
+    }
+
+    /// The embeddings `[1, 512, text_dim]` of a prompt's tokens, with zeros behind them, in every process.
+    fn embeds(&self, tokens: &[u32], mesh: &VideoMesh) -> Result<Tensor> {
+        // The tokens are few, so all ranks share them as a ring, of any size.
+        let (ring, threads, deadline) = (mesh.size(), mesh.threads, mesh.deadline);
+        let text_mesh = TextMesh { processes: mesh.processes.clone(), ring, ulysses: 1, threads, deadline };
+        let mut states = from_lead(&mesh.processes, self.text_encoder.encode(tokens, &text_mesh)?)?;
+        let (rows, width) = (crate::text_encoder::PROMPT_ROWS, self.text_encoder.config().d_model);
+        states.resize(rows * width, 0.0);
+        Ok(Tensor::from_vec(states, (1, rows, width), &Device::Cpu)?)
+    }
+
+    /// The first frame of predicted latents, decoded by this rank alone.
+    fn first_frame(&self, latents: &Tensor, mesh: &VideoMesh, plan: &crate::vae::Plan) -> Result<VideoTensor> {
+        let alone = Mesh { processes: ProcessGroup::single(), size: 1, threads: mesh.threads, deadline: mesh.deadline };
+        let first = video_tensor(&latents.narrow(2, 0, 1)?)?;
+        let frame = self.vae.decoder()?.decode(&first, &alone, plan)?;
+        frame.ok_or_else(|| Error::Mesh("a rank alone has no rank 0".into()))
+    }
+}
+
+/// Latents as the autoencoder takes them.
+fn video_tensor(latents: &Tensor) -> Result<VideoTensor> {
+    let (batch, channels, frames, height, width) = latents.dims5()?;
+    let values = latents.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+    let bad = values.iter().filter(|x| !x.is_finite()).count();
+    if bad > 0 {
+        return Err(Error::Input(format!("{bad} of {} latents are not finite", values.len())));
+    }
+    VideoTensor::new([batch, channels, frames, height, width], values)
+}
+
+/// What the process of rank 0 has, in every process.
+fn from_lead(processes: &ProcessGroup, own: Option<Vec<f32>>) -> Result<Vec<f32>> {
+    let Some(comm) = processes.comm() else { return Ok(own.unwrap_or_default()) };
+    Ok(comm.broadcast(0, own.map(Buffer::F32))?.f32()?.to_vec())
+}

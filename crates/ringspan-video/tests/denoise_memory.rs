@@ -1,0 +1,82 @@
+//! The memory that a plan predicts for denoising, against what the allocator counts.
+
+use candle_core::{DType, Device, Tensor};
+use ringspan_testing::CountingAllocator;
+use ringspan_video::Result;
+use ringspan_video::denoise::{DenoiseFolder, DenoiseInputs, DenoisePlan, DenoiseSettings, VideoMesh, denoise};
+use ringspan_video::noise::noise;
+use ringspan_video::scheduler::{SchedulerConfig, SchedulerKind};
+use ringspan_video::transformer::{WanConfig, WanTransformer, WeightType};
+use serde_json::{Value, json};
+use std::collections::HashMap;
+
+#[global_allocator]
+static ALLOCATOR: CountingAllocator = CountingAllocator::new();
+
+/// A folder with random weights.
+fn folder(config: &Value) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().expect("a folder");
+    std::fs::write(folder.path().join("config.json"), config.to_string()).expect("written");
+    let transformer = WanTransformer::new(WanConfig::read(folder.path()).expect("a configuration"));
+    let random = |(index, (name, shape)): (usize, (String, Vec<usize>))| {
+        (name, (noise(index as u64, &shape).expect("numbers") * 0.05).expect("numbers"))
+    };
+    let weights: HashMap<String, Tensor> = transformer.shapes().into_iter().enumerate().map(random).collect();
+    let file = folder.path().join("diffusion_pytorch_model.safetensors");
+    candle_core::safetensors::save(&weights, file).expect("written");
+    folder
+}
+
+/// Many tokens for the width, where the stream counts, and few, where the inner width of feed-forward layers does; both types of
+/// computation; one rank, and rings and Ulysses ranks. The allocator counts all ranks together, so their peaks must coincide: they do in
+/// attention over all ranks, which is the largest moment of a narrow feed-forward layer.
+#[test]
+fn the_peak_is_what_the_plan_predicts() -> Result<()> {
+    let config = |ffn: usize| {
+        json!({
+            "_class_name": "WanTransformer3DModel", "num_attention_heads": 4, "attention_head_dim": 48, "in_channels": 4,
+            "out_channels": 4, "text_dim": 32, "freq_dim": 64, "ffn_dim": ffn, "num_layers": 2,
+        })
+    };
+    let mut wrong = Vec::new();
+    for (weights, ffn, side, meshes) in [
+        (WeightType::F32, 768, 64, &[(1, 1), (2, 1), (1, 2)][..]),
+        (WeightType::F32, 96, 64, &[(1, 1), (2, 1), (1, 2), (2, 2)][..]),
+        (WeightType::F32, 768, 32, &[(1, 1), (3, 1)][..]),
+        (WeightType::Bf16, 768, 64, &[(1, 1), (2, 1)][..]),
+        (WeightType::Bf16, 96, 64, &[(1, 1)][..]),
+    ] {
+        let path = folder(&config(ffn));
+        let folder = DenoiseFolder::open(path.path(), weights)?;
+        let inputs = DenoiseInputs {
+            prompt_embeds: noise(1, &[1, 512, 32])?,
+            negative_prompt_embeds: Some(Tensor::zeros((1, 512, 32), DType::F32, &Device::Cpu)?),
+            latents: noise(2, &[1, 4, 3, side, side])?,
+            image_embeds: None,
+            condition: None,
+            control: None,
+            control_scale: None,
+        };
+        let settings =
+            DenoiseSettings { steps: 3, scheduler: SchedulerConfig::new(SchedulerKind::UniPc), guidance: [5.0; 2] };
+        // Weights are a part of the plan that the files know, so they are in memory before.
+        let loaded = folder.weights(0)?;
+        for (ring, ulysses) in meshes.iter().copied() {
+            let mesh = VideoMesh { ring, ulysses, ..VideoMesh::single() };
+            let plan = DenoisePlan::new(&folder, &mesh, &inputs, &settings)?;
+            let (latents, peak) = ALLOCATOR.peak_of(|| denoise(&folder, &mesh, &inputs, &settings, |_| Ok(())));
+            assert!(latents?.is_some());
+            let predicted = plan.machine_bytes() - plan.most_weights();
+            let ratio = peak as f64 / predicted as f64;
+            let said =
+                format!("{weights}, {ffn}, {side}, {mesh}: {peak} bytes counted, {predicted} predicted: {ratio:.3}");
+            println!("{said}");
+            if !(0.9..=1.1).contains(&ratio) {
+                wrong.push(said);
+            }
+        }
+        drop(loaded);
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+    Ok(())
+}

@@ -1,0 +1,161 @@
+"""Whole pipelines with tiny random weights: the frames that diffusers makes of prompts and images.
+
+    pip install -r tools/requirements-video.txt && python tools/make_video_pipeline_fixture.py
+
+Writes crates/ringspan-video/tests/fixtures/pipeline, or --out: for each pipeline its transformers, its scheduler and model_index.json
+as diffusers saves them, and reference.safetensors with `noise`, which `ringspan` draws for the seed, `latents` and `frames`. The text
+encoder and the autoencoder are those of the fixtures text and vae. image.png and last.png are given frames; resized.png is the
+first one as diffusers resizes it.
+"""
+
+import argparse
+import json
+import math
+import pathlib
+import shutil
+
+import numpy as np
+import PIL.Image
+import torch
+from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanImageToVideoPipeline, WanPipeline
+from diffusers.pipelines.wan import pipeline_wan, pipeline_wan_i2v
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast, UMT5EncoderModel
+
+from make_video_fixture import saved, transformer
+
+# Without ftfy, which repairs nothing in these prompts, the pipeline of images fails, and that of prompts does without.
+pipeline_wan_i2v.prompt_clean = pipeline_wan.prompt_clean
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+FIXTURES = ROOT / "crates/ringspan-video/tests/fixtures"
+PROMPT, NEGATIVE = "a cat and a dog are baking bread", "rain"
+SEED = 7
+# Frames, height and width: 18 tokens, which no number of ranks but 2, 3, 6 and 9 divides.
+SIZE = (9, 32, 48)
+MASK = (1 << 32) - 1
+
+
+def chacha8(seed: int, count: int) -> list[int]:
+    """The first `count` 64-bit numbers of the generator ChaCha8 of Rust's rand_chacha, of a seed of 64 bits."""
+    state, key = seed, []
+    for _ in range(8):
+        state = (state * 6364136223846793005 + 11634580027462260723) % (1 << 64)
+        word, turn = (((state >> 18) ^ state) >> 27) & MASK, state >> 59
+        key.append(((word >> turn) | (word << (32 - turn))) & MASK)
+    constants = [0x61707865, 0x3320646E, 0x79622D32, 0x6B206574]
+    words = []
+    for block in range(math.ceil(count / 8)):
+        start = constants + key + [block & MASK, block >> 32, 0, 0]
+        x = list(start)
+
+        def quarter(a: int, b: int, c: int, d: int) -> None:
+            for i, j, k, turn in ((a, b, d, 16), (c, d, b, 12), (a, b, d, 8), (c, d, b, 7)):
+                x[i] = (x[i] + x[j]) & MASK
+                mixed = x[k] ^ x[i]
+                x[k] = ((mixed << turn) | (mixed >> (32 - turn))) & MASK
+
+        for _ in range(4):
+            for column in range(4):
+                quarter(column, column + 4, column + 8, column + 12)
+            for a, b, c, d in ((0, 5, 10, 15), (1, 6, 11, 12), (2, 7, 8, 13), (3, 4, 9, 14)):
+                quarter(a, b, c, d)
+        words += [(a + b) & MASK for a, b in zip(x, start)]
+    return [words[2 * i] | words[2 * i + 1] << 32 for i in range(count)]
+
+
+def noise(seed: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """The noise that `ringspan` draws: one normal number of each pair of uniform ones, by Box and Muller."""
+    count = math.prod(shape)
+    bits = np.array(chacha8(seed, 2 * count), dtype=np.uint64)
+    uniform = ((bits >> np.uint64(11)).astype(np.float64) + 1) / 2**53
+    normal = np.sqrt(-2 * np.log(uniform[0::2])) * np.cos(2 * np.pi * uniform[1::2])
+    return torch.from_numpy(normal.astype(np.float32)).reshape(shape)
+
+
+def picture(height: int, width: int, phase: float) -> PIL.Image.Image:
+    """A picture of waves of three colors, with sharp edges."""
+    y, x = np.mgrid[0:height, 0:width].astype(np.float64)
+    waves = [np.sin(x / 3 + phase), np.sin(y / 4 - phase), np.sign(np.sin((x + y) / 5 + phase))]
+    return PIL.Image.fromarray(np.round((np.stack(waves, -1) + 1) * 127.5).astype(np.uint8))
+
+
+def components(vae: str, steps: dict) -> dict:
+    tokenizer = Tokenizer.from_file(str(FIXTURES / "text/tokenizer/tokenizer.json"))
+    return {
+        "tokenizer": PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>"),
+        "text_encoder": UMT5EncoderModel.from_pretrained(FIXTURES / "text/text_encoder").eval(),
+        "vae": AutoencoderKLWan.from_pretrained(FIXTURES / "vae" / vae).eval(),
+        "scheduler": UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, **steps
+        ),
+    }
+
+
+def save(folder: pathlib.Path, pipeline, vae: str, **of_call) -> None:
+    """Saves what is not in other fixtures, and the latents and frames of four steps."""
+    names = [name for name in ("transformer", "transformer_2") if getattr(pipeline, name, None) is not None]
+    for name in names:
+        saved(getattr(pipeline, name), folder / name, True)
+    pipeline.scheduler.save_pretrained(folder / "scheduler")
+    settings = {"_class_name": type(pipeline).__name__, "boundary_ratio": pipeline.config.boundary_ratio}
+    index = settings | {"expand_timesteps": pipeline.config.expand_timesteps, "vae": vae}
+    (folder / "model_index.json").write_text(json.dumps(index, indent=1) + "\n")
+    frames, height, width = of_call.pop("size", SIZE)
+    config = pipeline.vae.config
+    space, time = config.scale_factor_spatial, config.scale_factor_temporal
+    start = noise(SEED, (1, config.z_dim, (frames - 1) // time + 1, height // space, width // space))
+    call = of_call | {"prompt": PROMPT, "negative_prompt": NEGATIVE, "num_inference_steps": 4, "max_sequence_length": 512}
+    call |= {"height": height, "width": width, "num_frames": frames}
+    pipeline.set_progress_bar_config(disable=True)
+    latents = pipeline(**call, latents=start.clone(), output_type="latent").frames
+    video = pipeline(**call, latents=start.clone(), output_type="pt").frames
+    video = (video * 2 - 1).transpose(1, 2)
+    inside = (video.abs() < 1).float().mean()
+    assert inside > 0.9, f"only {inside:.0%} of the elements are not clamped, so a test would see little"
+    tensors = {"noise": start, "latents": latents, "frames": video}
+    save_file({name: tensor.float().contiguous() for name, tensor in tensors.items()}, folder / "reference.safetensors")
+
+
+def text_to_video(out: pathlib.Path) -> None:
+    """WAN 2.2's two transformers, each with its guidance."""
+    models = [transformer(seed, in_channels=16, out_channels=16, text_dim=20, freq_dim=32) for seed in (71, 72)]
+    pipeline = WanPipeline(
+        **components("tiny", {"flow_shift": 3.0}), transformer=models[0], transformer_2=models[1], boundary_ratio=0.875
+    )
+    save(out / "t2v", pipeline, "tiny", guidance_scale=4.0, guidance_scale_2=3.0)
+
+
+def image_to_video(out: pathlib.Path) -> None:
+    """WAN 2.2's conditioning by latents of a first and a last image, which are resized."""
+    model = transformer(73, in_channels=36, out_channels=16, text_dim=20, freq_dim=32, num_layers=1)
+    pipeline = WanImageToVideoPipeline(**components("tiny", {"flow_shift": 5.0}), transformer=model)
+    images = {"image": picture(41, 57, 0.3), "last_image": picture(20, 24, 1.7)}
+    out.mkdir(parents=True, exist_ok=True)
+    images["image"].save(out / "image.png")
+    images["last_image"].save(out / "last.png")
+    pipeline.video_processor.resize(images["image"], SIZE[1], SIZE[2]).save(out / "resized.png")
+    save(out / "i2v", pipeline, "tiny", guidance_scale=3.5, **images)
+
+
+def first_frame(out: pathlib.Path) -> None:
+    """The 5B model's way: the first frame is given, and time steps are those of tokens."""
+    model = transformer(74, in_channels=4, out_channels=4, text_dim=20, freq_dim=32, num_layers=1)
+    parts = components("residual", {"flow_shift": 5.0})
+    pipeline = WanImageToVideoPipeline(**parts, transformer=model, expand_timesteps=True)
+    save(out / "ti2v", pipeline, "residual", size=(5, 64, 64), guidance_scale=3.5, image=picture(41, 57, 0.3))
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=pathlib.Path, default=FIXTURES / "pipeline")
+    out = parser.parse_args().out
+    shutil.rmtree(out, ignore_errors=True)
+    for make in (text_to_video, image_to_video, first_frame):
+        make(out)
+
+
+if __name__ == "__main__":
+    main()
