@@ -45,6 +45,7 @@ pub struct ContextBuilder {
     documents: Option<Documents>,
     key_documents: Option<Documents>,
     layout: LayoutKind,
+    key_layout: Option<LayoutKind>,
     mask: Mask,
     strategy: StrategyChoice,
     machine: Option<Machine>,
@@ -73,6 +74,7 @@ impl ContextBuilder {
             documents: None,
             key_documents: None,
             layout: LayoutKind::Zigzag,
+            key_layout: None,
             mask: Mask::full(),
             strategy: StrategyKind::Ring.into(),
             machine: None,
@@ -111,6 +113,12 @@ impl ContextBuilder {
     #[must_use]
     pub fn layout(self, layout: LayoutKind) -> Self {
         Self { layout, ..self }
+    }
+
+    /// How the tokens of keys are distributed, if otherwise than those of queries: [`Context::shard_keys`] follows it.
+    #[must_use]
+    pub fn key_layout(self, layout: LayoutKind) -> Self {
+        Self { key_layout: Some(layout), ..self }
     }
 
     /// The mask of [`Context::attention`]; by default each query sees all keys of its document.
@@ -178,18 +186,27 @@ impl ContextBuilder {
         if self.machine.is_some() && !self.strategy.is_auto() {
             bail!("machine(..) has an effect with strategy auto only, and the strategy is {}", self.strategy);
         }
+        if let Some(layout @ LayoutKind::Balanced(_)) = self.key_layout {
+            bail!(
+                "key_layout({layout}) is for queries, whose work it balances: contiguous, zigzag, striped:K are for keys"
+            );
+        }
         let on_cpu = self.kernel.is_cpu();
         if self.strategy.is_auto() && self.machine.is_none() && !on_cpu {
             bail!("strategy auto on a GPU needs machine(..): the speed of attention and of the links between ranks");
         }
         let keys = self.key_documents.as_ref().unwrap_or(&documents);
         let layouts = Layout::pair(self.layout, &documents, keys, &self.mask, ranks);
-        let (query, key) = layouts.map_err(candle_core::Error::wrap)?;
+        let (query, mut key) = layouts.map_err(candle_core::Error::wrap)?;
+        if let Some(layout) = self.key_layout {
+            key = Layout::new(layout, keys, ranks).map_err(candle_core::Error::wrap)?;
+        }
         let wire = self.wire.map_or("that of the tensors".into(), |wire| format!("{wire:?}"));
         let settings = [
             ("sequences", summary(&documents)),
             ("sequences of keys", summary(keys)),
             ("layout", self.layout.to_string()),
+            ("layout of keys", self.key_layout.unwrap_or(self.layout).to_string()),
             ("mask", digest(&self.mask)),
             ("strategy", self.strategy.to_string()),
             ("grid", grid.to_string()),

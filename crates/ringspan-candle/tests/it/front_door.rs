@@ -95,6 +95,12 @@ fn queries_attend_to_keys_of_other_lengths_and_layouts() {
     let cross = full(&[&[3, 6], &[9]], 9).with_keys(&[&[8, 1], &[4]], 12);
     let terms = Terms { sinks: true, bias_heads: Some(HEADS), softcap: Some(1.5), ..Terms::default() };
     check(&cross.with(terms), "packed queries and padded keys, with sinks and a bias");
+    let keys_apart = Case::causal(&PACKED, 11).with(Terms { sinks: true, bias_heads: Some(1), ..Terms::default() });
+    for (queries, keys) in [("zigzag", "contiguous"), ("striped:1", "zigzag"), ("balanced:2", "striped:2")] {
+        let [of_queries, of_keys] = [queries, keys].map(|kind| kind.parse::<LayoutKind>().expect("a layout"));
+        let what = format!("queries {queries}, keys {keys}");
+        check_as(&keys_apart, F32, &what, |builder| builder.layout(of_queries).key_layout(of_keys));
+    }
     let unseen = full(&[&[4], &[3]], 4).with_keys(&[&[0], &[5]], 5);
     check(&unseen, "queries without any key");
 }

@@ -8,6 +8,9 @@ use ringspan_candle::{AttentionInputs, Context, ContextBuilder};
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
 
+/// Sets one thing of a context.
+type Setting = fn(ContextBuilder) -> ContextBuilder;
+
 /// Checks that a call on two ranks fails, and that its message has these parts.
 #[track_caller]
 fn refused(parts: &[&str], call: impl Fn(&Rank) -> Result<(), Failure> + Sync) {
@@ -109,7 +112,7 @@ fn tensors_of_other_ranks_types_and_lengths_are_refused() {
 
 #[test]
 fn ranks_with_other_settings_are_named_with_the_setting() {
-    let settings: [(&[&str], fn(ContextBuilder) -> ContextBuilder); 5] = [
+    let settings: [(&[&str], Setting); 5] = [
         (&["rank 1", "sequences", "1 documents of 8 tokens", "1 documents of 9 tokens"], |builder| builder.batch(1, 9)),
         (&["rank 1", "mask"], |builder| builder.mask(Mask::causal())),
         (&["rank 1", "strategy", "ring", "halo"], |builder| builder.strategy(StrategyKind::Halo)),
@@ -123,6 +126,14 @@ fn ranks_with_other_settings_are_named_with_the_setting() {
             Ok(builder.build().map(drop)?)
         });
     }
+}
+
+#[test]
+fn keys_are_not_balanced() {
+    let balanced = LayoutKind::Balanced(None);
+    refused(&["key_layout(balanced)", "zigzag"], |rank| {
+        Ok(Context::builder(rank).batch(1, 8).key_layout(balanced).build().map(drop)?)
+    });
 }
 
 #[test]
