@@ -190,6 +190,18 @@ impl OutputTensor {
 }
 
 /// Writes a safetensors file that replaces `path`.
+///
+/// ```
+/// use ringspan_cli::files::{OutputTensor, TensorBytes, write_tensors};
+/// use safetensors::Dtype;
+///
+/// let folder = tempfile::tempdir()?;
+/// let path = folder.path().join("q.safetensors");
+/// write_tensors(&path, &[OutputTensor::new("q", Dtype::F32, vec![1, 2], vec![0.5, 2.0])])?;
+/// let file = TensorBytes::read(&path)?;
+/// assert_eq!(file.parse()?.names(), ["q"]);
+/// # Ok::<_, anyhow::Error>(())
+/// ```
 pub fn write_tensors(path: &Path, tensors: &[OutputTensor]) -> Result<()> {
     let cannot = || format!("cannot write {}", path.display());
     let views = tensors

@@ -56,6 +56,56 @@ impl Default for Settings {
 }
 
 /// A server that listens, and answers once it runs.
+///
+/// ```
+/// use ringspan_http::{ServedModel, Server, Settings};
+/// use ringspan_models::{Config, Decoder};
+/// use ringspan_serve::engine::{Engine, EngineOptions, KvCache};
+/// use ringspan_serve::{Mesh, Model};
+/// use std::io::{Read, Write};
+/// use std::net::TcpStream;
+/// use std::sync::Arc;
+/// use std::sync::atomic::{AtomicBool, Ordering};
+///
+/// // A new model of three tokens, on two ranks.
+/// let config: Config = serde_json::from_value(serde_json::json!({
+///     "model_type": "llama", "vocab_size": 3, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1,
+///     "num_attention_heads": 2, "num_key_value_heads": 1, "rope_theta": 1e4, "hidden_act": "silu",
+/// }))?;
+/// let decoder = Decoder::new(config)?;
+/// let weights = decoder.init(1)?;
+/// let options = EngineOptions { kv_cache: KvCache::Pages(8), max_model_len: Some(64), ..EngineOptions::default() };
+/// let engine = Engine::start(Model::new(decoder, weights)?, Mesh { ring: 2, ..Mesh::single() }, &options)?;
+/// let tokenizer = serde_json::json!({"version": "1.0", "pre_tokenizer": {"type": "Whitespace"},
+///     "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "c": 2}, "unk_token": "a"}});
+/// let model = ServedModel {
+///     engine: Arc::new(engine.client()),
+///     name: "tiny".into(),
+///     tokenizer: tokenizers::Tokenizer::from_bytes(tokenizer.to_string())?,
+///     template: None,
+///     end_tokens: vec![2],
+///     generation_config: serde_json::Map::new(),
+/// };
+///
+/// let server = Server::bind(model, &Settings { port: 0, ..Settings::default() })?;
+/// let (address, stop) = (server.address()?, Arc::new(AtomicBool::new(false)));
+/// let stopped = stop.clone();
+/// let serving = std::thread::spawn(move || server.run(|| stopped.load(Ordering::SeqCst)));
+///
+/// let body = r#"{"model": "tiny", "prompt": "a b", "max_tokens": 2}"#;
+/// let length = body.len();
+/// let mut socket = TcpStream::connect(address)?;
+/// write!(socket, "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n")?;
+/// write!(socket, "Content-Type: application/json\r\nContent-Length: {length}\r\n\r\n{body}")?;
+/// let mut answer = String::new();
+/// socket.read_to_string(&mut answer)?;
+/// assert!(answer.starts_with("HTTP/1.1 200") && answer.contains("\"text_completion\""), "{answer}");
+///
+/// stop.store(true, Ordering::SeqCst);
+/// assert!(serving.join().expect("no panic")?);
+/// engine.shutdown(true)?;
+/// # Ok::<_, Box<dyn std::error::Error + Send + Sync>>(())
+/// ```
 #[derive(Debug)]
 pub struct Server {
     runtime: Runtime,

@@ -41,8 +41,8 @@ pub enum Error {
     /// The cache of an engine cannot hold one sequence of the longest length.
     #[error(
         "a sequence of {asked} tokens needs {needed} pages of {page} tokens on each of {ranks} ranks ({} bytes a rank), but the \
-         cache has {pages_per_rank} pages a rank ({page_bytes} bytes each), which hold {holds} tokens: give the cache more memory, \
-         or take a smaller max-model-len",
+         cache has {pages_per_rank} pages a rank ({page_bytes} bytes each), which hold {holds} tokens: the cache needs more memory, \
+         or the sequence must be shorter",
         .page_bytes.saturating_mul(*.needed as u64).saturating_add(*.window_bytes)
     )]
     CacheTooSmall {

@@ -32,6 +32,7 @@ mod settings;
 mod setup;
 mod shards;
 mod single_step;
+mod spec;
 mod token_windows;
 mod tokenizer;
 mod trainer;

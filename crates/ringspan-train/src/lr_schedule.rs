@@ -39,6 +39,14 @@ impl fmt::Display for LrDecay {
 ///
 /// - `t < warmup`: `peak * (t + 1) / warmup`, so that the first step already learns and the last of the rise is the peak;
 /// - then cosine: `peak * (1 + cos(pi * (t - warmup) / (steps - warmup))) / 2`, or constant: `peak`.
+///
+/// ```
+/// use ringspan_train::{LrDecay, LrSchedule};
+///
+/// let schedule = LrSchedule { peak: 1e-3, warmup: 10, steps: 110, decay: LrDecay::Cosine };
+/// assert_eq!([0, 9, 10].map(|step| schedule.at(step)), [1e-4, 1e-3, 1e-3]);
+/// assert!((schedule.at(60) - 5e-4).abs() < 1e-12); // half of the cosine
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LrSchedule {
     /// The highest rate.

@@ -46,7 +46,7 @@ pub struct Sample {
 /// Samples the model in the run's folder at a fixed temperature; none where there is no text, or the model is too large to do so
 /// in seconds.
 pub(crate) fn sample(config: &TrainConfig, setup: &Setup, device: &RankDevice) -> Result<Option<Sample>> {
-    let parameters: u64 = setup.shapes.values().map(|s| s.iter().product::<usize>() as u64).sum();
+    let parameters: u64 = setup.spec.shapes.values().map(|s| s.iter().product::<usize>() as u64).sum();
     let affordable = (MAX_OPERATIONS / (2 * parameters.max(1) * CONTEXT_TOKENS as u64)) as usize;
     let (Some(tokenizer), Some(sequence)) = (&setup.tokenizer, setup.held_out.first()) else { return Ok(None) };
     let segment = sequence.segment_lengths.first().copied().unwrap_or(0);

@@ -13,43 +13,34 @@ use crate::{
     mesh::RunMesh,
     model_identity::{check_same_configuration, identity},
     shards::SharedGathers,
+    spec::{BatchSpec, RunSpec},
     tokenizer::Tokenizer,
 };
 use ringspan::comm::process_group::ProcessGroup;
 use ringspan_candle::model::stored;
 use ringspan_candle::{DeviceName, Weights, offload};
-use ringspan_models::Decoder;
+use ringspan_models::{Decoder, adapter};
 use serde_json::Value;
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// A run that is ready to start. It is the same on every rank.
 pub(crate) struct Setup {
+    /// What the run means: all that a plan is made of.
+    pub(crate) spec: RunSpec,
     /// `config.json` as it is saved with the model.
     pub(crate) config_json: Value,
-    pub(crate) decoder: Decoder,
-    pub(crate) mesh: RunMesh,
-    pub(crate) shapes: BTreeMap<String, Vec<usize>>,
     /// The source of the parameters before the first step.
     pub(crate) initial_parameters: InitialParameters,
     pub(crate) tokenizer: Option<Tokenizer>,
     pub(crate) data_loader: DataLoader,
-    /// Learning rates, and with them the number of steps.
-    pub(crate) lr: LrSchedule,
     /// Held-out sequences; empty for a file of tokens.
     pub(crate) held_out: Vec<Sequence>,
-    /// Steps done before this run.
-    pub(crate) first_step: u64,
     /// Tokens seen before this run.
     pub(crate) tokens_seen: u64,
     /// The watchdog's statistics of the losses before this run.
     pub(crate) losses: LossStatistics,
     pub(crate) model: Identity,
     pub(crate) data: Identity,
-    /// Lines for the user: which token ends documents, and how documents are packed.
-    pub(crate) notes: Vec<String>,
-    /// Lines for the user about things in the data that deserve a look before training.
-    pub(crate) warnings: Vec<String>,
     /// The token that ends a document or an answer, where there is one.
     pub(crate) end_token: Option<u32>,
 }
@@ -81,29 +72,31 @@ impl Setup {
         let data = Dataset::open(config, tokenizer.as_ref(), model_config.vocab_size, threads, cache_policy, monitor)?;
         let data_loader = data.data_loader.clone();
         let lr = config.lr(steps(config, &data_loader))?;
-        let mut setup = Self::at_first_step(config_json, decoder, mesh, initial_parameters, tokenizer, data, lr);
+        let mut setup =
+            Self::at_first_step(config, (config_json, decoder, mesh), initial_parameters, tokenizer, data, lr);
         if config.resume {
             let saved = Checkpoints::new(&config.out, config.keep).newest(&setup.model, &setup.data)?;
             check_same_configuration(config, &saved, &setup.config_json)?;
-            if saved.progress.step >= lr.steps {
+            if saved.progress.step >= setup.spec.lr.steps {
                 return Err(Error::Settings(format!(
                     "the run in {out} has done {} of {} steps: to go on, give more with --steps or --epochs; `ringspan export {out}` writes \
                      its model once more",
                     saved.progress.step,
-                    lr.steps,
+                    setup.spec.lr.steps,
                     out = config.out.display()
                 )));
             }
             setup.data_loader = data_loader.resume_at(&saved.progress.source_positions());
-            setup.first_step = saved.progress.step;
+            setup.spec.first_step = saved.progress.step;
             setup.tokens_seen = saved.progress.tokens;
             setup.losses = saved.progress.losses;
-            setup.initial_parameters = setup.initial_parameters.with_checkpoint(saved, &setup.decoder)?;
+            setup.initial_parameters = setup.initial_parameters.with_checkpoint(saved, &setup.spec.decoder)?;
         }
+        setup.spec.batches = BatchSpec::new(&setup.data_loader, setup.spec.lr.steps, config.grad_accumulation);
         Ok(setup)
     }
 
-    /// The setup of a loaded model and one batch.
+    /// The setup of a loaded model and one batch, of which no plan is made.
     pub(crate) fn for_batch(config: &TrainConfig, decoder: Decoder, weights: Weights, batch: Batch) -> Result<Self> {
         let mesh = RunMesh::new(config, &decoder)?;
         check_offload(config, &decoder)?;
@@ -112,14 +105,13 @@ impl Setup {
         let identity = Identity { summary: "a batch".into(), fingerprint: 0 };
         let data = Dataset::from_loader(DataLoader::Tokens(batch), identity);
         let lr = config.lr(steps(config, &data.data_loader))?;
-        Ok(Self::at_first_step(Value::Null, decoder, mesh, initial_parameters, None, data, lr))
+        Ok(Self::at_first_step(config, (Value::Null, decoder, mesh), initial_parameters, None, data, lr))
     }
 
-    /// The setup of a run that begins.
+    /// The setup of a run that begins, without its batches.
     fn at_first_step(
-        config_json: Value,
-        decoder: Decoder,
-        mesh: RunMesh,
+        config: &TrainConfig,
+        (config_json, decoder, mesh): (Value, Decoder, RunMesh),
         initial_parameters: InitialParameters,
         tokenizer: Option<Tokenizer>,
         data: Dataset,
@@ -128,38 +120,39 @@ impl Setup {
         let shapes = decoder.shapes();
         let model = identity(decoder.config(), &shapes);
         let Dataset { data_loader, held_out, identity: data, notes, warnings, end_token } = data;
-        Self {
-            config_json,
+        let spec = RunSpec {
             decoder,
             mesh,
+            shapes,
+            lr,
+            first_step: 0,
+            batches: BatchSpec::default(),
+            model: model.summary.clone(),
+            data: data.summary.clone(),
+            starts_from_adapter: config.model.as_deref().is_some_and(adapter::is_adapter_folder),
+            tokenizer: tokenizer.as_ref().map(|tokenizer| (tokenizer.path().to_owned(), tokenizer.vocabulary_size())),
+            notes,
+            warnings,
+        };
+        Self {
+            spec,
+            config_json,
             initial_parameters,
             tokenizer,
             held_out,
-            first_step: 0,
             tokens_seen: 0,
             losses: LossStatistics::default(),
-            lr,
             model,
             data,
-            notes,
-            warnings,
             end_token,
             data_loader,
-            shapes,
         }
     }
 
     /// The gathered parameters that the ranks of this process share; none where each has its own copy, in another process or on
     /// a GPU.
     pub(crate) fn shared_gathers(&self, processes: &ProcessGroup) -> Option<Arc<SharedGathers>> {
-        (self.mesh.shares_memory && processes.local().is_none()).then(Arc::default)
-    }
-
-    /// The batch whose shape the plan is made for: the fullest of a whole pass where batches differ, else the fullest of the
-    /// first step.
-    pub(crate) fn fullest_batch(&self, accumulation: usize) -> Option<Batch> {
-        let first = self.data_loader.clone().next_step(accumulation).into_iter().max_by_key(Batch::real_tokens);
-        self.data_loader.fullest_batch().or(first)
+        (self.spec.mesh.shares_memory && processes.local().is_none()).then(Arc::default)
     }
 }
 

@@ -67,12 +67,12 @@ fn run_rank(mut rank: Rank<'_>, setup: &Setup, batch: &Batch) -> Result<StepResu
     let logits = rank.logits(batch)?;
     let LossAndGradients { loss, gradients } = rank.loss_and_gradients(0, std::slice::from_ref(batch))?;
     let mut results = StepResults { loss, logits, ..StepResults::default() };
-    for unit in setup.decoder.units() {
-        results.gradients.extend(to_values(rank.shards().whole_gradients(&setup.decoder, unit, &gradients)?)?);
+    for unit in setup.spec.decoder.units() {
+        results.gradients.extend(to_values(rank.shards().whole_gradients(&setup.spec.decoder, unit, &gradients)?)?);
     }
     rank.update(0, loss, &gradients)?;
-    for unit in setup.decoder.units() {
-        results.updated.extend(to_values(rank.shards().whole(&setup.decoder, unit)?)?);
+    for unit in setup.spec.decoder.units() {
+        results.updated.extend(to_values(rank.shards().whole(&setup.spec.decoder, unit)?)?);
     }
     Ok(results)
 }

@@ -17,6 +17,7 @@ use crate::{
     run_file,
     sample::{Sample, sample},
     setup::Setup,
+    spec::{BatchSpec, RunSpec},
     tokenizer::Tokenizer,
 };
 use ringspan::comm::Buffer;
@@ -94,17 +95,17 @@ pub fn plan_on(
     observer: &mut dyn Observer,
 ) -> Result<Plan> {
     let setup = set_up(config, CachePolicy::TemporaryAllowed, stop, observer)?;
-    let mut plan = Plan::new(config, &setup, &[])?;
+    let mut plan = Plan::new(config, &setup.spec, &[])?;
     if config.device != DeviceName::Cpu {
         let opened = Devices::open(config.device, processes.local_rank());
         // A process without a GPU calls it as well: in this collective, processes find out who shares a GPU.
         let gpu_memory = opened.as_ref().unwrap_or(&Devices::CPU).gpu_memory_use(processes, config.ranks())?;
         match opened {
-            Ok(_) => plan = Plan::new(config, &setup, &gpu_memory)?,
+            Ok(_) => plan = Plan::new(config, &setup.spec, &gpu_memory)?,
             Err(error) => plan.gpus_unknown = error.to_string(),
         }
     }
-    agree_on_recompute(processes, config, &setup, plan)
+    agree_on_recompute(processes, config, &setup.spec, plan)
 }
 
 /// Reads and checks everything, and reports the progress of tokenization to `observer`.
@@ -125,8 +126,8 @@ pub fn train_on(
     stop: &AtomicBool,
     observer: &mut dyn Observer,
 ) -> Result<Outcome> {
-    let setup = set_up(config, CachePolicy::Required, stop, observer)?;
-    let mut plan = Plan::new(config, &setup, &[])?;
+    let mut setup = set_up(config, CachePolicy::Required, stop, observer)?;
+    let mut plan = Plan::new(config, &setup.spec, &[])?;
     check_fits(&plan)?;
     if processes.local().is_some() {
         processes.agree(&process_settings(config, &setup)?)?;
@@ -134,10 +135,12 @@ pub fn train_on(
     let devices = Devices::open(config.device, processes.local_rank())?.computing_in(config.dtype);
     if devices.are_gpus() {
         let gpu_memory = devices.gpu_memory_use(processes, config.ranks())?;
-        plan = Plan::new(config, &setup, &gpu_memory)?;
+        plan = Plan::new(config, &setup.spec, &gpu_memory)?;
         check_fits(&plan)?;
     }
-    let plan = agree_on_recompute(processes, config, &setup, plan)?;
+    let plan = agree_on_recompute(processes, config, &setup.spec, plan)?;
+    // Only the plan reads these batches, and the run lasts long.
+    setup.spec.batches = BatchSpec::default();
     let ranks_per_gpu = config.local_ranks.map_or(config.ranks().div_ceil(devices.count()), |_| 1);
     let predicted_gpu_memory = plan.gpu_bytes() * ranks_per_gpu as u64;
     let predicted_memory = plan.rank_bytes() * config.local_ranks.map_or(config.ranks(), |_| 1) as u64;
@@ -146,10 +149,10 @@ pub fn train_on(
     let mut metrics = None;
     if processes.lead() {
         observer.planned(&plan);
-        run_file::write(config, &setup.lr)?;
-        let mut file = MetricsFile::open(&metrics_path, setup.first_step)?;
+        run_file::write(config, &setup.spec.lr)?;
+        let mut file = MetricsFile::open(&metrics_path, setup.spec.first_step)?;
         if let Some(folder) = &config.tensorboard {
-            file = file.with_events(EventFile::create(folder, setup.first_step)?);
+            file = file.with_events(EventFile::create(folder, setup.spec.first_step)?);
         }
         metrics = Some(file);
     }
@@ -183,7 +186,7 @@ pub fn train_on(
     }
     Ok(Outcome {
         step: end.step,
-        steps: setup.lr.steps,
+        steps: setup.spec.lr.steps,
         interrupted: end.interrupted,
         out: config.out.clone(),
         metrics: metrics_path,
@@ -201,7 +204,7 @@ pub fn train_on(
 
 /// With `--recompute auto`, processes may choose differently by their machines' memory; all then take the choice that recomputes
 /// most.
-fn agree_on_recompute(processes: &ProcessGroup, config: &TrainConfig, setup: &Setup, plan: Plan) -> Result<Plan> {
+fn agree_on_recompute(processes: &ProcessGroup, config: &TrainConfig, spec: &RunSpec, plan: Plan) -> Result<Plan> {
     let (Some(comm), None) = (processes.comm(), config.recompute) else { return Ok(plan) };
     let own = Recompute::ALL.iter().position(|recompute| *recompute == plan.recompute).unwrap_or(0);
     let choices = comm.all_gather(Buffer::U8(vec![own as u8]))?;
@@ -210,7 +213,7 @@ fn agree_on_recompute(processes: &ProcessGroup, config: &TrainConfig, setup: &Se
         _ => None,
     });
     match chosen.min().unwrap_or(own) {
-        chosen if chosen < own => Plan::with_recompute(config, setup, Recompute::ALL[chosen], &plan.gpus),
+        chosen if chosen < own => Plan::with_recompute(config, spec, Recompute::ALL[chosen], &plan.gpus),
         _ => Ok(plan),
     }
 }
@@ -229,9 +232,11 @@ fn process_settings(config: &TrainConfig, setup: &Setup) -> Result<Vec<Setting>>
     settings.push(("the model".into(), identity_text(&setup.model)));
     let keys = setup.config_json.as_object().into_iter().flatten();
     settings.extend(keys.map(|(key, value)| (format!("the model's {key}"), value.to_string())));
-    settings
-        .push(("the model's weights".into(), format!("{:016x}", setup.initial_parameters.fingerprint(&setup.shapes)?)));
+    settings.push((
+        "the model's weights".into(),
+        format!("{:016x}", setup.initial_parameters.fingerprint(&setup.spec.shapes)?),
+    ));
     settings.push(("the data".into(), identity_text(&setup.data)));
-    settings.push(("the first step".into(), setup.first_step.to_string()));
+    settings.push(("the first step".into(), setup.spec.first_step.to_string()));
     Ok(settings)
 }

@@ -10,14 +10,14 @@ pub enum Content {
     Text(String),
     /// A prompt with its completion, of which only the completion is learned.
     Completion {
-        /// The text that is given.
+        /// The text before the completion, which the loss leaves out.
         prompt: String,
-        /// The text that should follow.
+        /// The text that is learned.
         completion: String,
     },
     /// A conversation, of which only the assistant's words are learned.
     Chat {
-        /// Objects with `role` and `content`. An assistant's message with `"train": false` is given, not learned.
+        /// Objects with `role` and `content`. The loss leaves out an assistant's message with `"train": false`.
         messages: Vec<Value>,
         /// Tools that the template may show; null where there are none.
         tools: Value,
@@ -108,7 +108,7 @@ fn prompt_and_completion(prompt: Value, completion: Value, tools: Value) -> Resu
         });
     }
     let mut messages = chat_formats::conversation("prompt", prompt)?;
-    // The assistant's messages in the prompt are given, not learned.
+    // The loss leaves out the assistant's messages in the prompt.
     for message in messages.iter_mut().filter(|message| message["role"] == "assistant") {
         message["train"] = false.into();
     }

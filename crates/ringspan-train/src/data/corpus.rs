@@ -40,7 +40,7 @@ pub struct Corpus {
     pub train: DocumentStore,
     /// The held-out (evaluation) split, never seen in training.
     pub held_out: DocumentStore,
-    /// Number of learned tokens in each split: tokens that are not given, and that follow another one in their document.
+    /// Number of learned tokens in each split: targets of the loss, which follow another token in their document.
     pub learned_tokens: [u64; 2],
     /// The largest token id.
     pub largest_token: Option<u32>,

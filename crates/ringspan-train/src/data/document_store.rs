@@ -80,7 +80,7 @@ impl DocumentStore {
         (end - start) as usize
     }
 
-    /// The masked tokens of a document: tokens, with the highest bit set where the token is given, not learned. `index` is below
+    /// The masked tokens of a document: tokens, with the highest bit set where the loss leaves the token out. `index` is below
     /// [`len`](Self::len).
     #[must_use]
     pub fn document(&self, index: usize) -> &[u32] {

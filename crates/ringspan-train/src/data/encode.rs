@@ -12,7 +12,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Bit that is set in a masked token whose token is given, not learned: it is no target.
+/// Bit that is set in a masked token that the loss leaves out, as it does labels of -100 in PyTorch.
 pub const NOT_LEARNED: u32 = 1 << 31;
 
 /// Turns documents into masked tokens.
@@ -48,7 +48,7 @@ impl<'a> Encoder<'a> {
     /// document in error messages.
     ///
     /// Text, and a prompt with its completion, begin with the special tokens that the tokenizer puts before a text, which are
-    /// given, and end with those that it puts after a text, and the end of text; a conversation begins and ends as its template
+    /// no targets, and end with those that it puts after a text, and the end of text; a conversation begins and ends as its template
     /// says. A prompt and its completion are tokenized separately, as in generation, where only the prompt is known. A token of a
     /// conversation is learned if any byte of it is the assistant's.
     ///
@@ -95,7 +95,7 @@ impl<'a> Encoder<'a> {
         }
     }
 
-    /// The masked tokens that a text begins with: the tokenizer's special tokens, given.
+    /// The masked tokens that a text begins with: the tokenizer's special tokens, none of which is a target.
     pub(super) fn masked_prefix(&self) -> Vec<u32> {
         self.tokenizer.prefix_tokens().iter().map(|token| token | NOT_LEARNED).collect()
     }

@@ -15,8 +15,8 @@ pub(super) struct Span {
 pub struct Sequence {
     /// S tokens (fewer only at the end of an evaluation).
     pub tokens: Vec<u32>,
-    /// For each token the one that follows it in its segment; [`IGNORE`] for the last token of a segment, and where the next one is
-    /// given, not learned.
+    /// For each token the one that follows it in its segment; [`IGNORE`] for the last token of a segment, and where the loss
+    /// leaves the next one out.
     pub targets: Vec<u32>,
     /// Lengths of the segments, in order; their sum is the number of tokens.
     pub segment_lengths: Vec<usize>,

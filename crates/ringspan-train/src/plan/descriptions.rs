@@ -7,31 +7,31 @@ use crate::{
     lr_schedule::LrSchedule,
     mesh::RunMesh,
     optimizer::OptimizerConfig,
-    setup::Setup,
-    tokenizer::Tokenizer,
+    spec::RunSpec,
 };
 use ringspan_candle::{DeviceName, ParallelRank, Precision};
-use ringspan_models::{Config, ContextOverflow, Decoder, adapter};
+use ringspan_models::{Config, ContextOverflow, Decoder};
+use std::path::PathBuf;
 
 /// The parameters that are trained.
-pub(super) fn training(config: &TrainConfig, setup: &Setup) -> String {
+pub(super) fn training(config: &TrainConfig, spec: &RunSpec) -> String {
     let count = |trained: bool| -> String {
-        let counted = setup.shapes.iter().filter(|(name, _)| !trained || setup.decoder.trains(name));
+        let counted = spec.shapes.iter().filter(|(name, _)| !trained || spec.decoder.trains(name));
         grouped(counted.map(|(_, shape)| shape.iter().product::<usize>() as u64).sum())
     };
     let all = count(false);
-    let of_folder = config.model.as_deref().filter(|path| adapter::is_adapter_folder(path));
-    match (setup.decoder.lora(), of_folder) {
-        (None, Some(_)) => format!("full fine-tuning of {all} parameters, with an adapter merged into them"),
-        (None, None) if config.model.is_some() => format!("full fine-tuning of {all} parameters"),
-        (None, None) => format!("a new model, all of its {all} parameters"),
-        (Some(lora), of_folder) => {
-            let kind = if of_folder.is_some() { "a LoRA adapter, continued," } else { "a new LoRA adapter" };
-            let ranks = setup.decoder.adapters().map(|(_, size)| size.rank);
+    let from_adapter = spec.starts_from_adapter;
+    match (spec.decoder.lora(), from_adapter) {
+        (None, true) => format!("full fine-tuning of {all} parameters, with an adapter merged into them"),
+        (None, false) if config.model.is_some() => format!("full fine-tuning of {all} parameters"),
+        (None, false) => format!("a new model, all of its {all} parameters"),
+        (Some(lora), from_adapter) => {
+            let kind = if from_adapter { "a LoRA adapter, continued," } else { "a new LoRA adapter" };
+            let ranks = spec.decoder.adapters().map(|(_, size)| size.rank);
             let (least, most) = ranks.fold((usize::MAX, 0), |(least, most), rank| (least.min(rank), most.max(rank)));
             let ranks = if least < most { format!("ranks {least} to {most}") } else { format!("rank {most}") };
             let dropout = if lora.dropout > 0.0 { format!(", dropout {}", lora.dropout) } else { String::new() };
-            let held = stored_formats(setup);
+            let held = stored_formats(spec);
             format!(
                 "{kind} of {ranks}, {} of {all} parameters (alpha {}{dropout}, beside {}); the others stay as they are{held}",
                 count(true),
@@ -43,8 +43,8 @@ pub(super) fn training(config: &TrainConfig, setup: &Setup) -> String {
 }
 
 /// The formats in which the frozen matrices under adapters are held, in words; empty where all are f32.
-fn stored_formats(setup: &Setup) -> String {
-    let placement = &setup.mesh.placement;
+fn stored_formats(spec: &RunSpec) -> String {
+    let placement = &spec.mesh.placement;
     let mut formats: Vec<String> = placement.stored().values().map(ToString::to_string).collect();
     formats.sort();
     formats.dedup();
@@ -59,14 +59,14 @@ fn stored_formats(setup: &Setup) -> String {
 }
 
 /// How the load of experts is balanced, in words; none where it is not.
-fn router_loss_words(config: &TrainConfig, setup: &Setup) -> Option<String> {
-    let factor = router_loss(setup)?;
+fn router_loss_words(config: &TrainConfig, spec: &RunSpec) -> Option<String> {
+    let factor = router_loss(spec)?;
     Some(match (config.router_loss_scope, config.grad_accumulation) {
         (_, 1) => format!("; experts kept even, by {factor} of the loss of their load"),
         (RouterLossScope::Step, n) => format!(
             "; experts kept even, by {factor} of the loss of their load over a step, for which {} of {n} micro-batches pass forward \
              twice",
-            counting_passes(config, setup)
+            counting_passes(config, spec)
         ),
         (RouterLossScope::MicroBatch, _) => {
             format!("; experts kept even, by {factor} of the mean loss of their load in a micro-batch")
@@ -75,16 +75,16 @@ fn router_loss_words(config: &TrainConfig, setup: &Setup) -> Option<String> {
 }
 
 /// The model, where it comes from, and the tokenizer of a new one.
-pub(super) fn model(config: &TrainConfig, setup: &Setup) -> String {
-    let summary = &setup.model.summary;
+pub(super) fn model(config: &TrainConfig, spec: &RunSpec) -> String {
+    let summary = &spec.model;
     match (&config.model, &config.model_config) {
         (Some(path), _) => format!("{summary}, from {}", path.display()),
         (None, None) => format!("{summary}, new (seed {})", config.seed),
         (None, Some(path)) => {
-            let words = |t: &Tokenizer| {
-                format!("; tokenizer {} of {} tokens", t.path().display(), grouped(t.vocabulary_size() as u64))
+            let words = |(path, size): &(PathBuf, usize)| {
+                format!("; tokenizer {} of {} tokens", path.display(), grouped(*size as u64))
             };
-            let tokens = setup.tokenizer.as_ref().map(words).unwrap_or_default();
+            let tokens = spec.tokenizer.as_ref().map(words).unwrap_or_default();
             format!("{summary}, new (seed {}) as in {}{tokens}", config.seed, path.display())
         }
     }
@@ -160,10 +160,10 @@ pub(super) fn saving(config: &TrainConfig) -> String {
 }
 
 /// Optimiser, learning rate, and the loss that balances experts.
-pub(super) fn optimizer(config: &TrainConfig, setup: &Setup) -> String {
-    let mut text = optimizer_settings(config, &setup.lr);
-    text += &router_loss_words(config, setup).unwrap_or_default();
-    text += &schedule_change(config.lr_before.as_ref(), &setup.lr, setup.first_step).unwrap_or_default();
+pub(super) fn optimizer(config: &TrainConfig, spec: &RunSpec) -> String {
+    let mut text = optimizer_settings(config, &spec.lr);
+    text += &router_loss_words(config, spec).unwrap_or_default();
+    text += &schedule_change(config.lr_before.as_ref(), &spec.lr, spec.first_step).unwrap_or_default();
     text
 }
 

@@ -3,7 +3,7 @@
 //! Shape letters: R rows of a rank, C hidden size, E experts, K experts that a token goes to, I a rank's part of an expert's
 //! width.
 
-use crate::setup::Setup;
+use crate::spec::RunSpec;
 use ringspan_candle::ParallelRank;
 
 /// The experts of a model, and what a rank holds of them.
@@ -30,9 +30,9 @@ pub(super) struct Experts {
 
 impl Experts {
     /// None for a model without experts.
-    pub(super) fn new(setup: &Setup) -> Option<Self> {
+    pub(super) fn new(spec: &RunSpec) -> Option<Self> {
         let (decoder, ParallelRank { ep: (_, ep), moe_tp: (_, width_ranks), .. }) =
-            (&setup.decoder, setup.mesh.parallel_rank(0));
+            (&spec.decoder, spec.mesh.parallel_rank(0));
         let wide = decoder.mixture()?.width();
         let layers = 0..decoder.config().num_hidden_layers;
         Some(Self {

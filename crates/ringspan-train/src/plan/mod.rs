@@ -8,14 +8,15 @@ mod gpu_memory;
 mod parameter_counts;
 mod rank_sizes;
 mod suggestion;
+#[cfg(test)]
+mod test;
 
 use crate::{
     config::{RouterLossScope, TrainConfig},
     data::Batch,
-    data_loader::DataLoader,
     error::Result,
     human_readable::bytes_text,
-    setup::Setup,
+    spec::RunSpec,
 };
 use rank_sizes::Shape;
 use ringspan::{Layout, Schedule};
@@ -93,37 +94,37 @@ pub struct Plan {
 impl Plan {
     /// The plan of a run, checked against the free memory of the machine and of `gpus`, the GPUs of this process's ranks as far as
     /// their memory is known. Where the configuration does not say which activations are recomputed, as few are as memory allows.
-    pub(crate) fn new(config: &TrainConfig, setup: &Setup, gpus: &[GpuMemoryUse]) -> Result<Self> {
+    pub(crate) fn new(config: &TrainConfig, spec: &RunSpec, gpus: &[GpuMemoryUse]) -> Result<Self> {
         if let Some(recompute) = config.recompute {
-            return Self::with_recompute(config, setup, recompute, gpus);
+            return Self::with_recompute(config, spec, recompute, gpus);
         }
         for recompute in [Recompute::Nothing, Recompute::KeepAttention] {
-            let plan = Self::with_recompute(config, setup, recompute, gpus)?;
+            let plan = Self::with_recompute(config, spec, recompute, gpus)?;
             if plan.has_headroom() {
                 return Ok(plan);
             }
         }
-        Self::with_recompute(config, setup, Recompute::Full, gpus)
+        Self::with_recompute(config, spec, Recompute::Full, gpus)
     }
 
     /// Like [`new`](Self::new), with a fixed choice of the activations that are recomputed.
     pub(crate) fn with_recompute(
         config: &TrainConfig,
-        setup: &Setup,
+        spec: &RunSpec,
         recompute: Recompute,
         gpus: &[GpuMemoryUse],
     ) -> Result<Self> {
-        let mut plan = Self::in_words(config, setup, recompute);
-        let Some(batch) = setup.fullest_batch(config.grad_accumulation) else { return Ok(plan) };
-        let Some((layout, schedules)) = plan.count_tokens(config, setup, &batch)? else { return Ok(plan) };
-        plan.attention = descriptions::attention(config, &setup.decoder);
+        let mut plan = Self::in_words(config, spec, recompute);
+        let Some(batch) = &spec.batches.fullest else { return Ok(plan) };
+        let Some((layout, schedules)) = plan.count_tokens(config, spec, batch)? else { return Ok(plan) };
+        plan.attention = descriptions::attention(config, &spec.decoder);
         if config.ring * config.ulysses > 1 && config.ring <= DRAWN_RING {
             let drawn = schedules.iter().map(|LayerSchedule { schedule, layers }| format!("{layers} x {schedule}"));
             plan.schedule = drawn.collect::<Vec<_>>().join("\n");
         }
-        let batches = setup.data_loader.clone().next_step(config.grad_accumulation);
+        let batches = &spec.batches.first_step;
         plan.tokens_per_step = batches.iter().map(Batch::real_tokens).sum();
-        let shape = Shape::new(config, setup, recompute)?;
+        let shape = Shape::new(config, spec, recompute)?;
         plan.load = Workload {
             tokens: plan.tokens_per_rank.iter().copied().max().unwrap_or(0) as u64,
             batch: batches.iter().map(|batch| batch.tokens.len() as u64).sum(),
@@ -132,7 +133,7 @@ impl Plan {
             offloads: config.offload_activations,
         };
         plan.predict_memory(config, &shape)?;
-        plan.traffic = shape.traffic(&layout, &schedules, (batches.len(), counting_passes(config, setup)))?;
+        plan.traffic = shape.traffic(&layout, &schedules, (batches.len(), counting_passes(config, spec)))?;
         if !gpus.is_empty() {
             plan.check_gpus(config, &shape, gpus)?;
         }
@@ -140,26 +141,25 @@ impl Plan {
     }
 
     /// The parts of the plan that do not depend on a batch.
-    fn in_words(config: &TrainConfig, setup: &Setup, recompute: Recompute) -> Self {
-        let steps = setup.lr.steps;
-        let has_passes = matches!(setup.data_loader, DataLoader::Text { .. });
+    fn in_words(config: &TrainConfig, spec: &RunSpec, recompute: Recompute) -> Self {
+        let steps = spec.lr.steps;
         Self {
-            training: descriptions::training(config, setup),
-            model: descriptions::model(config, setup),
-            warning: descriptions::context_overflow(config, setup.decoder.config()),
-            data: setup.data.summary.clone(),
-            documents: setup.notes.clone(),
-            data_warnings: setup.warnings.clone(),
-            mesh: descriptions::mesh(config, &setup.mesh),
-            sharding: descriptions::sharding(config, &setup.mesh),
-            optimizer: descriptions::optimizer(config, setup),
+            training: descriptions::training(config, spec),
+            model: descriptions::model(config, spec),
+            warning: descriptions::context_overflow(config, spec.decoder.config()),
+            data: spec.data.clone(),
+            documents: spec.notes.clone(),
+            data_warnings: spec.warnings.clone(),
+            mesh: descriptions::mesh(config, &spec.mesh),
+            sharding: descriptions::sharding(config, &spec.mesh),
+            optimizer: descriptions::optimizer(config, spec),
             saving: descriptions::saving(config),
             recompute,
             recompute_is_auto: config.recompute.is_none(),
             steps,
-            first_step: setup.first_step,
-            passes: has_passes.then(|| steps as f64 / setup.data_loader.steps_per_epoch(config.grad_accumulation)),
-            passes_of_sources: setup.data_loader.epochs(steps, config.grad_accumulation),
+            first_step: spec.first_step,
+            passes: spec.batches.steps_per_epoch.map(|steps_per_epoch| steps as f64 / steps_per_epoch),
+            passes_of_sources: spec.batches.epochs_of_sources.clone(),
             ..Self::default()
         }
     }
@@ -168,7 +168,7 @@ impl Plan {
     fn count_tokens(
         &mut self,
         config: &TrainConfig,
-        setup: &Setup,
+        spec: &RunSpec,
         batch: &Batch,
     ) -> Result<Option<(Layout, Vec<LayerSchedule>)>> {
         let cp = config.ring * config.ulysses;
@@ -180,7 +180,7 @@ impl Plan {
                 self.tokens_per_rank.extend(std::iter::repeat_n(layout.tokens(rank), config.tp));
             }
             if replica == 0 {
-                let schedules = layer_schedules(config, &setup.decoder, &layout)?;
+                let schedules = layer_schedules(config, &spec.decoder, &layout)?;
                 first = Some((layout, schedules));
             }
         }
@@ -276,14 +276,14 @@ fn layer_schedules(config: &TrainConfig, decoder: &Decoder, layout: &Layout) -> 
 }
 
 /// Number of additional forward passes in a step, which only count the load of experts.
-fn counting_passes(config: &TrainConfig, setup: &Setup) -> usize {
-    match (router_loss(setup), config.router_loss_scope) {
+fn counting_passes(config: &TrainConfig, spec: &RunSpec) -> usize {
+    match (router_loss(spec), config.router_loss_scope) {
         (Some(_), RouterLossScope::Step) => config.grad_accumulation - 1,
         _ => 0,
     }
 }
 
 /// Factor of the router's auxiliary loss; none where the model has no such loss.
-fn router_loss(setup: &Setup) -> Option<f64> {
-    setup.decoder.config().router_aux_loss().filter(|factor| *factor > 0.0 && setup.decoder.experts() > 0)
+fn router_loss(spec: &RunSpec) -> Option<f64> {
+    spec.decoder.config().router_aux_loss().filter(|factor| *factor > 0.0 && spec.decoder.experts() > 0)
 }

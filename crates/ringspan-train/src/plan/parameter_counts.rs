@@ -1,6 +1,6 @@
 //! Counts the parameters of the rank that has most of them.
 
-use crate::{error::Result, setup::Setup};
+use crate::{error::Result, spec::RunSpec};
 use ringspan_candle::{ParallelRank, Unit};
 use ringspan_models::Config;
 use std::collections::BTreeSet;
@@ -49,12 +49,12 @@ pub(super) struct ParameterCounts {
 }
 
 impl ParameterCounts {
-    pub(super) fn new(setup: &Setup, model: &Config) -> Result<Self> {
+    pub(super) fn new(spec: &RunSpec, model: &Config) -> Result<Self> {
         let mut seen: BTreeSet<ParallelRank> = BTreeSet::new();
         let mut most = Self::default();
         // Ranks with the same parallel rank hold as much, to within one element per shard.
-        for (rank, _) in setup.mesh.parallel_ranks().iter().enumerate().filter(|(_, rank)| seen.insert(**rank)) {
-            most = most.max(Self::of(rank, setup, model)?);
+        for (rank, _) in spec.mesh.parallel_ranks().iter().enumerate().filter(|(_, rank)| seen.insert(**rank)) {
+            most = most.max(Self::of(rank, spec, model)?);
         }
         Ok(most)
     }
@@ -64,10 +64,10 @@ impl ParameterCounts {
         self.cut > 0
     }
 
-    fn of(rank: usize, setup: &Setup, model: &Config) -> Result<Self> {
-        let (decoder, placement) = (&setup.decoder, &setup.mesh.placement);
+    fn of(rank: usize, spec: &RunSpec, model: &Config) -> Result<Self> {
+        let (decoder, placement) = (&spec.decoder, &spec.mesh.placement);
         // Number of ranks that have one gathered copy together, of `ranks` that hold a shard of it each.
-        let sharers = |ranks: u64| if setup.mesh.shares_memory { ranks } else { 1 };
+        let sharers = |ranks: u64| if spec.mesh.shares_memory { ranks } else { 1 };
         let mut own = Self::default();
         for unit in decoder.units() {
             let times = match unit {
@@ -96,7 +96,7 @@ impl ParameterCounts {
                         trained_shards += shard;
                         own.cut += whole - whole / ranks;
                         let members = placement.members(rank, replica_group).len() as u64;
-                        let same = setup.mesh.topology.world() as u64 / placement.ranks() as u64 * (members / ranks);
+                        let same = spec.mesh.topology.world() as u64 / placement.ranks() as u64 * (members / ranks);
                         // An all-reduce sends each element twice, but for one rank's share.
                         own.summed += 2 * shard * (same - 1) / same;
                     }

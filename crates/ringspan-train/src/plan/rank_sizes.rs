@@ -5,7 +5,7 @@ use crate::{
     config::TrainConfig,
     error::{Result, model_error},
     optimizer::Optimizer,
-    setup::Setup,
+    spec::RunSpec,
 };
 use ringspan::schedule::{HeadShare, Pass, Sizes};
 use ringspan::{Layout, StrategyKind};
@@ -65,20 +65,20 @@ pub(super) struct Shape {
 }
 
 impl Shape {
-    pub(super) fn new(config: &TrainConfig, setup: &Setup, recompute: Recompute) -> Result<Self> {
-        let model = setup.decoder.config();
-        let held = ParameterCounts::new(setup, model)?;
+    pub(super) fn new(config: &TrainConfig, spec: &RunSpec, recompute: Recompute) -> Result<Self> {
+        let model = spec.decoder.config();
+        let held = ParameterCounts::new(spec, model)?;
         let tp = config.tp;
         // Heads are distributed evenly to within one, and the rank with most query heads has most of everything else.
-        let of = |rank| setup.decoder.head_counts().of_rank((rank, tp)).map_err(model_error);
+        let of = |rank| spec.decoder.head_counts().of_rank((rank, tp)).map_err(model_error);
         let of_ranks = (0..tp).map(of).collect::<Result<Vec<_>>>()?;
         let fullest = (0..tp).max_by_key(|rank| of_ranks[*rank].queries.len()).unwrap_or(0);
         let heads = of_ranks[fullest].clone();
-        let experts = Experts::new(setup);
+        let experts = Experts::new(spec);
         let layers = model.num_hidden_layers as u64;
         let dense = experts.is_none_or(|experts| experts.layers < layers);
         let feed_forward = if dense { model.intermediate_size.div_ceil(tp) } else { 0 };
-        let decoder = &setup.decoder;
+        let decoder = &spec.decoder;
         // Some layers may have more adapters than others; the rank with most heads has most of their inputs and outputs.
         let fullest = ParallelRank { tp: (fullest, tp), ..ParallelRank::default() };
         let most_of_layers = |of_attention: bool, numbers: &dyn Fn([usize; 2]) -> usize| -> Result<usize> {
@@ -117,11 +117,8 @@ impl Shape {
             query_copy_for_sinks,
             feed_forward: feed_forward as u64,
             shared,
-            feed_forward_adapted: setup
-                .shapes
-                .keys()
-                .any(|name| name.contains("_proj.lora_") && name.contains(".mlp.")),
-            feed_forward_bias: setup.shapes.keys().any(|name| name.ends_with("down_proj.bias")),
+            feed_forward_adapted: spec.shapes.keys().any(|name| name.contains("_proj.lora_") && name.contains(".mlp.")),
+            feed_forward_bias: spec.shapes.keys().any(|name| name.ends_with("down_proj.bias")),
             vocabulary: model.vocab_size.div_ceil(tp) as u64,
             tied: model.tie_word_embeddings,
             state,
@@ -134,7 +131,7 @@ impl Shape {
             offloads: config.offload_activations,
             precision: config.dtype,
             computes_in: (config.device != DeviceName::Cpu).then_some(config.dtype),
-            norms_heads: setup.shapes.keys().any(|name| name.ends_with("q_norm.weight")),
+            norms_heads: spec.shapes.keys().any(|name| name.ends_with("q_norm.weight")),
             experts,
             last_of_kind: [false, true].map(|sparse| {
                 let of_kind = |index: &usize| decoder.is_sparse(*index) == sparse;

@@ -159,7 +159,7 @@ mod tests {
         let config = TrainConfig::resolve(settings).expect("possible");
         let batch = Batch { rows: 0, length: 0, tokens: vec![], targets: vec![], segments: vec![] };
         let setup = Setup::for_batch(&config, decoder, weights, batch).expect("possible");
-        let shape = Shape::new(&config, &setup, config.recompute.unwrap_or_default()).expect("possible");
+        let shape = Shape::new(&config, &setup.spec, config.recompute.unwrap_or_default()).expect("possible");
         let load = Workload { tokens: 1 << 15, batch: 1 << 16, rows: 4, ranks: 2, offloads: false };
         let (_, parts) = shape.memory(load.tokens, load.batch).expect("possible");
         let needed = load.ranks * parts.iter().map(|(_, bytes)| bytes).sum::<u64>();

@@ -80,7 +80,7 @@ impl<'a> Rank<'a> {
         shared_gathers: Option<Arc<SharedGathers>>,
         world: Arc<dyn Communicator>,
     ) -> Result<Self> {
-        let (decoder, mesh, device) = (&setup.decoder, &setup.mesh, devices.of(world.rank()));
+        let (decoder, mesh, device) = (&setup.spec.decoder, &setup.spec.mesh, devices.of(world.rank()));
         let timed = Arc::new(Timed::new(world));
         let world: Arc<dyn Communicator> = timed.clone();
         let groups = Groups::new(config, mesh, decoder.experts(), device, &world)?;
@@ -125,9 +125,9 @@ impl<'a> Rank<'a> {
         // Peak memory counts from here on: the measurement of the peak rate, in which all ranks took part, is over.
         self.on_rank_zero(rank_zero, |rank_zero| rank_zero.peak_gpu_memory.begin())?;
         let mut data_loader = setup.data_loader.clone();
-        let (mut step, mut tokens) = (setup.first_step, setup.tokens_seen);
+        let (mut step, mut tokens) = (setup.spec.first_step, setup.tokens_seen);
         let (mut saved, mut evaluation, mut interrupted) = (None, None, false);
-        while step < setup.lr.steps {
+        while step < setup.spec.lr.steps {
             let agreed = self.agree(stop)?;
             if agreed.saved {
                 self.finish_saving(rank_zero)?;
@@ -142,7 +142,7 @@ impl<'a> Rank<'a> {
             let (loss, grad_norm) = match self.step(step, &batches) {
                 // Every rank returns the same error here, before anything was changed.
                 Err(diverged @ Error::Diverged { .. }) => {
-                    if saved != Some(step) && step > setup.first_step {
+                    if saved != Some(step) && step > setup.spec.first_step {
                         self.start_saving(rank_zero, step, tokens, positions)?;
                     }
                     self.finish_saving(rank_zero)?;
@@ -156,7 +156,7 @@ impl<'a> Rank<'a> {
             let mut metrics = StepMetrics {
                 step: step + 1,
                 loss,
-                lr: setup.lr.at(step),
+                lr: setup.spec.lr.at(step),
                 grad_norm,
                 tokens,
                 tokens_per_second: now as f64 / seconds,
@@ -182,7 +182,7 @@ impl<'a> Rank<'a> {
                 return Err(spike);
             }
             let due = |every: Option<u64>| every.is_some_and(|n| step.is_multiple_of(n));
-            if due(config.eval_every) || step == setup.lr.steps {
+            if due(config.eval_every) || step == setup.spec.lr.steps {
                 evaluation = self.evaluate(step, rank_zero)?;
             }
             if due(config.save_every) {
@@ -190,7 +190,7 @@ impl<'a> Rank<'a> {
                 saved = Some(step);
             }
         }
-        if saved != Some(step) && step > setup.first_step {
+        if saved != Some(step) && step > setup.spec.first_step {
             self.start_saving(rank_zero, step, tokens, data_loader.positions())?;
         }
         self.finish_saving(rank_zero)?;

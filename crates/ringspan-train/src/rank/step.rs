@@ -66,7 +66,7 @@ impl Rank<'_> {
         let mut summed = GradientShards::new(&self.shards);
         let mut nll = 0.0;
         let mut router_losses = Vec::new();
-        let is_balanced = self.setup.decoder.config().router_aux_loss().is_some_and(|factor| factor > 0.0);
+        let is_balanced = self.setup.spec.decoder.config().router_aux_loss().is_some_and(|factor| factor > 0.0);
         let over_step = is_balanced && batches.len() > 1 && self.config.router_loss_scope == RouterLossScope::Step;
         // Router loads of the micro-batches; the first one's becomes known in its own pass, before the others' passes.
         let mut loads = if over_step { self.loads(step, batches)? } else { Vec::new() };
@@ -81,7 +81,7 @@ impl Rank<'_> {
                 local.context = local.context.with_experts(balanced.clone());
             }
             nll += gradients::loss_and_gradients(
-                &self.setup.decoder,
+                &self.setup.spec.decoder,
                 &self.shards,
                 &local.tokens,
                 &local.targets,
@@ -112,7 +112,7 @@ impl Rank<'_> {
     pub(crate) fn update(&mut self, step: u64, loss: f64, gradients: &Sums) -> Result<f64> {
         let squares = self.shards.sum_of_squares(gradients, |shard| sum_of_squares([shard]));
         let norm = sum(&**self.shards.copy(), squares)?.sqrt();
-        let lr = self.setup.lr.at(step);
+        let lr = self.setup.spec.lr.at(step);
         if !loss.is_finite() || !norm.is_finite() {
             return Err(Error::Diverged { step: step + 1, loss, norm, lr });
         }
@@ -138,7 +138,7 @@ impl Rank<'_> {
     /// The gradient of a router probability grows with how often the step chooses its expert, which must be known before the
     /// first backward pass; so the other micro-batches pass forward once more.
     fn loads(&self, step: u64, batches: &[Batch]) -> Result<Vec<ExpertLoad>> {
-        let decoder = &self.setup.decoder;
+        let decoder = &self.setup.spec.decoder;
         let mut loads = Vec::new();
         for index in 0..batches.len() {
             let Some(balanced) = self.balanced(0.0).map(Arc::new) else { return Ok(Vec::new()) };
@@ -157,7 +157,7 @@ impl Rank<'_> {
     /// The experts with an auxiliary loss that balances their load over all ranks, where the model asks for it; `share` scales
     /// its factor.
     fn balanced(&self, share: f64) -> Option<LoadBalancedExperts> {
-        let coefficient = self.setup.decoder.config().router_aux_loss()? * share;
+        let coefficient = self.setup.spec.decoder.config().router_aux_loss()? * share;
         let world = self.world.clone();
         let sum_over_ranks = move |values: &mut [f64]| {
             values.copy_from_slice(&numbers::all_reduce(&*world, values).map_err(candle_core::Error::wrap)?);
@@ -171,7 +171,7 @@ impl Rank<'_> {
     /// Dropout follows from the tokens' indices among all elements of the step's batches, which every mesh fills with the same
     /// tokens.
     fn local_with_dropout(&self, step: u64, batches: &[Batch], index: usize) -> Result<LocalBatch> {
-        let (decoder, local) = (&self.setup.decoder, self.local(&batches[index])?);
+        let (decoder, local) = (&self.setup.spec.decoder, self.local(&batches[index])?);
         if decoder.lora().is_none_or(|lora| lora.dropout == 0.0) && decoder.config().attention_dropout() == 0.0 {
             return Ok(local);
         }
@@ -203,7 +203,7 @@ impl Rank<'_> {
 
     /// The rows of a batch that a rank takes.
     fn rows(&self, batch: &Batch, rank: usize) -> Result<BatchRows> {
-        let (_, index) = self.setup.mesh.topology.color_and_key(rank, "dp")?;
+        let (_, index) = self.setup.spec.mesh.topology.color_and_key(rank, "dp")?;
         let rows = batch.chunk_rows(index, self.config.data_ranks());
         let elements = batch.elements_of(&rows);
         let layout = Layout::new(self.config.layout, &batch.documents_of(rows)?, self.groups.cp.size())?;
@@ -212,7 +212,7 @@ impl Rank<'_> {
 
     /// Hidden states of this rank's tokens `[T, C]` after the last norm, and the parameters of the output head.
     fn last(&self, local: &LocalBatch) -> Result<(Tensor, StoredWeights)> {
-        let decoder = &self.setup.decoder;
+        let decoder = &self.setup.spec.decoder;
         let last = hidden_states(decoder, &self.shards, &local.tokens, &local.context).map_err(model_error)?;
         let head = decoder.head_parameters(&self.shards).map_err(model_error)?;
         let last = decoder.norm(&head, &last).map_err(model_error)?;
@@ -224,11 +224,11 @@ impl Rank<'_> {
     pub(crate) fn logits(&self, batch: &Batch) -> Result<Vec<f32>> {
         let local = self.local(batch)?;
         let (last, head) = self.last(&local)?;
-        let own = self.setup.decoder.model().head().logits(&last, &head)?.flatten_all()?.to_vec1()?;
-        let vocabulary = self.setup.decoder.config().vocab_size;
+        let own = self.setup.spec.decoder.model().head().logits(&last, &head)?.flatten_all()?.to_vec1()?;
+        let vocabulary = self.setup.spec.decoder.config().vocab_size;
         let mut logits = vec![0.0; batch.tokens.len() * vocabulary];
         for (rank, of_rank) in self.world.all_gather(Buffer::F32(own))?.iter().enumerate() {
-            let ParallelRank { tp: (at, ranks), .. } = self.setup.mesh.parallel_rank(rank);
+            let ParallelRank { tp: (at, ranks), .. } = self.setup.spec.mesh.parallel_rank(rank);
             let known = tensor_parallel::part(vocabulary, at, ranks);
             let BatchRows { elements, layout } = self.rows(batch, rank)?;
             let mut wide = Vec::new();
@@ -237,7 +237,7 @@ impl Rank<'_> {
                 wide.extend(std::iter::repeat_n(0.0, vocabulary - known.end));
             }
             let mut of_rows = vec![0.0; elements.len() * vocabulary];
-            let (_, cp_rank) = self.setup.mesh.topology.color_and_key(rank, "cp")?;
+            let (_, cp_rank) = self.setup.spec.mesh.topology.color_and_key(rank, "cp")?;
             layout.unshard(cp_rank, &wide, vocabulary, &mut of_rows)?;
             let logits = &mut logits[elements.start * vocabulary..elements.end * vocabulary];
             logits.iter_mut().zip(of_rows).for_each(|(sum, x)| *sum += x);
@@ -255,7 +255,7 @@ impl Rank<'_> {
             targets += batch.valid_targets();
             let local = self.local(&batch)?;
             let (last, head) = self.last(&local)?;
-            let output = self.setup.decoder.model().head();
+            let output = self.setup.spec.decoder.model().head();
             let log_probs = output.log_probs(&last, &local.targets, &head, &self.groups.tensor)?;
             nll -= log_probs.iter().map(|&x| f64::from(x)).sum::<f64>();
         }

@@ -45,7 +45,7 @@ impl UtilizationMeter {
         let first = is_first(&*timed, device.id()?)?;
         let own = if first { peak::flops_on(device)? } else { 0.0 };
         let peak = all(&*timed, own)?.iter().sum::<f64>();
-        let [dim, value_dim] = setup.decoder.head_dims().map(|dim| dim as f64);
+        let [dim, value_dim] = setup.spec.decoder.head_dims().map(|dim| dim as f64);
         // Attention has two products forward and five backward, with two operations per element: four over the width of queries
         // and keys, three over that of values.
         Ok(Self {
@@ -66,14 +66,14 @@ impl UtilizationMeter {
 
     /// Adds the attention of a micro-batch, which is computed with `context`.
     pub(super) fn add(&mut self, setup: &Setup, context: &Context) -> Result<()> {
-        let (model, group) = (setup.decoder.config(), context.group());
-        let tp = setup.mesh.parallel_rank(self.timed.rank()).tp;
-        let heads = setup.decoder.head_counts().of_rank(tp).map_err(model_error)?;
+        let (model, group) = (setup.spec.decoder.config(), context.group());
+        let tp = setup.spec.mesh.parallel_rank(self.timed.rank()).tp;
+        let heads = setup.spec.decoder.head_counts().of_rank(tp).map_err(model_error)?;
         let shares = HeadShare::all(heads.queries.len(), heads.key_values.len(), group.grid())?;
         let (_, ulysses) = group.grid().coordinates(group.rank());
         let heads = shares.get(ulysses).map_or(0, |share| share.query.len()) as f64;
         for layer in 0..model.num_hidden_layers {
-            self.pairs += heads * context.schedule(setup.decoder.mask(layer))?.pairs(group.rank()) as f64;
+            self.pairs += heads * context.schedule(setup.spec.decoder.mask(layer))?.pairs(group.rank()) as f64;
         }
         Ok(())
     }
@@ -98,7 +98,7 @@ impl UtilizationMeter {
 /// Operations per token in products with parameters: two forward, two for the gradient of the input, and two for the gradient of
 /// the parameters where these are trained. An embedding is looked up, and a token visits only some of the experts.
 fn of_token(setup: &Setup) -> f64 {
-    let (decoder, model) = (&setup.decoder, setup.decoder.config());
+    let (decoder, model) = (&setup.spec.decoder, setup.spec.decoder.config());
     let of = |(name, shape): (&String, &Vec<usize>)| {
         let looked_up = name == decoder.embedding_name() && !model.tie_word_embeddings;
         if shape.len() < 2 || name.ends_with("bias") || looked_up {
@@ -108,7 +108,7 @@ fn of_token(setup: &Setup) -> f64 {
         let passes = if decoder.trains(name) { 6.0 } else { 4.0 };
         passes * seen * shape.iter().product::<usize>() as f64
     };
-    setup.shapes.iter().map(of).sum()
+    setup.spec.shapes.iter().map(of).sum()
 }
 
 /// Whether no rank before this one computes on the same GPU. On CPUs, where ranks have threads of their own, it is always true.
