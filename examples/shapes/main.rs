@@ -3,6 +3,8 @@
 //!
 //!     cargo run --release -p ringspan-video --example shapes [FOLDER [STEPS [BATCH]]]
 //!
+//! In a folder that has a pipeline already, the training goes on from its transformer.
+//!
 //! Only the transformer is trained. The autoencoder is a fixed linear code of 4 x 4 pixels, and the text encoder is random; both
 //! have WAN's form, so that every stage of the pipeline runs as with real weights.
 
@@ -20,6 +22,7 @@ use ringspan_video::text_encoder::{PROMPT_ROWS, PromptTokenizer, TextEncoder, Te
 use ringspan_video::transformer::{WanConfig, WeightType};
 use ringspan_video::vae::{Mesh, VideoTensor};
 use serde_json::json;
+use std::collections::HashMap;
 use std::error::Error;
 use std::path::{Path, PathBuf};
 use train::{Examples, Training, train};
@@ -39,7 +42,8 @@ fn main() -> Result<()> {
     let batch = arguments.next().map_or(Ok(8), |batch| batch.parse())?;
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let mesh = VideoMesh { threads, ..VideoMesh::single() };
-    let training = Training { steps, batch, seed: 1 };
+    // Another seed for each number of steps, so that a training that goes on sees other noise.
+    let training = Training { steps, batch, seed: 1 + steps as u64 };
     let losses = write_pipeline(&folder, &mesh, training, VIDEOS)?;
     println!("loss {:.4} in the first quarter of the steps, {:.4} in the last", losses[0], losses[1]);
     for (index, prompt) in SHOWN.into_iter().enumerate() {
@@ -80,9 +84,14 @@ fn write_pipeline(folder: &Path, mesh: &VideoMesh, training: Training, videos: u
     });
     std::fs::write(transformer.join("config.json"), serde_json::to_string_pretty(&config)?)?;
     let config = WanConfig::read(&transformer)?;
-    let trained = mesh.run(|groups| train(groups, &config, &examples, training))?;
+    let file = transformer.join("diffusion_pytorch_model.safetensors");
+    let before = match file.is_file() {
+        true => candle_core::safetensors::load(&file, &Device::Cpu)?,
+        false => HashMap::new(),
+    };
+    let trained = mesh.run(|groups| train(groups, &config, &before, &examples, training))?;
     let (weights, losses) = trained.into_iter().next().ok_or("this process has rank 0")?;
-    candle_core::safetensors::save(&weights, transformer.join("diffusion_pytorch_model.safetensors"))?;
+    candle_core::safetensors::save(&weights, file)?;
 
     std::fs::create_dir_all(folder.join("scheduler"))?;
     let scheduler =

@@ -40,9 +40,12 @@ pub(crate) const SHIFT: f64 = 3.0;
 /// Steps between two lines of progress.
 const REPORT: usize = 25;
 
-/// Parameters of a transformer that is not trained.
-fn initial(transformer: &WanTransformer, seed: u64) -> Result<BTreeMap<String, Var>> {
+/// Parameters of a transformer that is not trained, or those of `before`.
+fn initial(transformer: &WanTransformer, before: &HashMap<String, Tensor>, seed: u64) -> Result<BTreeMap<String, Var>> {
     let variable = |(index, (name, shape)): (usize, (String, Vec<usize>))| -> Result<(String, Var)> {
+        if let Some(tensor) = before.get(&name).filter(|tensor| tensor.dims() == shape) {
+            return Ok((name, Var::from_tensor(tensor)?));
+        }
         let inputs: usize = shape[1..].iter().product::<usize>().max(1);
         let random = |scale: f64| -> Result<Tensor> { Ok((noise(seed + index as u64, &shape)? * scale)?) };
         let constant = |value: f64| Tensor::full(value as f32, shape.as_slice(), &Device::Cpu);
@@ -65,15 +68,16 @@ fn initial(transformer: &WanTransformer, seed: u64) -> Result<BTreeMap<String, V
     transformer.shapes().into_iter().enumerate().map(variable).collect()
 }
 
-/// Trains on this rank alone; returns the weights by their names, and the mean loss of the first and of the last steps.
+/// Trains on this rank alone, from the weights `before` where there are any; returns the weights by their names, and the mean loss of the first and of the last steps.
 pub(crate) fn train(
     groups: &RankGroups,
     config: &WanConfig,
+    before: &HashMap<String, Tensor>,
     examples: &Examples,
     training: Training,
 ) -> Result<(HashMap<String, Tensor>, [f64; 2])> {
     let transformer = WanTransformer::new(config.clone());
-    let variables = initial(&transformer, 1000 * training.seed)?;
+    let variables = initial(&transformer, before, 1000 * training.seed)?;
     let weights: StoredWeights =
         variables.iter().map(|(name, variable)| (name.clone(), variable.as_tensor().clone().into())).collect();
     let settings = ParamsAdamW { lr: LEARNING_RATE, weight_decay: 0.0, beta2: 0.99, ..ParamsAdamW::default() };

@@ -249,7 +249,11 @@ fn a_video_that_cannot_be_made_is_refused_and_leaves_nothing() {
     let half = bad.len() / 2;
     bad[half..].fill(0x7f);
     std::fs::write(&weights, bad).expect("written");
-    video.refused(&format!("{flags} --preview look.png"), &["not finite"]);
+    let before = video.bench.files();
+    let output = video.run(&format!("{flags} --preview look.png"));
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success() && said.contains("preview: look.png") && said.contains("not finite"), "{said}");
+    assert_eq!(video.bench.files(), before, "the preview of a run that failed is left");
     std::fs::write(&weights, good).expect("written");
     std::fs::remove_file(video.bench.path("model/tokenizer/tokenizer.json")).expect("removed");
     video.refused(&flags, &["tokenizer/tokenizer.json is missing"]);
