@@ -4,9 +4,11 @@
 mod condition;
 mod plan;
 mod run;
+mod stage;
 
 pub use plan::VideoPlan;
-pub use run::{VideoEvent, VideoStage};
+pub use run::VideoEvent;
+pub use stage::VideoStage;
 
 use crate::denoise::{DenoiseFolder, DenoiseSettings};
 use crate::error::{Error, Result};

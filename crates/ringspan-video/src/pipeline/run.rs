@@ -1,6 +1,6 @@
 //! The stages, one after the other.
 
-use super::{VideoPipeline, VideoPlan, VideoRequest};
+use super::{VideoPipeline, VideoPlan, VideoRequest, VideoStage};
 use crate::denoise::{DenoiseInputs, DenoiseStep, VideoMesh, denoise_in_each_process};
 use crate::error::{Error, Result};
 use crate::noise::noise;
@@ -9,31 +9,6 @@ use crate::vae::{Mesh, VideoTensor};
 use candle_core::{DType, Device, Tensor};
 use ringspan::comm::Buffer;
 use ringspan::comm::process_group::ProcessGroup;
-use std::fmt;
-
-/// A stage of a run.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum VideoStage {
-    /// The prompts' embeddings.
-    Text,
-    /// The latents of images.
-    Encode,
-    /// The steps of the transformers.
-    Denoise,
-    /// Frames from latents.
-    Decode,
-}
-
-impl fmt::Display for VideoStage {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Text => "text",
-            Self::Encode => "encode",
-            Self::Denoise => "denoise",
-            Self::Decode => "decode",
-        })
-    }
-}
 
 /// What happens in a run, told in the process of rank 0.
 #[derive(Debug)]
