@@ -3,12 +3,12 @@
 use crate::app::{App, Target};
 use crate::error::{ApiError, Result};
 use crate::fields::{Fields, kind};
-use crate::generation::{self, End, TextPart, Texts};
+use crate::generation;
 use crate::grammar::Grammar;
+use crate::reply::Reply;
 use crate::sampling::Sampling;
-use crate::tools::{Parsed, ToolMode, ToolParser};
+use crate::tools::{ToolMode, ToolParser};
 use ringspan_models::chat_template::Conversation as Rendered;
-use ringspan_serve::engine::request::TokenLogprobs;
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
 
@@ -200,100 +200,7 @@ impl Conversation {
         let most = if self.parallel_calls { usize::MAX } else { 1 };
         let parsers = (0..sampling.n).map(|_| ToolParser::new(mode.clone(), most)).collect();
         let texts = generation::start(app, target, std::slice::from_ref(&prompt), &sampling)?;
-        let called = vec![false; sampling.n];
-        let usage = Usage { prompt_tokens: prompt.len(), ..Usage::default() };
-        Ok(Reply { texts, parsers, called, ended: None, prompt, usage })
-    }
-}
-
-/// The answers of a conversation, as they arrive.
-#[derive(Debug)]
-pub(crate) struct Reply {
-    texts: Texts,
-    parsers: Vec<ToolParser>,
-    /// For each answer, whether it has called a tool.
-    called: Vec<bool>,
-    /// An end that is reported after what the parser held back.
-    ended: Option<(usize, ReplyPart)>,
-    /// The tokens of the prompt.
-    pub(crate) prompt: Vec<u32>,
-    /// The usage so far; complete once all answers have ended.
-    pub(crate) usage: Usage,
-}
-
-/// A part of an answer.
-#[derive(Debug, Clone, PartialEq)]
-pub(crate) enum ReplyPart {
-    /// Log-probabilities of the prompt.
-    Prompt(Vec<Option<TokenLogprobs>>),
-    /// Words and calls, with the tokens that have become certain.
-    Said(Vec<Parsed>, Vec<(u32, Option<TokenLogprobs>)>),
-    /// The answer has ended; whether it has called tools.
-    End(End, bool),
-}
-
-impl Reply {
-    /// The next part, with the index of its answer; `None` once all have ended.
-    ///
-    /// # Errors
-    /// A failure of the engine.
-    pub(crate) async fn next(&mut self) -> Result<Option<(usize, ReplyPart)>> {
-        if let Some(end) = self.ended.take() {
-            return Ok(Some(end));
-        }
-        let Some((index, part)) = self.texts.next().await? else { return Ok(None) };
-        let part = match part {
-            TextPart::Prompt(logprobs) => ReplyPart::Prompt(logprobs),
-            TextPart::Text { text, tokens } => {
-                let parsed = self.parsers[index].push(&text);
-                self.note(index, &parsed);
-                ReplyPart::Said(parsed, tokens)
-            }
-            TextPart::End(end) => {
-                self.usage.add(&end);
-                let rest = self.parsers[index].finish();
-                self.note(index, &rest);
-                let end = ReplyPart::End(end, self.called[index]);
-                if rest.is_empty() {
-                    end
-                } else {
-                    self.ended = Some((index, end));
-                    ReplyPart::Said(rest, Vec::new())
-                }
-            }
-            TextPart::Failed(message) => return Err(ApiError::failed(message)),
-        };
-        Ok(Some((index, part)))
-    }
-
-    fn note(&mut self, index: usize, parsed: &[Parsed]) {
-        self.called[index] |= parsed.iter().any(|part| matches!(part, Parsed::Call(_)));
-    }
-}
-
-/// Tokens that a request has cost.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Usage {
-    /// Tokens of the prompts.
-    pub(crate) prompt_tokens: usize,
-    /// Generated tokens.
-    pub(crate) completion_tokens: usize,
-    /// Tokens of the prompts that were cached.
-    pub(crate) cached_tokens: usize,
-}
-
-impl Usage {
-    /// Adds a text that has ended. Texts of one prompt share it, so the largest cached part counts.
-    pub(crate) fn add(&mut self, end: &End) {
-        self.completion_tokens += end.tokens;
-        self.cached_tokens = self.cached_tokens.max(end.cached_tokens);
-    }
-
-    /// In OpenAI's shape.
-    pub(crate) fn to_json(self) -> Value {
-        let details = json!({"cached_tokens": self.cached_tokens});
-        json!({"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens, "prompt_tokens_details": details})
+        Ok(Reply::new(prompt, texts, parsers))
     }
 }
 

@@ -12,6 +12,7 @@ mod generation;
 mod grammar;
 mod logprobs;
 mod metrics;
+mod reply;
 mod response_store;
 mod routes;
 mod sampling;

@@ -1,8 +1,9 @@
 //! What the routes of conversations have in common: a body becomes a conversation, whose answers are begun.
 
 use crate::app::{App, Target};
-use crate::conversation::{Conversation, Reply};
+use crate::conversation::Conversation;
 use crate::error::Result;
+use crate::reply::Reply;
 use crate::sampling::Sampling;
 use serde_json::{Map, Value};
 use std::sync::Arc;

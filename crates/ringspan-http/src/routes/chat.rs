@@ -2,10 +2,11 @@
 
 use crate::app::{App, Target, now};
 use crate::body::Body;
-use crate::conversation::{self, Conversation, PromptEnd, Reply, ReplyPart};
+use crate::conversation::{self, Conversation, PromptEnd};
 use crate::error::{ApiError, Result};
 use crate::fields::Fields;
 use crate::generation::End;
+use crate::reply::{Reply, ReplyPart};
 use crate::routes::begin::{ConversationRequest, begin};
 use crate::sampling::{MOST_LOGPROBS, Sampling};
 use crate::tools::Parsed;

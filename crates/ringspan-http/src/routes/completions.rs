@@ -3,11 +3,11 @@
 use super::chat::{stop_reason, streaming};
 use crate::app::{App, Target, now};
 use crate::body::Body;
-use crate::conversation::Usage;
 use crate::error::{ApiError, Result};
 use crate::fields::{Fields, token_ids};
 use crate::generation::{self, End, TextPart, Texts};
 use crate::logprobs::{self, LegacyLogprobs};
+use crate::reply::Usage;
 use crate::sampling::{MOST_LOGPROBS, Sampling};
 use crate::sse;
 use crate::vocabulary::Vocabulary;

@@ -2,10 +2,11 @@
 
 use crate::app::{App, Target};
 use crate::body::Body;
-use crate::conversation::{Conversation, Reply, ReplyPart, ToolChoice, Usage, text_content};
+use crate::conversation::{Conversation, ToolChoice, text_content};
 use crate::error::{ApiError, Result};
 use crate::fields::Fields;
 use crate::generation::End;
+use crate::reply::{Reply, ReplyPart, Usage};
 use crate::routes::begin::{ConversationRequest, begin};
 use crate::sampling::{Sampling, stop_strings};
 use crate::sse;

@@ -6,6 +6,7 @@ mod support;
 mod engine;
 mod engine_adapters;
 mod engine_failures;
+mod engine_lifecycle;
 mod engine_models;
 mod engine_parallel;
 mod engine_sessions;

@@ -2,8 +2,8 @@
 
 use super::request::ResponseRequest;
 use crate::app::{App, now};
-use crate::conversation::{Reply, ReplyPart, Usage};
 use crate::error::{ApiError, Result};
+use crate::reply::{Reply, ReplyPart, Usage};
 use crate::response_store::{NoRoom, ResponseStore, StoredResponse};
 use crate::sse;
 use crate::tools::Parsed;

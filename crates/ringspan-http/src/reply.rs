@@ -1,0 +1,104 @@
+//! The answers of a conversation as they arrive: words, calls of tools, ends, and the tokens that they have cost.
+
+use crate::error::{ApiError, Result};
+use crate::generation::{End, TextPart, Texts};
+use crate::tools::{Parsed, ToolParser};
+use ringspan_serve::engine::request::TokenLogprobs;
+use serde_json::{Value, json};
+
+/// The answers of a conversation, as they arrive.
+#[derive(Debug)]
+pub(crate) struct Reply {
+    texts: Texts,
+    parsers: Vec<ToolParser>,
+    /// For each answer, whether it has called a tool.
+    called: Vec<bool>,
+    /// An end that is reported after what the parser held back.
+    ended: Option<(usize, ReplyPart)>,
+    /// The tokens of the prompt.
+    pub(crate) prompt: Vec<u32>,
+    /// The usage so far; complete once all answers have ended.
+    pub(crate) usage: Usage,
+}
+
+/// A part of an answer.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum ReplyPart {
+    /// Log-probabilities of the prompt.
+    Prompt(Vec<Option<TokenLogprobs>>),
+    /// Words and calls, with the tokens that have become certain.
+    Said(Vec<Parsed>, Vec<(u32, Option<TokenLogprobs>)>),
+    /// The answer has ended; whether it has called tools.
+    End(End, bool),
+}
+
+impl Reply {
+    /// The answers to a prompt: their texts, and what finds the calls of tools in each.
+    pub(crate) fn new(prompt: Vec<u32>, texts: Texts, parsers: Vec<ToolParser>) -> Self {
+        let usage = Usage { prompt_tokens: prompt.len(), ..Usage::default() };
+        Self { called: vec![false; parsers.len()], texts, parsers, ended: None, prompt, usage }
+    }
+
+    /// The next part, with the index of its answer; `None` once all have ended.
+    ///
+    /// # Errors
+    /// A failure of the engine.
+    pub(crate) async fn next(&mut self) -> Result<Option<(usize, ReplyPart)>> {
+        if let Some(end) = self.ended.take() {
+            return Ok(Some(end));
+        }
+        let Some((index, part)) = self.texts.next().await? else { return Ok(None) };
+        let part = match part {
+            TextPart::Prompt(logprobs) => ReplyPart::Prompt(logprobs),
+            TextPart::Text { text, tokens } => {
+                let parsed = self.parsers[index].push(&text);
+                self.note(index, &parsed);
+                ReplyPart::Said(parsed, tokens)
+            }
+            TextPart::End(end) => {
+                self.usage.add(&end);
+                let rest = self.parsers[index].finish();
+                self.note(index, &rest);
+                let end = ReplyPart::End(end, self.called[index]);
+                if rest.is_empty() {
+                    end
+                } else {
+                    self.ended = Some((index, end));
+                    ReplyPart::Said(rest, Vec::new())
+                }
+            }
+            TextPart::Failed(message) => return Err(ApiError::failed(message)),
+        };
+        Ok(Some((index, part)))
+    }
+
+    fn note(&mut self, index: usize, parsed: &[Parsed]) {
+        self.called[index] |= parsed.iter().any(|part| matches!(part, Parsed::Call(_)));
+    }
+}
+
+/// Tokens that a request has cost.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Usage {
+    /// Tokens of the prompts.
+    pub(crate) prompt_tokens: usize,
+    /// Generated tokens.
+    pub(crate) completion_tokens: usize,
+    /// Tokens of the prompts that were cached.
+    pub(crate) cached_tokens: usize,
+}
+
+impl Usage {
+    /// Adds a text that has ended. Texts of one prompt share it, so the largest cached part counts.
+    pub(crate) fn add(&mut self, end: &End) {
+        self.completion_tokens += end.tokens;
+        self.cached_tokens = self.cached_tokens.max(end.cached_tokens);
+    }
+
+    /// In OpenAI's shape.
+    pub(crate) fn to_json(self) -> Value {
+        let details = json!({"cached_tokens": self.cached_tokens});
+        json!({"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens, "prompt_tokens_details": details})
+    }
+}
