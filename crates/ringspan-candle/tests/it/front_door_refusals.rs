@@ -101,7 +101,7 @@ fn tensors_of_other_ranks_types_and_lengths_are_refused() {
         attend(rank, format, Score::new(0.5), |inputs, x| AttentionInputs { q: &x[0], ..inputs }, &vector)
     });
     let wide = [random(&[1, 4, 4, 8], 1).to_dtype(DType::F64).expect("f64")];
-    refused(&["f64"], |rank| {
+    refused(&["F32 and BF16", "given F64"], |rank| {
         attend(rank, same, Score::new(0.5), |inputs, x| AttentionInputs { q: &x[0], ..inputs }, &wide)
     });
     let long = [random(&[1, 5, 2, 8], 1)];
