@@ -99,6 +99,34 @@ fn denoise_with_an_adapter_is_the_loop_of_diffusers_on_every_mesh() {
 }
 
 #[test]
+fn train_makes_an_adapter_that_denoise_takes() {
+    let tensors = read(&fixture("training/data.safetensors"));
+    let inputs = ["latents", "prompt_embeds"].map(|name| (name, tensors[name].clone()));
+    let train = Video { bench: Bench::new(&inputs), command: "train", model: fixture("transformer/t2v") };
+    let flags = "--data in.safetensors --lora-rank 2 --steps 3 --lr 0.02 --seed 1";
+    train.refused(&format!("{flags} --out new --epochs 1"), &["--epochs"]);
+    train.refused(&format!("{flags} --out new --sequence-length 8"), &["--sequence-length has no effect", "lora-rank"]);
+    train.refused("--data in.safetensors --out new", &["--lora-rank is missing"]);
+    train.refused("--lora-rank 2 --out new", &["--data is missing"]);
+    let before = train.bench.files();
+    let planned = train.run(&format!("{flags} --out new --dry-run"));
+    let plan = String::from_utf8_lossy(&planned.stdout).into_owned();
+    assert!(planned.status.success() && plan.contains("adapters  rank 2, alpha 4: 20 layers"), "{plan}");
+    assert_eq!(train.bench.files(), before);
+    train.succeeds(&format!("{flags} --out one --ring 1"));
+    train.succeeds(&format!("{flags} --out four --ring 2 --ulysses 2"));
+    let [one, four] =
+        ["one", "four"].map(|folder| read(&train.bench.path(folder).join("pytorch_lora_weights.safetensors")));
+    for (name, matrix) in &one {
+        assert!(distance(&four[name], &matrix.values()) < 1e-3, "{name}");
+    }
+    let denoise = Video { command: "denoise", ..train };
+    let flags = "--embeds in.safetensors --steps 2 --scheduler euler --guidance 1";
+    let [plain, adapted] = ["", "--lora one"].map(|lora| denoise.results(&format!("{flags} {lora}")));
+    assert!(distance(&adapted["latents"], &plain["latents"].values()) > 1e-4, "the adapter changes nothing");
+}
+
+#[test]
 fn denoise_refuses_what_it_cannot_do_and_leaves_nothing() {
     let video = Video::denoise();
     let flags = "--embeds in.safetensors --out new.safetensors --steps 1";
