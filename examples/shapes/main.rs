@@ -125,8 +125,13 @@ fn statistics(videos: &[(usize, Tensor)]) -> Result<[Vec<f32>; 2]> {
 /// The embeddings of all prompts, and of the empty one.
 fn prompts(folder: &Path, mesh: &VideoMesh) -> Result<Vec<Tensor>> {
     let (tokenizer, encoder) = (PromptTokenizer::open(folder)?, TextEncoder::open(folder)?);
-    let ranks =
-        TextMesh { processes: mesh.processes.clone(), ring: 1, ulysses: 1, threads: mesh.threads, deadline: mesh.deadline };
+    let ranks = TextMesh {
+        processes: mesh.processes.clone(),
+        ring: 1,
+        ulysses: 1,
+        threads: mesh.threads,
+        deadline: mesh.deadline,
+    };
     let all = (0..shapes::PROMPTS).map(shapes::prompt).chain([String::new()]);
     all.map(|prompt| {
         let tokens = tokenizer.encode(&prompt, PROMPT_ROWS)?.ids;

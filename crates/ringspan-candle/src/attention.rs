@@ -170,7 +170,11 @@ pub fn attention_saving(
         [(sinks, d_sinks, has_queries), (bias, d_bias, has_queries), (bucket_table, d_table, true)]
     {
         if let Some(extra) = extra.filter(|extra| extra.track_op() && has_gradient) {
-            q_passed = tape::apply(GradientPassthrough { gradient }, [&q_passed.contiguous()?, &extra.contiguous()?], Reads::Nothing)?;
+            q_passed = tape::apply(
+                GradientPassthrough { gradient },
+                [&q_passed.contiguous()?, &extra.contiguous()?],
+                Reads::Nothing,
+            )?;
         }
     }
     let qkv = [&readable(&q_passed)?, &readable(k)?, &readable(v)?];

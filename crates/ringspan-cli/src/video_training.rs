@@ -17,7 +17,7 @@ pub(crate) fn run(config: &TrainConfig, dry_run: bool, processes: &ProcessGroup)
         return Ok(false);
     }
     output::note(&training);
-    let progress = Progress::new(training.steps() as usize);
+    let progress = Progress::new(training.steps() as usize, None);
     let outcome = training.run(interrupt::watch(), &|metrics| {
         progress.stepped_with(metrics.step as usize, &format!("loss {:.4}, ", metrics.loss));
     })?;

@@ -12,10 +12,8 @@ use crate::mesh::{DEADLINE, MeshArgs};
 use crate::output;
 use anyhow::{Context, Result, ensure};
 use input::Input;
-pub(crate) use progress::Progress;
 use ringspan::comm::process_group::ProcessGroup;
 use ringspan_video::denoise::{DenoiseFolder, DenoisePlan, DenoiseStep, VideoMesh, denoise};
-use ringspan_video::lora::LoraSource;
 use ringspan_video::noise::noise;
 use ringspan_video::transformer::WeightType;
 use safetensors::Dtype;
@@ -58,13 +56,6 @@ pub(crate) struct DenoiseArgs {
     /// Type of weights in memory: f32; bf16, in which the model then computes; as-stored, in which matrices stay in their file's type
     #[arg(long, default_value_t = WeightType::F32, value_name = "TYPE")]
     dtype: WeightType,
-    /// Adapters of the transformer: a safetensors file, or a folder with one, with diffusers' names, PEFT's, or those of the
-    /// original model; what they add counts SCALE times [default: 1]. May be given more than once
-    #[arg(long, value_name = "PATH[=SCALE]")]
-    lora: Vec<LoraSource>,
-    /// The same for a pipeline's second transformer, which --lora does not change
-    #[arg(long, value_name = "PATH[=SCALE]")]
-    lora_2: Vec<LoraSource>,
     #[command(flatten)]
     mesh: MeshArgs,
 }
@@ -75,12 +66,8 @@ pub(crate) fn run(args: &DenoiseArgs, processes: &ProcessGroup) -> Result<()> {
     let (_, threads) = args.mesh.start_with(processes, &[(branches, "branches of --cfg-parallel")])?;
     files::check_output("--out", &args.out)?;
     let folder = DenoiseFolder::open(&args.model, args.dtype).context("--model")?;
-    ensure!(
-        args.lora_2.is_empty() || folder.stages() > 1,
-        "--lora-2 has no effect: {} has one transformer",
-        args.model.display()
-    );
-    let folder = folder.with_loras([&args.lora, &args.lora_2]).context("--lora")?;
+    let loras = args.sampler.loras(&folder, &args.model)?;
+    let folder = folder.with_loras(loras).context("--lora")?;
     let settings = args.sampler.settings(&folder, &args.model)?;
     let video = args.frames.zip(args.height.zip(args.width)).map(|(frames, (height, width))| [frames, height, width]);
     let mut inputs = Input::read(&args.embeds)?.with_latents(&folder, video)?;
@@ -94,7 +81,7 @@ pub(crate) fn run(args: &DenoiseArgs, processes: &ProcessGroup) -> Result<()> {
     if video.is_some() {
         inputs.latents = noise(args.seed.unwrap_or(0), inputs.latents.dims())?;
     }
-    let progress = Progress::new(settings.steps, plan.operations());
+    let progress = Progress::new(settings.steps, Some(plan.operations()));
     let stepped = |step: &DenoiseStep| {
         progress.stepped(step.number);
         Ok(())

@@ -12,14 +12,14 @@ const PLAIN_INTERVAL: Duration = Duration::from_secs(5);
 pub(crate) struct Progress {
     bar: Option<ProgressBar>,
     steps: usize,
-    /// Floating-point operations of all steps.
-    operations: f64,
+    /// Floating-point operations of all steps, if they have been counted.
+    operations: Option<f64>,
     began: Instant,
     last_line: Mutex<Option<Instant>>,
 }
 
 impl Progress {
-    pub(crate) fn new(steps: usize, operations: f64) -> Self {
+    pub(crate) fn new(steps: usize, operations: Option<f64>) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
             let bar = ProgressBar::with_draw_target(Some(steps as u64), ProgressDrawTarget::stderr());
             let style = ProgressStyle::with_template("step {pos}/{len} [{bar:32}] {msg}");
@@ -40,8 +40,9 @@ impl Progress {
         let each = self.began.elapsed().as_secs_f64() / step.max(1) as f64;
         let left = (each * self.steps.saturating_sub(step) as f64).round() as u64;
         let left = if left < 60 { format!("{left} s") } else { format!("{} min {:02} s", left / 60, left % 60) };
-        let rate = self.operations / self.steps.max(1) as f64 / each.max(1e-9) / 1e9;
-        let left = format!("{left} left, {rate:.1} GFLOP/s");
+        let rate = |operations: f64| operations / self.steps.max(1) as f64 / each.max(1e-9) / 1e9;
+        let rate = self.operations.map_or(String::new(), |operations| format!(", {:.1} GFLOP/s", rate(operations)));
+        let left = format!("{left} left{rate}");
         if let Some(bar) = &self.bar {
             bar.set_position(step as u64);
             bar.set_message(format!("{words}{left}"));

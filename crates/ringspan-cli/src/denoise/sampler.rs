@@ -2,6 +2,7 @@
 
 use anyhow::{Context, Result, ensure};
 use ringspan_video::denoise::{DenoiseFolder, DenoiseSettings};
+use ringspan_video::lora::LoraSource;
 use ringspan_video::scheduler::{SchedulerConfig, SchedulerKind};
 use std::path::Path;
 
@@ -23,9 +24,26 @@ pub(crate) struct SamplerArgs {
     /// The same for a pipeline's second transformer [default: that of the first]
     #[arg(long, value_name = "G")]
     guidance_2: Option<f64>,
+    /// Adapters of the transformer: a safetensors file, or a folder with one, with diffusers' names, PEFT's, or those of the
+    /// original model; what they add counts SCALE times [default: 1]. May be given more than once
+    #[arg(long, value_name = "PATH[=SCALE]")]
+    lora: Vec<LoraSource>,
+    /// The same for a pipeline's second transformer, which --lora does not change
+    #[arg(long, value_name = "PATH[=SCALE]")]
+    lora_2: Vec<LoraSource>,
 }
 
 impl SamplerArgs {
+    /// The adapters of each transformer of the folder at `model`.
+    pub(crate) fn loras(&self, folder: &DenoiseFolder, model: &Path) -> Result<[&[LoraSource]; 2]> {
+        ensure!(
+            self.lora_2.is_empty() || folder.stages() > 1,
+            "--lora-2 has no effect: {} has one transformer",
+            model.display()
+        );
+        Ok([&self.lora, &self.lora_2])
+    }
+
     /// The settings, with the scheduler of the folder, which is at `model`, where none is given.
     pub(crate) fn settings(&self, folder: &DenoiseFolder, model: &Path) -> Result<DenoiseSettings> {
         ensure!(

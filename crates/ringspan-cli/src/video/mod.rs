@@ -81,6 +81,8 @@ pub(crate) fn run(args: &VideoArgs, processes: &ProcessGroup) -> Result<()> {
     let destination = Destination::of(&args.out)?;
     let preview = args.preview.as_ref().map(|path| Preview::new(path, &args.out)).transpose()?;
     let pipeline = VideoPipeline::open(&args.model, args.dtype).context("--model")?;
+    let loras = args.sampler.loras(pipeline.denoiser(), &args.model)?;
+    let pipeline = pipeline.with_loras(loras).context("--lora")?;
     let request = args.request(&pipeline)?;
     let (ring, ulysses, cfg_parallel) = (args.mesh.ring, args.mesh.ulysses, args.cfg_parallel);
     let mesh = VideoMesh { ring, ulysses, cfg_parallel, threads, deadline: DEADLINE, processes: processes.clone() };
@@ -101,7 +103,7 @@ pub(crate) fn run(args: &VideoArgs, processes: &ProcessGroup) -> Result<()> {
             VideoEvent::Began(stage) => {
                 output::note(format_args!("{stage} begins after {:.1} s", began.elapsed().as_secs_f64()));
                 if stage == VideoStage::Denoise {
-                    progress.get_or_init(|| Progress::new(request.settings.steps, plan.operations()));
+                    progress.get_or_init(|| Progress::new(request.settings.steps, Some(plan.operations())));
                 }
             }
             VideoEvent::Stepped(step) => progress.get().into_iter().for_each(|progress| progress.stepped(step)),

@@ -137,7 +137,7 @@ impl DenoisePlan {
         let sizes = RunSizes {
             grid: of_mesh,
             threads: mesh.threads as u64,
-            processes: mesh.ranks.local().is_some(),
+            processes: mesh.processes.local().is_some(),
             tokens: most(&of_ranks),
             heads: most(&heads),
             all_tokens: (batch * grid.tokens()) as u64,
@@ -161,7 +161,7 @@ impl DenoisePlan {
             weights: (0..folder.stages()).map(|stage| folder.bytes(stage)).collect(),
             activations: sizes.activations(config, weights),
             operations: (0..folder.stages()).map(operations).collect(),
-            local: mesh.ranks.local().unwrap_or(mesh.size()),
+            local: mesh.processes.local().unwrap_or(mesh.size()),
         })
     }
 

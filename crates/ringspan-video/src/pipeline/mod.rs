@@ -13,6 +13,7 @@ pub use stage::VideoStage;
 use crate::denoise::{DenoiseFolder, DenoiseSettings};
 use crate::error::{Error, Result};
 use crate::frames::RgbFrame;
+use crate::lora::LoraSource;
 use crate::tensor_folder::read_json;
 use crate::text_encoder::{PromptTokenizer, TextEncoder};
 use crate::transformer::WeightType;
@@ -123,6 +124,14 @@ impl VideoPipeline {
         };
         let tokenizer = PromptTokenizer::open(path)?;
         Ok(Self { tokenizer, text_encoder, denoiser, vae, images })
+    }
+
+    /// The pipeline with adapters of each transformer.
+    ///
+    /// # Errors
+    /// As for [`DenoiseFolder::with_loras`].
+    pub fn with_loras(self, sources: [&[LoraSource]; 2]) -> Result<Self> {
+        Ok(Self { denoiser: self.denoiser.with_loras(sources)?, ..self })
     }
 
     /// The transformers and the scheduler.

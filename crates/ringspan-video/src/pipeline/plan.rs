@@ -110,7 +110,7 @@ impl VideoPipeline {
             decode,
             frames: [1, 3, count, rows, columns],
             stages: Vec::new(),
-            local: mesh.ranks.local().unwrap_or(ranks),
+            local: mesh.processes.local().unwrap_or(ranks),
         };
         plan.stages = self.stages(request, &plan, ranks)?;
         Ok(plan)

@@ -39,8 +39,12 @@ impl VideoPipeline {
         let prompt_embeds = self.embeds(&plan.prompt.ids, mesh)?;
         let negative_prompt_embeds =
             plan.negative.as_ref().map(|negative| self.embeds(&negative.ids, mesh)).transpose()?;
-        let ranks =
-            Mesh { processes: mesh.processes.clone(), size: mesh.size(), threads: mesh.threads, deadline: mesh.deadline };
+        let ranks = Mesh {
+            processes: mesh.processes.clone(),
+            size: mesh.size(),
+            threads: mesh.threads,
+            deadline: mesh.deadline,
+        };
         let condition = match (self.frames_to_encode(request)?, &plan.encode) {
             (Some(frames), Some(encode)) => {
                 tell(VideoEvent::Began(VideoStage::Encode))?;

@@ -6,7 +6,7 @@ use crate::noise::{noise, uniform};
 use crate::tensor_folder::TensorFolder;
 use crate::transformer::{FlowSample, TIMESTEPS, WanTransformer};
 use candle_core::Tensor;
-use ringspan_candle::lora::stream;
+use ringspan_candle::lora::dropout_stream;
 use ringspan_train::checkpoint::Identity;
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -31,7 +31,7 @@ impl FlowData {
         let open = |file: PathBuf| {
             let (tensors, _) = TensorFolder::open_file(&file)?;
             let refuse = |problem: String| Err(Error::Format { path: file.clone(), problem });
-            if let Some(name) = NEEDED.into_iter().find(|name| tensors.shape(name).is_none()) {
+            if let Some(name) = NEEDED.into_iter().find(|name| tensors.shape(name).is_err()) {
                 return refuse(format!("tensor `{name}` is missing"));
             }
             let known = |name: &str| NEEDED.contains(&name) || OPTIONAL.contains(&name);
@@ -74,10 +74,10 @@ impl FlowData {
         let [latents, prompt_embeds] = [read("latents")?, read("prompt_embeds")?];
         // Seed and index share a word, and do not meet before one of them fills half of it.
         let seed = seed.rotate_left(32) ^ (2 * index);
-        let noise = if tensors.shape("noise").is_some() { read("noise")? } else { noise(seed, latents.dims())? };
+        let noise = if tensors.shape("noise").is_ok() { read("noise")? } else { noise(seed, latents.dims())? };
         let timesteps = match tensors.shape("timesteps") {
-            Some(_) => read("timesteps")?.flatten_all()?.to_vec1()?,
-            None => {
+            Ok(_) => read("timesteps")?.flatten_all()?.to_vec1()?,
+            Err(_) => {
                 let batch = latents.dims().first().copied().unwrap_or(0);
                 uniform(seed ^ 1, batch).into_iter().map(|share| (share * TIMESTEPS) as f32).collect()
             }
@@ -99,7 +99,7 @@ impl FlowData {
             format!("{name}: {}", shapes.join(", "))
         };
         let all: Vec<String> = self.files.iter().map(of_file).collect();
-        Identity { summary: self.to_string(), fingerprint: stream(&all.join("; ")) }
+        Identity { summary: self.to_string(), fingerprint: dropout_stream(&all.join("; ")) }
     }
 }
 

@@ -17,7 +17,7 @@ use crate::lora;
 use crate::transformer::{WanFolder, WeightType};
 use ringspan::comm::process_group::ProcessGroup;
 use ringspan_candle::StoredWeights;
-use ringspan_candle::lora::stream;
+use ringspan_candle::lora::dropout_stream;
 use ringspan_models::Lora;
 use ringspan_train::checkpoint::{Checkpoint, Checkpoints, Identity};
 use ringspan_train::{LrSchedule, MetricsFile, TrainConfig};
@@ -92,7 +92,7 @@ impl<'a> VideoTraining<'a> {
             folder.transformer().adapter_shapes().iter().map(|(name, shape)| format!("{name} {shape:?}")).collect();
         let model = Identity {
             summary: format!("adapters of rank {}, alpha {}, {} matrices", lora.rank, lora.alpha, names.len()),
-            fingerprint: stream(&format!("{} {}", lora.alpha, names.join(", "))),
+            fingerprint: dropout_stream(&format!("{} {}", lora.alpha, names.join(", "))),
         };
         let data_identity = data.identity();
         let resumed = match config.resume {

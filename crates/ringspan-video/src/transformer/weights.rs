@@ -7,7 +7,7 @@ use crate::lora::{LoraSource, TransformerChange};
 use crate::tensor_folder::TensorFolder;
 use candle_core::DType;
 use ringspan_candle::cast::cast;
-use ringspan_candle::lora::matrices;
+use ringspan_candle::lora::weight_names;
 use ringspan_candle::{Adapters, StoredWeights, Weight};
 use ringspan_models::{LayerNames, Lora};
 use std::collections::BTreeSet;
@@ -139,7 +139,8 @@ impl WanFolder {
     pub fn bytes(&self, of: WeightType) -> u64 {
         let elements = |shape: &[usize]| shape.iter().product::<usize>() as u64;
         let parameter = |(name, shape): (String, Vec<usize>)| match of {
-            WeightType::AsStored if !self.change.changes(&name) => self.tensors.bytes_of(&name),
+            // The tensors were looked for when the folder was opened.
+            WeightType::AsStored if !self.change.changes(&name) => self.tensors.bytes_of(&name).unwrap_or(0),
             _ => of.dtype_of(&name).size_in_bytes() as u64 * elements(&shape),
         };
         let adapters = self.transformer.parameters().linear_layers().filter_map(|layer| {
@@ -164,7 +165,7 @@ impl WanFolder {
         }
         for layer in self.change.layers() {
             let of_layer = self.change.matrices(layer)?;
-            for (name, matrix) in matrices(layer).into_iter().zip(of_layer) {
+            for (name, matrix) in weight_names(layer).into_iter().zip(of_layer) {
                 weights.insert(name, cast(&matrix, of.dtype_of(layer))?.into());
             }
         }

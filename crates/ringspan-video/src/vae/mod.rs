@@ -35,7 +35,7 @@ use crate::tensor_folder::TensorFolder;
 use block::Video;
 use network::{Network, Taken};
 use ringspan::comm::process_group::ProcessGroup;
-use ringspan::comm::{Buffer, Communicator, threads};
+use ringspan::comm::{Buffer, threads};
 use ringspan::{World, world};
 use std::path::Path;
 use std::sync::Arc;
