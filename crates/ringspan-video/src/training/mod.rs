@@ -150,7 +150,7 @@ impl fmt::Display for VideoTraining<'_> {
         writeln!(
             f,
             "weights   {} bytes, frozen, once for the ranks of a process",
-            self.folder.bytes(WeightType::AsStored)
+            self.folder.bytes(WeightType::AsStored) - 4 * parameters as u64
         )?;
         write!(f, "steps     {} to {}, learning rate {:e} at most", self.first_step(), self.lr.steps, self.lr.peak)
     }
