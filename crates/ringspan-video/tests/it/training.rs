@@ -40,7 +40,7 @@ fn first_step(mesh: (usize, usize), of: WeightType, recompute: Recompute) -> Res
     let unit = |unit: Unit| -> Result<StoredWeights> {
         let of_unit = transformer.parameters().of_unit(unit).iter().map(|parameter| parameter.name.clone());
         let adapters = transformer.parameters().linear_layers_of(unit).iter();
-        let adapters = adapters.flat_map(|layer| ringspan_candle::lora::matrices(&layer.name));
+        let adapters = adapters.flat_map(|layer| ringspan_candle::lora::weight_names(&layer.name));
         Ok(of_unit.chain(adapters).map(|name| (name.clone(), weights[&name].clone())).collect())
     };
     let (batch, size) = (sample.shape()[0], [sample.shape()[2], sample.shape()[3], sample.shape()[4]]);
