@@ -162,7 +162,7 @@ impl Projection {
         let Some(mut outputs) = ranks.linear(x, weights)? else { return Ok(None) };
         for (output, (projection, _)) in outputs.iter_mut().zip(layers) {
             if let Some(adapter) = projection.adapter(pass)? {
-                *output = residual(output, &adapter.part(x, projection.dropout(pass).as_deref())?)?;
+                *output = residual(output, &adapter.delta(x, projection.dropout(pass).as_deref())?)?;
             }
         }
         Ok(Some(outputs))
