@@ -18,12 +18,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 
-# Folders whose modules still have circles, which are named but not refused.
-TOLERATED = {
-    "ringspan-serve/engine",
-    "ringspan-train/data",
-}
-
 Module = tuple[str, ...]  # The names from the crate's root, which is ().
 Graph = dict[str, set[str]]  # The siblings that each module of a folder uses.
 
@@ -166,10 +160,10 @@ def main() -> None:
     for crate in sorted(crates()):
         folders = modules(crate)
         found = {"/".join((crate, *folder)): lines for folder, graph in folders.items() if (lines := circles(graph))}
-        refused |= bool(found.keys() - TOLERATED)
+        refused |= bool(found)
         print(f"{crate}: {sum(map(len, folders.values()))} modules, {'no circle' if not found else 'circles'}")
         for name, lines in sorted(found.items()):
-            print(f"  in {name}{' (tolerated)' if name in TOLERATED else ''}:")
+            print(f"  in {name}:")
             print("".join(f"    {line}\n" for line in lines), end="")
     sys.exit(refused)
 

@@ -31,6 +31,8 @@ type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
 /// Videos of each prompt in the training data.
 const VIDEOS: usize = 8;
+/// The file by which a folder of this example is known; it has the number of steps done.
+const STEPS_DONE: &str = "steps-done";
 /// The prompts of which videos are made in the end.
 const SHOWN: [&str; 4] =
     ["a red circle moves right", "a blue square moves left", "a green circle moves left", "a red square moves right"];
@@ -42,9 +44,11 @@ fn main() -> Result<()> {
     let batch = arguments.next().map_or(Ok(8), |batch| batch.parse())?;
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let mesh = VideoMesh { threads, ..VideoMesh::single() };
-    // Another seed for each number of steps, so that a training that goes on sees other noise.
-    let training = Training { steps, batch, seed: 1 + steps as u64 };
+    let done = steps_done(&folder)?;
+    // A training that goes on sees other noise.
+    let training = Training { steps, batch, seed: 1 + done };
     let losses = write_pipeline(&folder, &mesh, training, VIDEOS)?;
+    std::fs::write(folder.join(STEPS_DONE), (done + steps as u64).to_string())?;
     println!("loss {:.4} in the first quarter of the steps, {:.4} in the last", losses[0], losses[1]);
     for (index, prompt) in SHOWN.into_iter().enumerate() {
         let ranks = VideoMesh { ring: 2, threads: threads.div_ceil(2), ..VideoMesh::single() };
@@ -62,6 +66,17 @@ fn main() -> Result<()> {
         side = shapes::SIDE
     );
     Ok(())
+}
+
+/// The steps that a training in this folder has taken.
+fn steps_done(folder: &Path) -> Result<u64> {
+    match std::fs::read_to_string(folder.join(STEPS_DONE)) {
+        Ok(steps) => Ok(steps.trim().parse()?),
+        Err(_) if folder.read_dir().is_ok_and(|mut files| files.next().is_some()) => {
+            Err(format!("{} has files of something else: name another folder", folder.display()).into())
+        }
+        Err(_) => Ok(0),
+    }
 }
 
 /// Writes all files of a pipeline, and trains its transformer; returns the mean losses of the first and the last steps.

@@ -116,8 +116,8 @@ mod tests {
     use super::*;
     use crate::quantized::{Format, QuantizedMatrix};
     use candle_core::Device;
-    use ringspan::comm::threads::{self, Options};
     use ringspan::Result as Done;
+    use ringspan::comm::threads::{self, Options};
 
     fn numbers(shape: &[usize], dtype: DType) -> Tensor {
         let count: usize = shape.iter().product();

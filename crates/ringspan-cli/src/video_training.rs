@@ -17,7 +17,7 @@ pub(crate) fn run(config: &TrainConfig, dry_run: bool, processes: &ProcessGroup)
         return Ok(false);
     }
     output::note(&training);
-    let progress = Progress::new(training.steps() as usize, None);
+    let progress = Progress::after(training.first_step() as usize, training.steps() as usize);
     let outcome = training.run(interrupt::watch(), &|metrics| {
         progress.stepped_with(metrics.step as usize, &format!("loss {:.4}, ", metrics.loss));
     })?;
@@ -34,7 +34,9 @@ fn report(config: &TrainConfig, TrainingOutcome { step, adapter, .. }: &Training
             output::line(format_args!("adapter              {}", file.display()))?;
             output::line(format_args!("metrics              {out}/metrics.jsonl"))?;
             output::line("go on with:")?;
-            output::line(format_args!("  ringspan denoise --lora {out} ..."))?;
+            let second = config.model.as_deref().is_some_and(|model| model.ends_with("transformer_2"));
+            let flag = if second { "--lora-2" } else { "--lora" };
+            output::line(format_args!("  ringspan video {flag} {out} ..."))?;
         }
         None => {
             output::line(format_args!("stopped after step {step}; nothing is lost, go on with:"))?;

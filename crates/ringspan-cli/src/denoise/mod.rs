@@ -81,7 +81,7 @@ pub(crate) fn run(args: &DenoiseArgs, processes: &ProcessGroup) -> Result<()> {
     if video.is_some() {
         inputs.latents = noise(args.seed.unwrap_or(0), inputs.latents.dims())?;
     }
-    let progress = Progress::new(settings.steps, Some(plan.operations()));
+    let progress = Progress::new(settings.steps, plan.operations());
     let stepped = |step: &DenoiseStep| {
         progress.stepped(step.number);
         Ok(())

@@ -12,6 +12,8 @@ const PLAIN_INTERVAL: Duration = Duration::from_secs(5);
 pub(crate) struct Progress {
     bar: Option<ProgressBar>,
     steps: usize,
+    /// Steps that were done before.
+    first: usize,
     /// Floating-point operations of all steps, if they have been counted.
     operations: Option<f64>,
     began: Instant,
@@ -19,7 +21,13 @@ pub(crate) struct Progress {
 }
 
 impl Progress {
-    pub(crate) fn new(steps: usize, operations: Option<f64>) -> Self {
+    /// The progress of so many steps with so many floating-point operations.
+    pub(crate) fn new(steps: usize, operations: f64) -> Self {
+        Self { operations: Some(operations), ..Self::after(0, steps) }
+    }
+
+    /// The progress of a run that goes on after `first` of its steps.
+    pub(crate) fn after(first: usize, steps: usize) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
             let bar = ProgressBar::with_draw_target(Some(steps as u64), ProgressDrawTarget::stderr());
             let style = ProgressStyle::with_template("step {pos}/{len} [{bar:32}] {msg}");
@@ -27,7 +35,7 @@ impl Progress {
             bar.set_message("?");
             bar
         });
-        Self { bar, steps, operations, began: Instant::now(), last_line: Mutex::new(None) }
+        Self { bar, steps, first, operations: None, began: Instant::now(), last_line: Mutex::new(None) }
     }
 
     /// Says that so many steps have been taken.
@@ -37,7 +45,7 @@ impl Progress {
 
     /// Like [`stepped`](Self::stepped), with words about the step before the time that is left.
     pub(crate) fn stepped_with(&self, step: usize, words: &str) {
-        let each = self.began.elapsed().as_secs_f64() / step.max(1) as f64;
+        let each = self.began.elapsed().as_secs_f64() / step.saturating_sub(self.first).max(1) as f64;
         let left = (each * self.steps.saturating_sub(step) as f64).round() as u64;
         let left = if left < 60 { format!("{left} s") } else { format!("{} min {:02} s", left / 60, left % 60) };
         let rate = |operations: f64| operations / self.steps.max(1) as f64 / each.max(1e-9) / 1e9;

@@ -79,7 +79,8 @@ pub(crate) fn run(args: &VideoArgs, processes: &ProcessGroup) -> Result<()> {
     let branches = if args.cfg_parallel { 2 } else { 1 };
     let (_, threads) = args.mesh.start_with(processes, &[(branches, "branches of --cfg-parallel")])?;
     let destination = Destination::of(&args.out)?;
-    let preview = args.preview.as_ref().map(|path| Preview::new(path, &args.out)).transpose()?;
+    let preview =
+        args.preview.as_ref().map(|path| Preview::new(path, args.image.iter().chain(&args.last_image))).transpose()?;
     let pipeline = VideoPipeline::open(&args.model, args.dtype).context("--model")?;
     let loras = args.sampler.loras(pipeline.denoiser(), &args.model)?;
     let pipeline = pipeline.with_loras(loras).context("--lora")?;
@@ -103,7 +104,7 @@ pub(crate) fn run(args: &VideoArgs, processes: &ProcessGroup) -> Result<()> {
             VideoEvent::Began(stage) => {
                 output::note(format_args!("{stage} begins after {:.1} s", began.elapsed().as_secs_f64()));
                 if stage == VideoStage::Denoise {
-                    progress.get_or_init(|| Progress::new(request.settings.steps, Some(plan.operations())));
+                    progress.get_or_init(|| Progress::new(request.settings.steps, plan.operations()));
                 }
             }
             VideoEvent::Stepped(step) => progress.get().into_iter().for_each(|progress| progress.stepped(step)),

@@ -1,26 +1,32 @@
 //! The picture of a run that is not finished.
 
 use crate::files;
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use ringspan_video::frames;
 use ringspan_video::vae::VideoTensor;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The file of a preview. It is deleted if the run fails after it was written.
+/// The file of a preview. It is deleted if the run fails after it was written, unless it took the place of another file.
 pub(super) struct Preview {
     path: PathBuf,
+    replaces: bool,
     is_left: AtomicBool,
 }
 
 impl Preview {
-    /// Refuses a path that cannot be written, or that is the output's.
-    pub(super) fn new(path: &Path, out: &Path) -> Result<Self> {
+    /// Refuses a path that cannot be written, or that is one of the pictures that the run reads.
+    pub(super) fn new<'a>(path: &Path, pictures: impl IntoIterator<Item = &'a PathBuf>) -> Result<Self> {
         let is_png = path.extension().is_some_and(|found| found.eq_ignore_ascii_case("png"));
         ensure!(is_png, "--preview {}: a preview is one picture, so the name must end in .png", path.display());
-        ensure!(path != out, "--preview and --out are both {}", out.display());
         files::check_output("--preview", path)?;
-        Ok(Self { path: path.to_owned(), is_left: AtomicBool::new(false) })
+        let same = |picture: &&PathBuf| {
+            path == picture.as_path() || path.canonicalize().ok() == picture.canonicalize().ok() && path.exists()
+        };
+        if let Some(picture) = pictures.into_iter().find(same) {
+            bail!("--preview {}: the run reads this picture", picture.display());
+        }
+        Ok(Self { path: path.to_owned(), replaces: path.exists(), is_left: AtomicBool::new(false) })
     }
 
     /// Writes the first frame of a video.
@@ -28,7 +34,7 @@ impl Preview {
         let pictures = frames::to_rgb(video)?;
         let first = pictures.first().context("a preview without a frame")?;
         files::write(&self.path, &frames::encode_picture(&self.path, first)?)?;
-        self.is_left.store(true, Ordering::SeqCst);
+        self.is_left.store(!self.replaces, Ordering::SeqCst);
         Ok(())
     }
 

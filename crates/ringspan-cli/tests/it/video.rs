@@ -264,12 +264,13 @@ fn a_video_that_cannot_be_made_is_refused_and_leaves_nothing() {
     video.refused(&format!("{flags} --ulysses 3"), &["ulysses 3", "there are 2"]);
     video.refused(&format!("{flags} --memory 1000"), &["1000 bytes of memory a rank", "18 tokens"]);
     video.refused(&format!("{flags} --preview look.gif"), &["--preview look.gif", ".png"]);
+    video.refused(&format!("{flags} --image a.png --preview a.png"), &["--preview a.png", "reads this picture"]);
     video.refused(&format!("{flags} --image none.png"), &["--image", "none.png"]);
     video.refused(&format!("{FLAGS} --out a.mp4"), &["no encoder"]);
     video.refused(&format!("{FLAGS} --out no/a.gif"), &["there is no folder"]);
     std::fs::write(video.bench.path("notes.txt"), "not a picture").expect("written");
     video.refused(&format!("{flags} --image notes.txt"), &["--image", "not a PNG"]);
-    // The second transformer's weights are no numbers, so the run fails behind a preview that was written.
+    // The second transformer's weights are no numbers, so the run fails after a preview was written.
     let weights = video.bench.path("model/transformer_2/diffusion_pytorch_model.safetensors");
     let good = std::fs::read(&weights).expect("weights");
     let mut bad = good.clone();

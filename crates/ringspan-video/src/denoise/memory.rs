@@ -76,9 +76,9 @@ impl RunSizes {
         let (width, element) = (config.width() as u64, weights.computed_bytes() as u64);
         let rows = self.tokens * width;
         let control = if config.vace_layers.is_some() { 2 * rows * element } else { 0 };
-        // The input, what it attended to, the sum of both, its norm, and queries before and behind their norm.
+        // The input, what it attended to, the sum of both, its norm, and queries before and after their norm.
         let to_prompt = 6 * rows * element;
-        // The input, what it attended to, the sum, its norm, the output, and the inner width of some rows, before and behind the
+        // The input, what it attended to, the sum, its norm, the output, and the inner width of some rows, before and after the
         // activation or, in bf16, with its sums in f32.
         let some = self.tokens.min(FEED_FORWARD_ROWS);
         let inner = some * config.ffn_dim as u64 * (2 * element).max(4 + element);

@@ -183,10 +183,15 @@ impl DenoisePlan {
         self.activations
     }
 
-    /// Bytes on this machine: weights once, and the activations of its ranks.
+    /// Bytes on this machine: weights once for each process, and the activations of its ranks.
     #[must_use]
     pub fn machine_bytes(&self) -> u64 {
-        self.most_weights() + self.activations * self.local as u64
+        self.most_weights() * self.local_processes() as u64 + self.activations * self.local as u64
+    }
+
+    /// Processes of this machine, each of which has the weights.
+    pub(crate) fn local_processes(&self) -> usize {
+        if self.processes { self.local } else { 1 }
     }
 
     /// Floating-point operations of all steps, over all ranks.
@@ -205,8 +210,8 @@ impl DenoisePlan {
             return Ok(());
         }
         Err(Error::Input(format!(
-            "this needs about {} of memory (weights {}, {} ranks here of up to {}), and {} are free; bf16 weights take half, and \
-             more machines have fewer tokens each",
+            "this needs about {} of memory (weights {}, {} ranks here of up to {}), and {} are free; weights in bf16 take half of \
+             those in f32, and with more ranks each has fewer tokens",
             bytes_text(needed),
             bytes_text(self.most_weights()),
             self.local,

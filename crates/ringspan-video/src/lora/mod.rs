@@ -11,7 +11,7 @@ pub use save::save;
 
 use crate::error::{Error, Result};
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 /// A file or folder of adapters, and how much they count.
@@ -26,11 +26,11 @@ pub struct LoraSource {
 impl FromStr for LoraSource {
     type Err = Error;
 
-    /// Parses `PATH` or `PATH=SCALE`.
+    /// Parses `PATH` or `PATH=SCALE`; a path that exists is taken as a whole.
     fn from_str(given: &str) -> Result<Self> {
         let (path, scale) = match given.rsplit_once('=') {
-            Some((path, scale)) => (path, scale),
-            None => (given, "1"),
+            Some((path, scale)) if !Path::new(given).exists() => (path, scale),
+            _ => (given, "1"),
         };
         match scale.parse() {
             Ok(scale) if f64::is_finite(scale) && scale != 0.0 => Ok(Self { path: path.into(), scale }),

@@ -30,7 +30,7 @@ pub struct VideoPlan {
 /// A frame that is decoded while the transformer computes.
 #[derive(Debug)]
 pub(super) struct Preview {
-    /// The step behind which it is decoded.
+    /// The step after which it is decoded.
     pub(super) step: usize,
     pub(super) decode: vae::Plan,
 }
@@ -46,9 +46,9 @@ struct StageMemory {
 }
 
 impl StageMemory {
-    /// Bytes on a machine with so many ranks of one process.
-    fn bytes(self, ranks: usize) -> u64 {
-        self.shared + self.of_rank * ranks as u64
+    /// Bytes on a machine with so many ranks in so many processes.
+    fn bytes(self, ranks: usize, processes: usize) -> u64 {
+        self.shared * processes as u64 + self.of_rank * ranks as u64
     }
 }
 
@@ -144,7 +144,12 @@ impl VideoPipeline {
 impl VideoPlan {
     /// The stage that needs most memory on this machine, and its bytes.
     fn fullest(&self) -> Option<(VideoStage, u64)> {
-        self.stages.iter().map(|stage| (stage.stage, stage.bytes(self.local))).max_by_key(|(_, bytes)| *bytes)
+        self.stages.iter().map(|stage| (stage.stage, self.bytes_of(stage))).max_by_key(|(_, bytes)| *bytes)
+    }
+
+    /// Bytes of a stage on this machine.
+    fn bytes_of(&self, stage: &StageMemory) -> u64 {
+        stage.bytes(self.local, self.denoise.local_processes())
     }
 
     /// Refuses a video that does not fit into `free` bytes of this machine's memory.
@@ -195,11 +200,10 @@ impl fmt::Display for VideoPlan {
             writeln!(f, "encode    {encode}")?;
         }
         if let Some(preview) = &self.preview {
-            writeln!(f, "preview   behind step {}", preview.step)?;
+            writeln!(f, "preview   after step {}", preview.step)?;
         }
         writeln!(f, "decode    {}", self.decode)?;
-        let stages =
-            self.stages.iter().map(|memory| format!("{} {}", memory.stage, bytes_text(memory.bytes(self.local))));
+        let stages = self.stages.iter().map(|memory| format!("{} {}", memory.stage, bytes_text(self.bytes_of(memory))));
         write!(f, "machine   {} ranks here: {}", self.local, stages.collect::<Vec<_>>().join(", "))
     }
 }

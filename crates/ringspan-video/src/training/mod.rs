@@ -99,6 +99,13 @@ impl<'a> VideoTraining<'a> {
             true => Some(Checkpoints::new(&config.out, config.keep).newest(&model, &data_identity)?),
             false => None,
         };
+        let first_step = resumed.as_ref().map_or(0, |checkpoint: &Checkpoint| checkpoint.progress.step);
+        let identity_text = |identity: &Identity| format!("{} ({:016x})", identity.summary, identity.fingerprint);
+        processes.agree(&[
+            ("the adapters".into(), identity_text(&model)),
+            ("the data".into(), identity_text(&data_identity)),
+            ("the first step".into(), first_step.to_string()),
+        ])?;
         let weights = folder.load(WeightType::AsStored)?;
         let lr = config.lr(settings::steps(config)?)?;
         Ok(Self { config, folder, weights, data, lora, lr, mesh, model, data_identity, resumed })
@@ -134,7 +141,9 @@ impl<'a> VideoTraining<'a> {
         self.lr.steps
     }
 
-    fn first_step(&self) -> u64 {
+    /// The number of steps that were done before, where a run goes on.
+    #[must_use]
+    pub fn first_step(&self) -> u64 {
         self.resumed.as_ref().map_or(0, |checkpoint| checkpoint.progress.step)
     }
 }

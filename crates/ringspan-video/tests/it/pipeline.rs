@@ -138,7 +138,7 @@ fn stages_follow_each_other_and_the_preview_is_near_the_first_frame() -> Result<
     let first = tensor(&frames.expect("rank 0")).narrow(2, 0, 1)?;
     let far = distance(&tensor(&preview), &first);
     assert!(far > 1e-3 && far < 2.0, "{far}: a frame of an unfinished video");
-    // With a step less, the predicted video is the last one.
+    // With a single step, the prediction is the final video.
     let last = VideoRequest { settings: DenoiseSettings { steps: 1, ..request.settings }, ..request };
     let plan = pipeline.plan(&last, &mesh)?;
     let preview = Mutex::new(None);
