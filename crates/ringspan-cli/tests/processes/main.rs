@@ -9,3 +9,4 @@ mod mpi;
 mod serve;
 #[path = "../support/mod.rs"]
 mod support;
+mod video;

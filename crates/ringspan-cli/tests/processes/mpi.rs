@@ -61,7 +61,7 @@ pub(super) fn mpirun(groups: &[Group<'_>]) -> Run {
 }
 
 /// Runs the command as one process, whose ranks are threads.
-fn threads(folder: &Path, arguments: &[&str]) -> String {
+pub(super) fn threads(folder: &Path, arguments: &[&str]) -> String {
     let output =
         Command::new(env!("CARGO_BIN_EXE_ringspan")).current_dir(folder).args(arguments).output().expect("it starts");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));

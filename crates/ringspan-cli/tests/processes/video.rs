@@ -1,0 +1,59 @@
+//! Videos under `mpirun` are those of threads. Needs feature `mpi`.
+#![cfg(feature = "mpi")]
+
+use crate::mpi;
+use std::path::{Path, PathBuf};
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../ringspan-video/tests/fixtures")).join(name)
+}
+
+fn copy(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).expect("a folder");
+    for entry in std::fs::read_dir(from).expect("a fixture") {
+        let path = entry.expect("a file").path();
+        let to = to.join(path.file_name().expect("a name"));
+        if path.is_dir() { copy(&path, &to) } else { std::fs::copy(&path, &to).map(drop).expect("copied") }
+    }
+}
+
+#[test]
+fn a_video_of_processes_is_that_of_threads() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let parts = [("text/text_encoder", "text_encoder"), ("text/tokenizer", "tokenizer"), ("vae/tiny", "vae")];
+    for (from, name) in parts.into_iter().chain([("pipeline/t2v", ".")]) {
+        copy(&fixture(from), &folder.path().join("model").join(name));
+    }
+    let arguments = |out| {
+        let flags = "video --model model --prompt cat --negative rain --frames 9 --height 32 --width 48 --steps 4 --seed 7 \
+                     --guidance 4 --guidance-2 3 --threads 1 --ring 2 --preview look.png --out";
+        [flags.split_whitespace().collect::<Vec<_>>(), vec![out]].concat()
+    };
+    let read = |name: &str| std::fs::read(folder.path().join(name)).expect("a file");
+    mpi::threads(folder.path(), &arguments("threads.safetensors"));
+    let preview = read("look.png");
+    std::fs::remove_file(folder.path().join("look.png")).expect("it is there");
+    let run = mpi::mpirun(&[(2, folder.path(), arguments("processes.safetensors"))]);
+    assert!(run.good, "{:#?}", run.stderr);
+    assert!(read("processes.safetensors") == read("threads.safetensors") && read("look.png") == preview);
+    assert!(run.stderr[0].contains("step 4/4") && run.stdout[1].is_empty(), "{:#?}", run.stderr);
+}
+
+#[test]
+fn adapters_of_processes_are_those_of_threads() {
+    let folder = tempfile::tempdir().expect("a folder");
+    copy(&fixture("transformer/t2v"), &folder.path().join("model"));
+    std::fs::copy(fixture("training/data.safetensors"), folder.path().join("data.safetensors")).expect("copied");
+    let arguments = |out| {
+        let flags =
+            "train --model model --data data.safetensors --lora-rank 2 --steps 3 --lr 0.02 --ring 2 --threads 1 --out";
+        [flags.split_whitespace().collect::<Vec<_>>(), vec![out]].concat()
+    };
+    let adapter = |out: &str| {
+        std::fs::read(folder.path().join(out).join("pytorch_lora_weights.safetensors")).expect("an adapter")
+    };
+    mpi::threads(folder.path(), &arguments("threads"));
+    let run = mpi::mpirun(&[(2, folder.path(), arguments("processes"))]);
+    assert!(run.good, "{:#?}", run.stderr);
+    assert!(adapter("processes") == adapter("threads"));
+}
