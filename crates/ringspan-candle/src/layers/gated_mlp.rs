@@ -103,9 +103,6 @@ impl GatedMlp {
             return Ok(x.clone());
         }
         let x = pass.gather(x)?;
-        if pass.replicated_rows().is_some() {
-            return self.whole(&x, true, pass);
-        }
         // With tensor parallelism, the bias is added to the values of the sum over ranks, so these are read.
         let needs_values = needs_values || self.down.has_bias() && !pass.attend().tensor_parallel().is_single_rank();
         if let Some([gate, up, down]) = self.plain_weights(pass)? {
@@ -119,14 +116,9 @@ impl GatedMlp {
         if !gpu::holds(&x) && pass.store().is_none_or(|store| !store.keeps_products()) {
             return self.tiled(&x, needs_values, pass);
         }
-        self.whole(&x, needs_values, pass)
-    }
-
-    /// The output, computed with the intermediate tensors of all rows.
-    fn whole(&self, x: &Tensor, needs_values: bool, pass: &ForwardPass) -> Result<Tensor> {
         let [gate, up] = match &self.inner {
-            Inner::Separate(both) => Projection::forward_all(both.each_ref(), x, pass)?,
-            Inner::Stacked(both) => halves(&both.forward(x, pass)?, 1)?,
+            Inner::Separate([gate, up]) => [gate.forward(&x, pass)?, up.forward(&x, pass)?],
+            Inner::Stacked(both) => halves(&both.forward(&x, pass)?, 1)?,
         };
         reduced(&self.down, &gated(&gate, &up, self.activation)?, needs_values, pass)
     }

@@ -44,8 +44,7 @@ impl Mlp {
             return Ok(x.clone());
         }
         let x = pass.gather(x)?;
-        let is_whole = gpu::holds(&x) || pass.replicated_rows().is_some();
-        if is_whole || pass.store().is_some_and(|store| store.keeps_products()) {
+        if gpu::holds(&x) || pass.store().is_some_and(|store| store.keeps_products()) {
             return reduced(&self.down, &activate(&self.up.forward(&x, pass)?, self.activation)?, true, pass);
         }
         let mut rows = MlpRows {

@@ -103,9 +103,6 @@ impl Projection {
         if x.dim(0)? == 0 {
             return weight.linear(x, bias);
         }
-        if let Some([out]) = Self::shared([(self, bias)], x, pass)? {
-            return Ok(out);
-        }
         let adapter = self.adapter(pass)?;
         if let (Some(adapter), Some(frozen)) = (&adapter, FrozenLinear::new(weight, bias)) {
             let narrow = adapter.down(x, self.dropout(pass).as_deref())?;
@@ -122,50 +119,6 @@ impl Projection {
             Some(adapter) => residual(&out, &adapter.delta(x, self.dropout(pass).as_deref())?),
             None => Ok(out),
         }
-    }
-
-    /// The outputs of several layers for the same x `[T, in]`, with their biases: `[T, out]` each.
-    pub(super) fn forward_all<const N: usize>(
-        projections: [&Self; N],
-        x: &Tensor,
-        pass: &ForwardPass,
-    ) -> Result<[Tensor; N]> {
-        if x.dim(0)? > 0 && pass.replicated_rows().is_some() {
-            let mut layers = projections.map(|projection| (projection, None));
-            for (projection, bias) in &mut layers {
-                *bias = projection.bias(pass)?;
-            }
-            if let Some(outputs) = Self::shared(layers, x, pass)? {
-                return Ok(outputs);
-            }
-        }
-        let mut outputs = projections.map(|_| x.clone());
-        for (output, projection) in outputs.iter_mut().zip(projections) {
-            *output = projection.forward(x, pass)?;
-        }
-        Ok(outputs)
-    }
-
-    /// The outputs of several layers with these biases for the same x, computed together with the other ranks that have x; `None` if
-    /// there are none, or if the layers are not worth an exchange. Adapters, which are small, are computed by each rank.
-    fn shared<const N: usize>(
-        layers: [(&Self, Option<&Tensor>); N],
-        x: &Tensor,
-        pass: &ForwardPass,
-    ) -> Result<Option<[Tensor; N]>> {
-        let Some(ranks) = pass.replicated_rows() else { return Ok(None) };
-        let mut weights = Vec::with_capacity(N);
-        for (projection, bias) in layers {
-            weights.push((projection.weight(pass)?, bias));
-        }
-        let Ok(weights) = <[_; N]>::try_from(weights) else { return Ok(None) };
-        let Some(mut outputs) = ranks.linear(x, weights)? else { return Ok(None) };
-        for (output, (projection, _)) in outputs.iter_mut().zip(layers) {
-            if let Some(adapter) = projection.adapter(pass)? {
-                *output = residual(output, &adapter.delta(x, projection.dropout(pass).as_deref())?)?;
-            }
-        }
-        Ok(Some(outputs))
     }
 
     /// The dropout of the layer's input rows: of this rank's rows if it holds the layer whole, else of all tokens of the

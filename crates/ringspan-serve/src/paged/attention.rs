@@ -11,7 +11,7 @@ use ringspan::kernel::{Data, View};
 use ringspan::{Mask, Score};
 use ringspan_candle::cast::cast;
 use ringspan_candle::rope::Rotations;
-use ringspan_candle::{Attend, AttentionInputs, Experts, InputDropout, ReplicatedRows, TensorParallel};
+use ringspan_candle::{Attend, AttentionInputs, Experts, InputDropout, TensorParallel};
 use std::cell::RefCell;
 
 /// Attention of a step: new keys and values go to the ranks that have their pages, then chunks attend over all ranks by a
@@ -25,13 +25,7 @@ pub(super) struct PagedAttention<'a> {
     /// The most tokens that a sequence may have.
     length: usize,
     rotations: Rotations,
-    /// The context-parallel ranks, where all of them have the rows of this step.
-    replicated: Option<ReplicatedRows>,
 }
-
-/// Ranks in processes of their own share layers whose weights take at least this many bytes: an exchange takes about as long as reading
-/// them from memory.
-const LEAST_BYTES_BETWEEN_PROCESSES: usize = 2 << 20;
 
 impl<'a> PagedAttention<'a> {
     pub(super) fn new(
@@ -41,11 +35,7 @@ impl<'a> PagedAttention<'a> {
         plan: &'a StepPlan,
     ) -> Self {
         let (group, tensor, length) = (&**groups.cp(), groups.tensor(), cache.max_length().unwrap_or(0));
-        // Ranks pass each other memory, instead of bytes, if they are threads of one process.
-        let least_bytes = if group.cp().passes_device_memory() { 0 } else { LEAST_BYTES_BETWEEN_PROCESSES };
-        let replicated = plan.is_replicated().then(|| ReplicatedRows::new(group.cp().clone(), least_bytes)).flatten();
-        let rotations = Rotations::default();
-        Self { group, tensor, experts, cache: RefCell::new(cache), plan, length, rotations, replicated }
+        Self { group, tensor, experts, cache: RefCell::new(cache), plan, length, rotations: Rotations::default() }
     }
 
     /// Writes the new keys and values to the ranks' pages.
@@ -135,10 +125,6 @@ impl Attend for PagedAttention<'_> {
 
     fn tensor_parallel(&self) -> &TensorParallel {
         self.tensor
-    }
-
-    fn replicated_rows(&self) -> Option<&ReplicatedRows> {
-        self.replicated.as_ref()
     }
 
     fn input_dropout(&self) -> Option<&InputDropout> {

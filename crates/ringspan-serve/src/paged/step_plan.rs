@@ -59,11 +59,6 @@ impl StepPlan {
         Ok(Self { tokens, positions, chunk_rows, attention, outputs })
     }
 
-    /// Whether all context-parallel ranks have the same rows, since no chunk is shared among them.
-    pub(super) fn is_replicated(&self) -> bool {
-        [&self.attention.full, &self.attention.window].into_iter().flatten().all(|kind| kind.chunks.is_none())
-    }
-
     /// How the tokens attend in layers of a kind.
     pub(super) fn attention(&self, kind: LayerKind) -> Result<&AttentionPlan> {
         let missing = || Error::Step(format!("no layer of this rank was of the kind {kind:?}"));
