@@ -38,6 +38,8 @@ pub struct DenoisePlan {
     operations: Vec<f64>,
     /// Ranks of this machine.
     local: usize,
+    /// Whether each of them is a process of its own.
+    has_processes: bool,
 }
 
 /// Bytes that the busiest rank of a grid sends in attention of one block to the tokens of all ranks, and the most heads of one.
@@ -162,6 +164,7 @@ impl DenoisePlan {
             activations: sizes.activations(config, weights),
             operations: (0..folder.stages()).map(operations).collect(),
             local: mesh.processes.local().unwrap_or(mesh.size()),
+            has_processes: mesh.processes.local().is_some(),
         })
     }
 
@@ -191,7 +194,7 @@ impl DenoisePlan {
 
     /// Processes of this machine, each of which has the weights.
     pub(crate) fn local_processes(&self) -> usize {
-        if self.processes { self.local } else { 1 }
+        if self.has_processes { self.local } else { 1 }
     }
 
     /// Floating-point operations of all steps, over all ranks.
