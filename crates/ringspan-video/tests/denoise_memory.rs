@@ -29,7 +29,7 @@ fn folder(config: &Value) -> tempfile::TempDir {
 
 /// Many tokens for the width, where the stream counts, and few, where the inner width of feed-forward layers does; both types of
 /// computation; one rank, and rings and Ulysses ranks. The allocator counts all ranks together, so their peaks must coincide: they do in
-/// attention over all ranks, which is the largest moment of a narrow feed-forward layer.
+/// attention over all ranks, which is the largest moment of a narrow feed-forward layer, so wide ones are computed by one rank.
 #[test]
 fn the_peak_is_what_the_plan_predicts() -> Result<()> {
     let config = |ffn: usize| {
@@ -40,10 +40,10 @@ fn the_peak_is_what_the_plan_predicts() -> Result<()> {
     };
     let mut wrong = Vec::new();
     for (weights, ffn, side, meshes) in [
-        (WeightType::F32, 768, 64, &[(1, 1), (2, 1), (1, 2)][..]),
+        (WeightType::F32, 768, 64, &[(1, 1)][..]),
         (WeightType::F32, 96, 64, &[(1, 1), (2, 1), (1, 2), (2, 2)][..]),
-        (WeightType::F32, 768, 32, &[(1, 1), (3, 1)][..]),
-        (WeightType::Bf16, 768, 64, &[(1, 1), (2, 1)][..]),
+        (WeightType::F32, 768, 32, &[(1, 1)][..]),
+        (WeightType::Bf16, 768, 64, &[(1, 1)][..]),
         (WeightType::Bf16, 96, 64, &[(1, 1)][..]),
     ] {
         let path = folder(&config(ffn));
