@@ -9,8 +9,8 @@ use ringspan::mesh::Grid;
 use ringspan::schedule::{Machine, StrategyChoice};
 use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Rank, StrategyKind};
 use std::collections::hash_map::DefaultHasher;
-use std::fmt::Debug;
-use std::hash::{Hash, Hasher};
+use std::fmt::{self, Debug, Write};
+use std::hash::Hasher;
 use std::sync::Arc;
 
 /// Says how sequences are distributed over ranks and how they attend to each other. Only the sequences must be given, by
@@ -202,6 +202,8 @@ impl ContextBuilder {
             key = Layout::new(layout, keys, ranks).map_err(candle_core::Error::wrap)?;
         }
         let wire = self.wire.map_or("that of the tensors".into(), |wire| format!("{wire:?}"));
+        let machine = self.machine.unwrap_or(Machine::cpu(self.threads));
+        let chosen_for = if self.strategy.is_auto() { format!("{machine:?}") } else { "none".into() };
         let settings = [
             ("sequences", summary(&documents)),
             ("sequences of keys", summary(keys)),
@@ -212,6 +214,7 @@ impl ContextBuilder {
             ("grid", grid.to_string()),
             ("head_chunks", self.head_chunks.to_string()),
             ("wire", wire),
+            ("machine for strategy auto", chosen_for),
         ];
         agree(&*self.communicator, &settings.map(|(name, value)| (name.to_owned(), value)))
             .map_err(candle_core::Error::wrap)?;
@@ -219,7 +222,7 @@ impl ContextBuilder {
         let group = Arc::new(if let Some(wire) = self.wire { group.with_wire(wire) } else { group });
         Ok(Context {
             strategy: self.strategy,
-            machine: self.machine.unwrap_or(Machine::cpu(self.threads)),
+            machine,
             head_chunks: self.head_chunks,
             mask: self.mask,
             qkv_format: self.qkv_format,
@@ -242,7 +245,18 @@ fn digest(value: &impl Debug) -> String {
 }
 
 fn hash(value: &impl Debug) -> u64 {
-    let mut hasher = DefaultHasher::new();
-    format!("{value:?}").hash(&mut hasher);
-    hasher.finish()
+    let mut text = HashedText(DefaultHasher::new());
+    // Hashing cannot fail.
+    let _ = write!(text, "{value:?}");
+    text.0.finish()
+}
+
+/// Hashes a text as it is written, since that of many documents is long.
+struct HashedText(DefaultHasher);
+
+impl Write for HashedText {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        self.0.write(text.as_bytes());
+        Ok(())
+    }
 }

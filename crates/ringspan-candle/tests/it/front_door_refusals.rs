@@ -3,6 +3,7 @@
 use crate::support::random;
 use candle_core::{DType, Device, Tensor};
 use ringspan::kernel::{Buckets, Relative};
+use ringspan::schedule::{Machine, StrategyChoice};
 use ringspan::{Documents, LayoutKind, Mask, Rank, Score, StrategyKind, World};
 use ringspan_candle::{AttentionInputs, Context, ContextBuilder};
 
@@ -126,6 +127,15 @@ fn ranks_with_other_settings_are_named_with_the_setting() {
             Ok(builder.build().map(drop)?)
         });
     }
+}
+
+#[test]
+fn ranks_that_choose_a_strategy_for_other_machines_are_refused() {
+    refused(&["rank 1", "machine", "Machine"], |rank| {
+        let machine = Machine::cpu(1 + rank.index());
+        let builder = Context::builder(rank).batch(1, 8).strategy(StrategyChoice::Auto).machine(machine);
+        Ok(builder.build().map(drop)?)
+    });
 }
 
 #[test]
