@@ -50,7 +50,7 @@ fn initial(transformer: &WanTransformer, before: &HashMap<String, Tensor>, seed:
         let random = |scale: f64| -> Result<Tensor> { Ok((noise(seed + index as u64, &shape)? * scale)?) };
         let constant = |value: f64| Tensor::full(value as f32, shape.as_slice(), &Device::Cpu);
         let values = match name.as_str() {
-            // Of 512 embeddings few are words, so their scores begin wide apart.
+            // Only few of the 512 embeddings of a prompt are words, so scores must begin wide apart for these to be seen.
             name if name.contains("attn2.norm_") => constant(2.0)?,
             name if name.ends_with("bias") => constant(0.0)?,
             name if shape.len() == 1 && name.ends_with("weight") => constant(1.0)?,

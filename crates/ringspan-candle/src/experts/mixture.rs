@@ -111,7 +111,7 @@ pub fn mixed_saving(
                 RoutedExpert::Gated(RoutedGatedExpert::new(expert, routing.dropout.as_ref(), slots, top))
             }
             Expert::Stacked(expert) => {
-                // All experts of a stack share the same parameters, which are linked once.
+                // All experts of a stack share the same parameters, which are tied to the graph once.
                 if stack_tied.is_none() {
                     stack_tied = Some(first_parameter);
                     for parameter in expert.stack.parameters().into_iter().flatten() {
@@ -144,7 +144,7 @@ fn nothing_mixed(x: &Tensor, routing: &Routing, expert: &dyn Fn(usize) -> Result
     cast(&mixed(&host(x)?, &on_cpu, expert)?.to_device(x.device())?, x.dtype())
 }
 
-/// The mixture as one operation of x `[T, C]`, the weights `[T, K]` and the extra of all parameters.
+/// The mixture as one operation of x `[T, C]`, the weights `[T, K]` and the extra tensor that ties all parameters to the graph.
 struct Mixed {
     top: usize,
     parts: Vec<TiedExpert>,
@@ -153,7 +153,7 @@ struct Mixed {
 }
 
 /// An expert with its tokens, the stored products that its backward pass reads, and the number of its first parameter among
-/// the extra.
+/// those that the extra tensor ties.
 struct TiedExpert {
     part: RoutedExpert,
     products: Products,

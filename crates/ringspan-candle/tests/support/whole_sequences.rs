@@ -198,7 +198,7 @@ impl Case {
         Ok(results)
     }
 
-    /// Those of sinks, bias and bucket table that this case has.
+    /// The gradients of sinks, bias and bucket table, as far as this case has them.
     fn used<'a, T>(&self, terms: [(&'static str, &'a T); 3]) -> Vec<(&'static str, &'a T)> {
         let used = [self.terms.sinks, self.terms.bias_heads.is_some(), self.terms.buckets.is_some()];
         terms.into_iter().zip(used).filter(|(_, used)| *used).map(|(term, _)| term).collect()

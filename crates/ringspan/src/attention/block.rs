@@ -136,7 +136,7 @@ pub(super) fn last_uses(plan: &Plan) -> HashMap<Block, usize> {
 }
 
 /// The row range of a tensor of one row, for packing a plain list of numbers.
-#[allow(clippy::single_range_in_vec_init)] // RowRanges are given as ranges.
+#[allow(clippy::single_range_in_vec_init)] // Packing takes a list of ranges, here of one.
 const ONE: &[std::ops::Range<usize>] = &[0..1];
 
 /// The error for a plan that uses a block before it arrived; the schedule's tests show that no plan does.
