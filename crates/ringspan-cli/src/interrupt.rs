@@ -106,6 +106,7 @@ fn remove_folder(path: &Path) {
 /// A file or folder that is deleted if the program is interrupted or the value is dropped before it is kept.
 pub(crate) struct Unfinished {
     output: Output,
+    is_kept: bool,
 }
 
 impl Unfinished {
@@ -124,11 +125,16 @@ impl Unfinished {
 
     fn register(output: Output, unfinished: &mut Vec<Output>) -> Self {
         unfinished.push(output.clone());
-        Self { output }
+        Self { output, is_kept: false }
     }
 
     pub(crate) fn path(&self) -> &Path {
         self.output.path()
+    }
+
+    /// The file or folder stays, under the name that it has.
+    pub(crate) fn keep(mut self) {
+        self.is_kept = true;
     }
 
     /// Renames the finished file or folder to `target`.
@@ -166,7 +172,9 @@ fn move_files(from: &Path, target: &Path, moved: &mut Vec<PathBuf>) -> std::io::
 impl Drop for Unfinished {
     fn drop(&mut self) {
         let mut unfinished = unfinished();
-        self.output.remove();
+        if !self.is_kept {
+            self.output.remove();
+        }
         unfinished.retain(|output| *output != self.output);
     }
 }

@@ -1,17 +1,19 @@
 //! The picture of a run that is not finished.
 
 use crate::files;
+use crate::interrupt::Unfinished;
 use anyhow::{Context, Result, bail, ensure};
 use ringspan_video::frames;
 use ringspan_video::vae::VideoTensor;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// The file of a preview. It is deleted if the run fails after it was written, unless it took the place of another file.
+/// The file of a preview. It is deleted if the run fails or is interrupted after it was written, unless it took the place of another
+/// file.
 pub(super) struct Preview {
     path: PathBuf,
     replaces: bool,
-    is_left: AtomicBool,
+    unfinished: Mutex<Option<Unfinished>>,
 }
 
 impl Preview {
@@ -26,33 +28,32 @@ impl Preview {
         if let Some(picture) = pictures.into_iter().find(same) {
             bail!("--preview {}: the run reads this picture", picture.display());
         }
-        Ok(Self { path: path.to_owned(), replaces: path.exists(), is_left: AtomicBool::new(false) })
+        Ok(Self { path: path.to_owned(), replaces: path.exists(), unfinished: Mutex::default() })
     }
 
     /// Writes the first frame of a video.
     pub(super) fn write(&self, video: &VideoTensor) -> Result<()> {
         let pictures = frames::to_rgb(video)?;
         let first = pictures.first().context("a preview without a frame")?;
-        files::write(&self.path, &frames::encode_picture(&self.path, first)?)?;
-        self.is_left.store(!self.replaces, Ordering::SeqCst);
-        Ok(())
+        let picture = frames::encode_picture(&self.path, first)?;
+        if !self.replaces {
+            *self.lock() = Some(Unfinished::file(self.path.clone()));
+        }
+        files::write(&self.path, &picture)
     }
 
     /// The run has succeeded, so the picture stays.
     pub(super) fn keep(&self) {
-        self.is_left.store(false, Ordering::SeqCst);
+        if let Some(unfinished) = self.lock().take() {
+            unfinished.keep();
+        }
     }
 
     pub(super) fn path(&self) -> &Path {
         &self.path
     }
-}
 
-impl Drop for Preview {
-    fn drop(&mut self) {
-        if self.is_left.load(Ordering::SeqCst) {
-            // The error that ends the run is reported, not this one.
-            let _ = std::fs::remove_file(&self.path);
-        }
+    fn lock(&self) -> MutexGuard<'_, Option<Unfinished>> {
+        self.unfinished.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
