@@ -1,5 +1,6 @@
 //! The line on memory that `train` prints after a run: the plan's prediction, and the allocator's count.
 
+use crate::support::megabytes;
 use std::path::Path;
 use std::process::Command;
 
@@ -13,14 +14,6 @@ fn train(folder: &Path, more: &[&str]) -> String {
     let output = command.output().expect("the binary starts");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8_lossy(&output.stdout).into_owned()
-}
-
-/// The number of megabytes before a word in the line `memory`.
-fn megabytes(said: &str, word: &str) -> f64 {
-    let line = said.lines().find(|line| line.starts_with("memory ")).unwrap_or_else(|| panic!("no memory in {said}"));
-    let before = line.split(word).next().unwrap_or_default();
-    let number = before.trim_end().strip_suffix("MB").and_then(|text| text.split_whitespace().last());
-    number.and_then(|number| number.parse().ok()).unwrap_or_else(|| panic!("no {word} in {line}"))
 }
 
 #[test]

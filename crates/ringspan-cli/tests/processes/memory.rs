@@ -2,6 +2,7 @@
 //! not at their peaks at the same time. Needs feature `mpi`.
 #![cfg(feature = "mpi")]
 
+use crate::support::megabytes;
 use crate::{four_bits, mpi};
 use ringspan_models::{Config, Decoder};
 use safetensors::{Dtype, tensor::TensorView};
@@ -22,13 +23,6 @@ fn prepare(folder: &Path, tokens: usize) {
     let bytes: Vec<u8> = (0..tokens).flat_map(|i| (i as u32 * 7 % 251).to_le_bytes()).collect();
     let view = TensorView::new(Dtype::U32, vec![1, tokens], &bytes).expect("tokens");
     safetensors::serialize_to_file([("tokens", view)], None, &folder.join("tokens.safetensors")).expect("room");
-}
-
-/// The megabytes that a run says its plan predicted and that were allocated at most.
-fn predicted_and_allocated(stdout: &str) -> [f64; 2] {
-    let line = stdout.lines().find(|line| line.starts_with("memory ")).expect("a line about memory");
-    let numbers: Vec<f64> = line.split_whitespace().filter_map(|word| word.parse().ok()).collect();
-    [numbers[0], numbers[1]]
 }
 
 #[test]
@@ -59,7 +53,7 @@ fn a_rank_of_a_ring_beside_a_base_in_four_bits_takes_what_its_plan_predicts() {
         ];
         let run = mpi::mpirun(&[(ranks.parse().expect("a number"), folder.path(), arguments.to_vec())]);
         assert!(run.good, "{:#?}", run.stderr);
-        let [predicted, allocated] = predicted_and_allocated(&run.stdout[0]);
+        let [predicted, allocated] = ["predicted", "allocated"].map(|word| megabytes(&run.stdout[0], word));
         let of_plan = allocated / predicted;
         assert!((0.9..1.1).contains(&of_plan), "{ranks} ranks: {allocated} MB of {predicted} planned");
     }

@@ -2,28 +2,12 @@
 #![cfg(feature = "mpi")]
 
 use crate::mpi;
-use std::path::{Path, PathBuf};
-
-fn fixture(name: &str) -> PathBuf {
-    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../ringspan-video/tests/fixtures")).join(name)
-}
-
-fn copy(from: &Path, to: &Path) {
-    std::fs::create_dir_all(to).expect("a folder");
-    for entry in std::fs::read_dir(from).expect("a fixture") {
-        let path = entry.expect("a file").path();
-        let to = to.join(path.file_name().expect("a name"));
-        if path.is_dir() { copy(&path, &to) } else { std::fs::copy(&path, &to).map(drop).expect("copied") }
-    }
-}
+use crate::support::video_fixtures::{copy, fixture, write_pipeline};
 
 #[test]
 fn a_video_of_processes_is_that_of_threads() {
     let folder = tempfile::tempdir().expect("a folder");
-    let parts = [("text/text_encoder", "text_encoder"), ("text/tokenizer", "tokenizer"), ("vae/tiny", "vae")];
-    for (from, name) in parts.into_iter().chain([("pipeline/t2v", ".")]) {
-        copy(&fixture(from), &folder.path().join("model").join(name));
-    }
+    write_pipeline(&folder.path().join("model"));
     let arguments = |out| {
         let flags = "video --model model --prompt cat --negative rain --frames 9 --height 32 --width 48 --steps 4 --seed 7 \
                      --guidance 4 --guidance-2 3 --threads 1 --ring 2 --preview look.png --out";

@@ -4,6 +4,7 @@
 pub mod bf16;
 pub mod http;
 pub mod model;
+pub mod video_fixtures;
 
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use std::collections::BTreeMap;
@@ -278,4 +279,12 @@ pub fn compare(what: &str, results: &BTreeMap<String, Tensor>, dense: &Dense, to
         // NaN fails, since it is not below the tolerance.
         assert!(apart <= tolerance, "{what}: {name} is {apart:.2e} from the dense result");
     }
+}
+
+/// The number of megabytes before a word in the line `memory` of a training's output.
+pub fn megabytes(said: &str, word: &str) -> f64 {
+    let line = said.lines().find(|line| line.starts_with("memory ")).unwrap_or_else(|| panic!("no memory in {said}"));
+    let before = line.split(word).next().unwrap_or_default();
+    let number = before.trim_end().strip_suffix("MB").and_then(|text| text.split_whitespace().last());
+    number.and_then(|number| number.parse().ok()).unwrap_or_else(|| panic!("no {word} in {line}"))
 }
