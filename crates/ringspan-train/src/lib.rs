@@ -41,6 +41,7 @@ mod watchdog;
 pub use config::{DataSource, RouterLossScope, Sharding, TextSource, TrainConfig, TrainingLength};
 pub use error::{Error, Result};
 pub use events::EventFile;
+pub use fingerprint::fingerprint;
 pub use hidden_states::hidden_states;
 pub use lr_schedule::{LrDecay, LrSchedule};
 pub use metrics::{EvaluationMetrics, MetricsFile, StepMetrics};

@@ -1,7 +1,6 @@
 //! Runs a training, from its configuration to a trained model folder.
 
 use crate::{
-    checkpoint::Identity,
     companion_files,
     config::TrainConfig,
     dataset::{CachePolicy, TokenizationMonitor},
@@ -228,15 +227,14 @@ fn check_fits(plan: &Plan) -> Result<()> {
 fn process_settings(config: &TrainConfig, setup: &Setup) -> Result<Vec<Setting>> {
     let mut settings = vec![("version".to_owned(), env!("CARGO_PKG_VERSION").to_owned())];
     settings.extend(config.settings.entries()?.into_iter().map(|(key, value)| (format!("--{key}"), value)));
-    let identity_text = |identity: &Identity| format!("{} ({:016x})", identity.summary, identity.fingerprint);
-    settings.push(("the model".into(), identity_text(&setup.model)));
+    settings.push(("the model".into(), setup.model.to_string()));
     let keys = setup.config_json.as_object().into_iter().flatten();
     settings.extend(keys.map(|(key, value)| (format!("the model's {key}"), value.to_string())));
     settings.push((
         "the model's weights".into(),
         format!("{:016x}", setup.initial_parameters.fingerprint(&setup.spec.shapes)?),
     ));
-    settings.push(("the data".into(), identity_text(&setup.data)));
+    settings.push(("the data".into(), setup.data.to_string()));
     settings.push(("the first step".into(), setup.spec.first_step.to_string()));
     Ok(settings)
 }

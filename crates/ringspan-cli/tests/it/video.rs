@@ -1,13 +1,10 @@
 //! The commands for videos, on the smallest models of the video crate's fixtures.
 
+use crate::support::video_fixtures::{copy, fixture, write_pipeline};
 use crate::support::{Bench, Tensor, message, read, relative_l2};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Output;
-
-fn fixture(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../ringspan-video/tests/fixtures").join(name)
-}
 
 /// A folder with the named tensors of a fixture's reference, and the model to run on them.
 struct Video {
@@ -108,6 +105,11 @@ fn train_makes_an_adapter_that_denoise_takes() {
     train.refused(&format!("{flags} --out new --sequence-length 8"), &["--sequence-length has no effect", "lora-rank"]);
     train.refused("--data in.safetensors --out new", &["--lora-rank is missing"]);
     train.refused("--lora-rank 2 --out new", &["--data is missing"]);
+    let other = train.bench.path("other");
+    copy(&fixture("lora/diffusers"), &other);
+    let adapter = std::fs::read(other.join("pytorch_lora_weights.safetensors")).expect("an adapter");
+    train.refused(&format!("{flags} --out other"), &["pytorch_lora_weights.safetensors", "another training", "--out"]);
+    assert_eq!(std::fs::read(other.join("pytorch_lora_weights.safetensors")).expect("it is left"), adapter);
     let before = train.bench.files();
     let planned = train.run(&format!("{flags} --out new --dry-run"));
     let plan = String::from_utf8_lossy(&planned.stdout).into_owned();
@@ -199,28 +201,11 @@ fn text_embed_gives_the_same_rows_on_two_ranks() {
     video.refused("--prompt a --out no/new.safetensors", &["there is no folder"]);
 }
 
-/// A folder with a whole pipeline, from the files of several fixtures.
+/// A folder with a whole pipeline.
 fn pipeline() -> Video {
     let video = Video { bench: Bench::new(&[]), command: "video", model: PathBuf::from("model") };
-    let to = video.bench.path("model");
-    for (from, name) in [
-        ("text/text_encoder", "text_encoder"),
-        ("text/tokenizer", "tokenizer"),
-        ("vae/tiny", "vae"),
-        ("pipeline/t2v", "."),
-    ] {
-        copy(&fixture(from), &to.join(name));
-    }
+    write_pipeline(&video.bench.path("model"));
     video
-}
-
-fn copy(from: &Path, to: &Path) {
-    std::fs::create_dir_all(to).expect("a folder");
-    for entry in std::fs::read_dir(from).expect("a fixture") {
-        let path = entry.expect("a file").path();
-        let to = to.join(path.file_name().expect("a name"));
-        if path.is_dir() { copy(&path, &to) } else { std::fs::copy(&path, &to).map(drop).expect("copied") }
-    }
 }
 
 /// Flags of the video that the fixture has; a prompt is one word, since flags are split at spaces.

@@ -11,10 +11,11 @@ use crate::{
     data::{PackerPosition, SourcePosition},
     durable_file::sync_folder,
     error::{Error, Result},
+    fingerprint::fingerprint,
 };
 use serde::{Deserialize, Serialize};
 use std::{
-    fs,
+    fmt, fs,
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -32,6 +33,20 @@ pub struct Identity {
     pub summary: String,
     /// Equal for two models, or two data, if and only if a run can go on from one to the other.
     pub fingerprint: u64,
+}
+
+impl Identity {
+    /// An identity with the fingerprint of a text.
+    #[must_use]
+    pub fn of_text(summary: String, text: &str) -> Self {
+        Self { summary, fingerprint: fingerprint(text.bytes().map(u64::from)) }
+    }
+}
+
+impl fmt::Display for Identity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ({:016x})", self.summary, self.fingerprint)
+    }
 }
 
 /// The state of a run but for its tensors.

@@ -204,17 +204,9 @@ pub(super) fn below_one(flag: &str, value: f64) -> Result<()> {
 
 /// Refuses an output folder that holds a run or a model: a new run never overwrites another one's work.
 pub(super) fn refuse_used_folder(out: &Path) -> Result<()> {
-    let files = [
-        RUN_FILE,
-        "checkpoints",
-        "model.safetensors",
-        "model.safetensors.index.json",
-        "config.json",
-        adapter::CONFIG,
-        // The adapters of a video transformer.
-        "pytorch_lora_weights.safetensors",
-    ];
-    for name in files {
+    for name in
+        [RUN_FILE, "checkpoints", "model.safetensors", "model.safetensors.index.json", "config.json", adapter::CONFIG]
+    {
         if out.join(name).exists() {
             let advice = if out.join("checkpoints").exists() {
                 format!("go on with --resume {}, choose another --out, or remove it", out.display())

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 /// The name of diffusers' file in a folder, and that of PEFT's.
-pub(super) const DIFFUSERS: &str = "pytorch_lora_weights.safetensors";
+pub(crate) const DIFFUSERS: &str = "pytorch_lora_weights.safetensors";
 const PEFT: &str = "adapter_model.safetensors";
 /// The entry of a file's metadata in which diffusers keeps PEFT's configuration.
 pub(super) const METADATA: &str = "lora_adapter_metadata";

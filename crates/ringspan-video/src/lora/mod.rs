@@ -7,6 +7,7 @@ mod save;
 mod tensor_name;
 
 pub(crate) use change::TransformerChange;
+pub(crate) use file::DIFFUSERS;
 pub use save::save;
 
 use crate::error::{Error, Result};

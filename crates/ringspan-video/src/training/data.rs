@@ -6,8 +6,8 @@ use crate::noise::{noise, uniform};
 use crate::tensor_folder::TensorFolder;
 use crate::transformer::{FlowSample, TIMESTEPS, WanTransformer};
 use candle_core::Tensor;
-use ringspan_candle::lora::dropout_stream;
 use ringspan_train::checkpoint::Identity;
+use ringspan_train::fingerprint;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -91,15 +91,22 @@ impl FlowData {
         Error::Format { path: file.path().to_owned(), problem: problem.to_owned() }
     }
 
-    /// The identity of the data: names and shapes.
-    pub(super) fn identity(&self) -> Identity {
-        let of_file = |file: &TensorFolder| {
-            let name = file.path().file_name().unwrap_or_default().to_string_lossy().into_owned();
-            let shapes: Vec<String> = file.shapes().map(|(name, shape)| format!("{name} {shape:?}")).collect();
-            format!("{name}: {}", shapes.join(", "))
-        };
-        let all: Vec<String> = self.files.iter().map(of_file).collect();
-        Identity { summary: self.to_string(), fingerprint: dropout_stream(&all.join("; ")) }
+    /// The identity of the data: names, shapes and contents of all files, in their order.
+    ///
+    /// # Errors
+    /// Failures of the file system.
+    pub(super) fn identity(&self) -> Result<Identity> {
+        let mut words = Vec::new();
+        for file in &self.files {
+            for (name, shape) in file.shapes() {
+                let values = file.read(name)?.flatten_all()?.to_vec1::<f32>()?;
+                let of_values = fingerprint(values.into_iter().map(|value| value.to_bits().into()));
+                words.extend(
+                    name.bytes().map(u64::from).chain(shape.iter().map(|size| *size as u64)).chain([of_values]),
+                );
+            }
+        }
+        Ok(Identity { summary: self.to_string(), fingerprint: fingerprint(words) })
     }
 }
 

@@ -16,8 +16,6 @@ use crate::error::{Error, Result};
 use crate::lora;
 use crate::transformer::{WanFolder, WeightType};
 use ringspan::comm::process_group::ProcessGroup;
-use ringspan_candle::StoredWeights;
-use ringspan_candle::lora::dropout_stream;
 use ringspan_models::Lora;
 use ringspan_train::checkpoint::{Checkpoint, Checkpoints, Identity};
 use ringspan_train::{LrSchedule, MetricsFile, TrainConfig};
@@ -26,11 +24,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::AtomicBool;
 
-/// A training that can begin: its model, data and settings have been read and checked.
+/// A training that can begin: its data, its settings and the model's headers have been read and checked.
 pub struct VideoTraining<'a> {
     config: &'a TrainConfig,
     folder: WanFolder,
-    weights: StoredWeights,
     data: FlowData,
     lora: Lora,
     lr: LrSchedule,
@@ -64,12 +61,17 @@ pub fn transformer_folder(path: &Path) -> Option<PathBuf> {
 }
 
 impl<'a> VideoTraining<'a> {
-    /// Reads and checks everything.
+    /// Reads and checks everything but the weights.
     ///
     /// # Errors
     /// Settings without effect on a video transformer, by name; a model or data that do not fit; a checkpoint of another run.
     pub fn open(config: &'a TrainConfig, processes: &ProcessGroup) -> Result<Self> {
         let lora = settings::checked(config)?;
+        let adapter = config.out.join(lora::DIFFUSERS);
+        if !config.resume && adapter.exists() {
+            let problem = "it is the adapter of another training: choose another --out, or remove it";
+            return Err(Error::Format { path: adapter, problem: problem.into() });
+        }
         let path = config.model.as_deref().unwrap_or(Path::new("."));
         if path.join("transformer_2").is_dir() {
             let problem = "it has two transformers: name one of them, transformer or transformer_2, with --model";
@@ -90,25 +92,21 @@ impl<'a> VideoTraining<'a> {
         };
         let names: Vec<String> =
             folder.transformer().adapter_shapes().iter().map(|(name, shape)| format!("{name} {shape:?}")).collect();
-        let model = Identity {
-            summary: format!("adapters of rank {}, alpha {}, {} matrices", lora.rank, lora.alpha, names.len()),
-            fingerprint: dropout_stream(&format!("{} {}", lora.alpha, names.join(", "))),
-        };
-        let data_identity = data.identity();
+        let summary = format!("adapters of rank {}, alpha {}, {} matrices", lora.rank, lora.alpha, names.len());
+        let model = Identity::of_text(summary, &format!("{} {}", lora.alpha, names.join(", ")));
+        let data_identity = data.identity()?;
         let resumed = match config.resume {
             true => Some(Checkpoints::new(&config.out, config.keep).newest(&model, &data_identity)?),
             false => None,
         };
         let first_step = resumed.as_ref().map_or(0, |checkpoint: &Checkpoint| checkpoint.progress.step);
-        let identity_text = |identity: &Identity| format!("{} ({:016x})", identity.summary, identity.fingerprint);
         processes.agree(&[
-            ("the adapters".into(), identity_text(&model)),
-            ("the data".into(), identity_text(&data_identity)),
+            ("the adapters".into(), model.to_string()),
+            ("the data".into(), data_identity.to_string()),
             ("the first step".into(), first_step.to_string()),
         ])?;
-        let weights = folder.load(WeightType::AsStored)?;
         let lr = config.lr(settings::steps(config)?)?;
-        Ok(Self { config, folder, weights, data, lora, lr, mesh, model, data_identity, resumed })
+        Ok(Self { config, folder, data, lora, lr, mesh, model, data_identity, resumed })
     }
 
     /// Trains to the last step, or until `stop` is set in the process of rank 0, which alone writes and calls `stepped`.
@@ -124,7 +122,8 @@ impl<'a> VideoTraining<'a> {
             false => None,
         };
         let metrics = Mutex::new(metrics);
-        let ends = self.mesh.run(|groups| self.on_rank(groups, stop, &metrics, stepped))?;
+        let weights = self.folder.load(WeightType::AsStored)?;
+        let ends = self.mesh.run(|groups| self.on_rank(&weights, groups, stop, &metrics, stepped))?;
         let Some((step, interrupted, matrices)) = ends.into_iter().next() else {
             return Err(Error::Mesh("a training needs at least one rank".into()));
         };

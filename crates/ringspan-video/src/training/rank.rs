@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::transformer::FlowSample;
 use candle_core::Tensor;
 use ringspan::comm::Buffer;
-use ringspan_candle::{CheckpointPolicy, Recompute};
+use ringspan_candle::{CheckpointPolicy, Recompute, StoredWeights};
 use ringspan_train::checkpoint::{Checkpoints, Progress, Region};
 use ringspan_train::data::PackerPosition;
 use ringspan_train::{MetricsFile, Optimizer, OptimizerState};
@@ -38,13 +38,14 @@ type RankEnd = (u64, bool, BTreeMap<String, Tensor>);
 impl VideoTraining<'_> {
     pub(super) fn on_rank(
         &self,
+        weights: &StoredWeights,
         groups: &RankGroups,
         stop: &AtomicBool,
         metrics: &Mutex<Option<MetricsFile>>,
         stepped: &(dyn Fn(&FlowMetrics) + Sync),
     ) -> Result<RankEnd> {
         let (began, config) = (Instant::now(), self.config);
-        let mut trainer = self.trainer(groups)?;
+        let mut trainer = self.trainer(weights, groups)?;
         let (mut step, mut saved, mut interrupted) = (self.first_step(), self.first_step(), false);
         while step < self.lr.steps {
             if self.agreed_to_stop(groups, stop)? {
@@ -87,7 +88,7 @@ impl VideoTraining<'_> {
     }
 
     /// The trainer of new adapters, or of those of a checkpoint.
-    fn trainer<'a>(&'a self, groups: &'a RankGroups) -> Result<AdapterTrainer<'a>> {
+    fn trainer<'a>(&'a self, weights: &'a StoredWeights, groups: &'a RankGroups) -> Result<AdapterTrainer<'a>> {
         let (config, transformer) = (self.config, self.folder.transformer());
         let (mut matrices, mut state, mut sizes) = (BTreeMap::new(), OptimizerState::new(), Vec::new());
         for (name, shape) in transformer.adapter_shapes() {
@@ -113,7 +114,7 @@ impl VideoTraining<'_> {
         };
         let recompute = config.recompute.unwrap_or(Recompute::KeepAttention);
         let policy = CheckpointPolicy { recompute, storage: config.activations, offload: None };
-        AdapterTrainer::new(transformer, &self.weights, groups, policy, matrices, optimizer)
+        AdapterTrainer::new(transformer, weights, groups, policy, matrices, optimizer)
     }
 
     /// The samples of a step.
