@@ -3,7 +3,7 @@
 use crate::support::video_fixtures::{copy, fixture, write_pipeline};
 use crate::support::{Bench, Tensor, message, read, relative_l2};
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Output;
 
 /// A folder with the named tensors of a fixture's reference, and the model to run on them.
