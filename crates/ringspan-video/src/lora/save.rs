@@ -23,8 +23,8 @@ pub fn save(folder: &Path, lora: &Lora, matrices: &BTreeMap<String, Tensor>) -> 
         "transformer.lora_alpha": lora.alpha,
         "transformer.target_modules": layers,
     });
-    let metadata =
-        HashMap::from([("format".to_owned(), "pt".to_owned()), (METADATA.to_owned(), format!("{config:#}"))]);
+    // With one entry, the same matrices are the same bytes: a map has no order. Diffusers does not read `format`.
+    let metadata = HashMap::from([(METADATA.to_owned(), format!("{config:#}"))]);
     let named = matrices.iter().map(|(name, matrix)| (format!("transformer.{name}"), matrix));
     let bytes = safetensors::serialize(named, Some(metadata))
         .map_err(|error| Error::Format { path: path.clone(), problem: error.to_string() })?;
