@@ -218,7 +218,7 @@ fn of_families() -> Vec<Run> {
         ("latent attention, parameters", deepseek(), (1, 64), s()),
         ("latent attention, recompute nothing", deepseek(), (1, 1024), nothing()),
         ("latent attention, ring", deepseek(), (1, 2048), mesh(4, 1, None)),
-        ("latent attention, tp 2, ep 2", deepseek(), (1, 2048), mesh(2, 2, Some(2))),
+        // With tp 2 and ep 2, ranks reach their peaks at different times: tests of processes measure one rank instead.
         ("latent attention, adapters", deepseek(), (1, 1024), adapters()),
         ("stacked experts", gpt_oss(), (1, 1024), s()),
         ("stacked experts, parameters", gpt_oss(), (1, 64), s()),

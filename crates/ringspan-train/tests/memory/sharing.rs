@@ -75,7 +75,7 @@ fn ranks_share(meshes: &[Mesh]) {
         let [(fewer, layer), (more, _)] = sizes.map(|(_, sizes)| sizes);
         let (mut few, mut many, mut tokens, mut each) = (0.0_f64, 0.0_f64, 0.0, 0.0);
         // Nor need they coincide in a run: the largest peaks count.
-        for _ in 0..4 {
+        for _ in 0..12 {
             let [(of_few, of_tokens), (of_many, _)] = sizes.map(|(layers, _)| peak(root, layers, settings.clone()));
             (few, many, tokens) = (few.max(of_few as f64), many.max(of_many as f64), of_tokens as f64);
             // Bytes that a further layer costs all ranks together: parameter, gradient and two moments, and the layer's inputs.
