@@ -1,8 +1,8 @@
 //! The plans of decoding: how the ranks' softmax states of the same queries become one.
 //!
-//! In a decoding step every rank has the same few queries, and attends to the keys that it holds. What remains is to merge the
-//! ranks' states of these queries. Each rank does it by a [`Plan`], made of the same steps and transfers as the plans of other
-//! strategies: they are checked, counted and printed alike.
+//! In a decoding step every rank has the same few queries, and attends to the keys that it holds. Then the ranks'
+//! states of these queries are merged. Each rank does this by a [`Plan`], made of the same steps and transfers as the
+//! plans of other strategies: they are checked, counted and printed alike.
 
 use super::display::write_transfers;
 use super::validate::check_messages;
