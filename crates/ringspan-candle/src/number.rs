@@ -36,7 +36,8 @@ pub(crate) trait Number: Element + WithDType {
     /// Sizes that do not fit.
     fn product_new<A: Element, B: Element>(a: Matrix<A>, b: Matrix<B>) -> Vec<Self>;
 
-    /// The values as they are stored between two passes; nothing is copied that keeps its type.
+    /// The values in the type in which they are stored between two passes; they are copied only if that is another
+    /// type.
     fn stored(values: Vec<Self>, storage: ActivationStorage) -> StoredNumbers;
 
     /// The values that were stored between two passes, in this type.
@@ -177,7 +178,7 @@ impl Number for bf16 {
     }
 }
 
-/// Numbers that wait from one pass for another, in the type in which they wait.
+/// Numbers that are stored between two passes, in the type in which they are stored.
 #[derive(Debug, Clone)]
 pub(crate) enum StoredNumbers {
     F32(Vec<f32>),
@@ -185,7 +186,7 @@ pub(crate) enum StoredNumbers {
 }
 
 impl StoredNumbers {
-    /// How many there are.
+    /// Number of stored values.
     pub(crate) fn len(&self) -> usize {
         match self {
             Self::F32(values) => values.len(),

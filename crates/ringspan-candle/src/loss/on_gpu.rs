@@ -81,7 +81,7 @@ fn of_all(
     let device = hidden.device().as_cuda_device()?;
     let mut d_hidden = unwritten(device, hidden.shape(), hidden.dtype())?;
     let mut d_head = trains_head.then(|| unwritten(device, head.shape(), DType::F32)).transpose()?;
-    let mut chunks = Chunks::new(hidden, head, targets, vocabulary)?;
+    let mut chunks = LogitChunks::new(hidden, head, targets, vocabulary)?;
     let (mut of_chunks, mut totals) = (Vec::new(), Vec::new());
     for rows in chunks.all() {
         let own = chunks.sums(rows.clone())?;
@@ -120,7 +120,7 @@ pub(super) fn log_probs(
         Some(indices) => &hidden.index_select(&indices, 0)?,
         None => hidden,
     };
-    let mut chunks = Chunks::new(hidden, head, targets, vocabulary)?;
+    let mut chunks = LogitChunks::new(hidden, head, targets, vocabulary)?;
     let of_chunks = chunks.all().map(|rows| chunks.sums(rows)).collect::<Result<Vec<_>>>()?;
     let totals = vocabulary.totals(&read(&Tensor::cat(&of_chunks, 0)?)?)?;
     Ok(totals.iter().map(|total| -total.nll() as f32).collect())
@@ -140,7 +140,7 @@ fn uploaded(totals: &[RowStatistics], like: &Tensor) -> Result<Tensor> {
 }
 
 /// Tokens, and memory for the logits of one chunk of them, which all chunks use in turn.
-struct Chunks<'a> {
+struct LogitChunks<'a> {
     hidden: &'a Tensor,
     head: &'a Tensor,
     targets: Tensor,
@@ -152,7 +152,7 @@ struct Chunks<'a> {
     narrow: Option<CudaStorage>,
 }
 
-impl<'a> Chunks<'a> {
+impl<'a> LogitChunks<'a> {
     /// Needs at least one token.
     fn new(hidden: &'a Tensor, head: &'a Tensor, targets: &[u32], vocabulary: &Vocabulary) -> Result<Self> {
         let shape = Shape::from((targets.len().min(CHUNK), head.dim(0)?));

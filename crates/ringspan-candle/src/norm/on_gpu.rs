@@ -11,8 +11,8 @@ use candle_core::{CudaStorage, DType, Layout, Result, Shape, Tensor, bail};
 const WARP: usize = 32;
 const STEPS: usize = 4;
 
-/// The gradient of the weight is summed over chunks of rows, then over chunks: at most so many chunks, of at least so many
-/// rows each.
+/// The gradient of the weight is summed over chunks of rows, then over the chunks: at most this many chunks, of at
+/// least this many rows each.
 const CHUNKS: usize = 512;
 const CHUNK: usize = 64;
 

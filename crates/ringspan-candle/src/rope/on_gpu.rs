@@ -43,7 +43,12 @@ impl RotaryTable {
 }
 
 /// Rotates x `[T, H, D]` forward or, with `back`, backward, as an operation returns it.
-pub(super) fn turned(x: &CudaStorage, at: &Layout, rotation: &RotaryTable, back: bool) -> Result<(CudaStorage, Shape)> {
+pub(super) fn rotated(
+    x: &CudaStorage,
+    at: &Layout,
+    rotation: &RotaryTable,
+    back: bool,
+) -> Result<(CudaStorage, Shape)> {
     let ((tokens, heads, _), half, device) = (at.shape().dims3()?, rotation.half, x.device());
     if at.shape().elem_count() == 0 {
         return zeros(x, at.shape());

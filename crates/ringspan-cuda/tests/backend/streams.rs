@@ -88,7 +88,7 @@ fn nobody_writes_to_what_belongs_to_another_rank() {
 }
 
 #[test]
-fn a_loan_is_ordered_with_the_lender() {
+fn a_borrowed_slice_is_ordered_with_its_owners_stream() {
     let Some([a, _]) = ranks() else { return };
     let context = CudaContext::new(0).expect("the same GPU");
     let stream = context.new_stream().expect("a stream");
@@ -120,7 +120,7 @@ fn what_is_handed_over_is_copied_from_where_it_is() {
         let slice = Arc::new(stream.clone_htod(&numbers).expect("a copy"));
         // SAFETY: the owner is the slice, and nobody writes to it.
         let hand = |range| unsafe { SharedSlice::new(&slice, range, slice.clone()) };
-        let error = hand(990..1001).expect_err("behind its end").to_string();
+        let error = hand(990..1001).expect_err("beyond its end").to_string();
         assert!(error.contains("elements 990..1001 of 1000"), "{error}");
         let handed = hand(100..120).expect("handed over");
         assert!(handed.owner().is::<Arc<cudarc::driver::CudaSlice<f32>>>());

@@ -69,7 +69,7 @@ impl Shape {
                 ],
             ),
         ];
-        for (behind, names, layers) in [
+        for (earlier, names, layers) in [
             (of_head, ["in the last layer's feed-forward part", "in the last layer's attention"], self.layers),
             (
                 of_layer,
@@ -80,9 +80,9 @@ impl Shape {
             let kept = kept_of(layers.saturating_sub(1), RESIDENT_LAYERS - 1);
             let fed = activations(self.of_feed_forward(tokens, rows));
             let attended = activations(self.of_attention(tokens, rows));
-            moments.push((names[0], vec![kept, layer(layers, of_down), leaving(behind), fed]));
+            moments.push((names[0], vec![kept, layer(layers, of_down), leaving(earlier), fed]));
             let all = layer(layers, held.layer_trained + largest);
-            moments.push((names[1], vec![kept, all, leaving(behind), attended, blocks]));
+            moments.push((names[1], vec![kept, all, leaving(earlier), attended, blocks]));
         }
         Ok(peak_moment(moments))
     }
