@@ -1,4 +1,4 @@
-//! The work of a call's blocks, as lists for the kernels.
+//! Lists for the kernels: the tiles that each thread block of a call computes.
 
 use crate::cuda::{Cuda, count};
 use crate::kernel_params::{self, AttentionParams, TilePart};
@@ -45,7 +45,7 @@ impl Tables {
         let tiles: Vec<Tile> = tiles.iter().filter_map(cut).collect();
         let (own_tiles, own) = match rows {
             BlockSide::Queries => (tiles.clone(), inputs.q.tokens),
-            BlockSide::Keys => (tiles.iter().map(turned).collect(), inputs.k.tokens),
+            BlockSide::Keys => (tiles.iter().map(transposed).collect(), inputs.k.tokens),
         };
         let blocks = parts_of_blocks(&own_tiles, block, own)?;
         let (mut parts, mut parts_of) = (Vec::new(), vec![0]);
@@ -148,7 +148,7 @@ fn parts_of_blocks(tiles: &[Tile], block: usize, queries: usize) -> Result<Vec<V
 }
 
 /// The tile with queries and keys exchanged.
-fn turned(tile: &Tile) -> Tile {
+fn transposed(tile: &Tile) -> Tile {
     let Band { lo, hi } = tile.band;
     Tile { q: tile.k.clone(), k: tile.q.clone(), band: Band { lo: -hi, hi: -lo }, position: tile.position }
 }

@@ -27,7 +27,7 @@ use std::collections::BTreeMap;
 ///
 /// # Errors
 /// Tokens or targets outside the vocabulary, a loss on the load of experts that `attend` does not know of, failures of
-/// others, and what `on_gradients` returns.
+/// other ranks, and what `on_gradients` returns.
 #[expect(clippy::too_many_arguments, reason = "what a pass reads, how it computes, and who gets the gradients")]
 pub fn loss_and_gradients<'a>(
     decoder: &Decoder,

@@ -1,5 +1,5 @@
-//! Generation of one text, on CPUs or GPUs: all ranks prefill the prompt in parallel, then decode one token after the other. The
-//! engine, whose cache is in the memory of the CPU, generates many texts at a time there.
+//! Generation of one text, on CPUs or GPUs: all ranks prefill the prompt in parallel, then decode one token after the
+//! other. The [engine](crate::engine) generates many texts at a time, on CPUs.
 
 use crate::cache::Cache;
 use crate::context::{Decode, Prefill};

@@ -112,7 +112,7 @@ mod tests {
     use crate::{loss, norm, residual, rope, swiglu};
     use ringspan_cuda::nvrtc;
 
-    /// Without a GPU, this still shows that the kernels are valid CUDA and agree on the sizes of the jobs.
+    /// Without a GPU, this still shows that the kernels are valid CUDA and agree with the host on the sizes of their parameters.
     #[test]
     fn kernels_of_layers_compile_for_every_architecture_since_ampere() {
         if !nvrtc::is_there() {
@@ -120,12 +120,12 @@ mod tests {
             return;
         }
         let layers = [
-            (Layer::Norm, size_of::<norm::on_gpu::NormArguments>()),
-            (Layer::Rope, size_of::<rope::on_gpu::RopeArguments>()),
-            (Layer::Gate(Activation::Silu), size_of::<swiglu::on_gpu::SwigluArguments>()),
-            (Layer::Gate(Activation::GeluTanh), size_of::<swiglu::on_gpu::SwigluArguments>()),
-            (Layer::Loss, size_of::<loss::on_gpu::LossArguments>()),
-            (Layer::Sum, size_of::<residual::on_gpu::ResidualArguments>()),
+            (Layer::Norm, size_of::<norm::on_gpu::NormParams>()),
+            (Layer::Rope, size_of::<rope::on_gpu::RopeParams>()),
+            (Layer::Gate(Activation::Silu), size_of::<swiglu::on_gpu::SwigluParams>()),
+            (Layer::Gate(Activation::GeluTanh), size_of::<swiglu::on_gpu::SwigluParams>()),
+            (Layer::Loss, size_of::<loss::on_gpu::LossParams>()),
+            (Layer::Sum, size_of::<residual::on_gpu::ResidualParams>()),
         ];
         let types = [DType::F32, DType::BF16];
         for architecture in ["sm_80", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120"] {

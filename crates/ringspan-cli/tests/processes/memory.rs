@@ -1,5 +1,5 @@
-//! The memory of one rank, which is a process of its own here: that of ranks as threads can only be measured together, and they are
-//! not at their peaks at the same time. Needs feature `mpi`.
+//! Tests of the memory of one rank, which is a process of its own here: threads can only be measured together, and
+//! their memory does not peak at the same time. Needs feature `mpi`.
 #![cfg(feature = "mpi")]
 
 use crate::support::megabytes;

@@ -1,5 +1,5 @@
-//! The order of streams: reads wait for writes, memory is freed after its readers, and loans are ordered with the lender. On a GPU
-//! emulated by the CPU, a stream does nothing until it is waited for.
+//! The order of streams: reads wait for writes, memory is freed after its readers, and borrowed slices are ordered with
+//! their owner's stream. On a GPU emulated by the CPU, a stream does nothing until it is waited for.
 
 use cudarc::driver::CudaContext;
 use half::bf16;
@@ -97,7 +97,7 @@ fn a_borrowed_slice_is_ordered_with_its_owners_stream() {
     let mut sum = zeros(&a);
     add(&a, &mut sum, lent.data()).expect("added");
     drop(lent);
-    // This is ordered after the loan, although this rank has not begun to read.
+    // This is ordered after the borrow, although this rank has not begun to read.
     stream.memset_zeros(&mut slice).expect("zeros");
     stream.synchronize().expect("over");
     let mut back = stream.alloc_zeros::<f32>(1000).expect("memory");

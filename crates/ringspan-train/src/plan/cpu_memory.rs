@@ -184,7 +184,7 @@ impl Shape {
         // tokens.
         let (of_dense, of_experts) = match self.tp {
             1 => (5 * rows, 5 * rows),
-            // Ranks that compute adapters in tiles are not all at their fullest at the same time.
+            // Ranks that compute adapters in tiles do not all reach their peak at the same time.
             _ if self.feed_forward_adapted => (3 * rows + 2 * tokens, 5 * rows),
             _ => (3 * rows + 3 * tokens, 5 * rows),
         };

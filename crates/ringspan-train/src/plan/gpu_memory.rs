@@ -40,7 +40,8 @@ impl Shape {
         };
         let leaving = |bytes: u64| ("gradients on their way to the CPU", bytes);
         let (of_head, of_layer) = (d_head - tied, width * held.layer_trained);
-        // When the feed-forward part is at its fullest, only its first gradient is known, that of the down projection.
+        // When the memory of the feed-forward part peaks, only its first gradient is known, that of the down
+        // projection.
         let of_down = (self.feed_forward * self.hidden).min(held.layer_trained);
         // A parameter's last gradient is there twice for a moment.
         let largest = (self.hidden * self.feed_forward.max(self.head_counts().0 * self.dim)).min(held.layer_trained);
@@ -174,13 +175,13 @@ impl Shape {
         WIDE + self.width()
     }
 
-    /// Bytes of the feed-forward part at its fullest: gate, up, their product, and the gradients of all, some of them twice.
+    /// Peak bytes of the feed-forward part: gate, up, their product, and the gradients of all, some of them twice.
     fn of_feed_forward(&self, tokens: u64, rows: u64) -> u64 {
         let [fullest, _] = self.of_experts(rows);
         fullest.max(8 * self.width() * tokens * self.feed_forward)
     }
 
-    /// Bytes of experts at their fullest, and of their graph alone; 0 for a model without experts.
+    /// Peak bytes of experts, and bytes of their graph alone; 0 for a model without experts.
     fn of_experts(&self, rows: u64) -> [u64; 2] {
         // An adapter's part and the sum are f32; in bf16 there are rounded tensors besides.
         let rounded = if self.width() < WIDE { WIDE + self.width() } else { 0 };

@@ -1,4 +1,4 @@
-//! The stages, one after the other.
+//! Runs the stages of a pipeline, one after the other.
 
 use super::{VideoPipeline, VideoPlan, VideoRequest, VideoStage};
 use crate::denoise::{DenoiseInputs, DenoiseStep, VideoMesh, denoise_in_each_process};
@@ -10,20 +10,21 @@ use candle_core::{DType, Device, Tensor};
 use ringspan::comm::Buffer;
 use ringspan::comm::process_group::ProcessGroup;
 
-/// What happens in a run, told in the process of rank 0.
+/// An event of a run, reported in the process of rank 0.
 #[derive(Debug)]
 pub enum VideoEvent {
     /// A stage begins.
     Began(VideoStage),
-    /// So many steps have been taken.
+    /// A step was taken; the number of steps so far.
     Stepped(usize),
     /// The first frame `[1, 3, 1, H, W]` of the video that the transformer predicts so far.
     Preview(VideoTensor),
 }
 
 impl VideoPipeline {
-    /// Makes a video, on all ranks of a mesh; `plan` is that of the same request and mesh. Returns the frames `[1, 3, F, H, W]` in
-    /// [-1, 1], or `None` in a process without rank 0. `told` hears what happens, and its error ends the run.
+    /// Makes a video, on all ranks of a mesh; `plan` is that of the same request and mesh. Returns the frames `[1, 3,
+    /// F, H, W]` in [-1, 1], or `None` in a process without rank 0. `told` is called with each event, and an error of
+    /// it ends the run.
     ///
     /// # Errors
     /// Failures of the file system and of any rank, latents that are not finite, an error of `told`.
@@ -83,7 +84,7 @@ impl VideoPipeline {
         self.vae.decoder()?.decode(&latents, &ranks, &plan.decode)
     }
 
-    /// The embeddings `[1, 512, text_dim]` of a prompt's tokens, with zeros behind them, in every process.
+    /// The embeddings `[1, 512, text_dim]` of a prompt's tokens, with zeros after them, in every process.
     fn embeds(&self, tokens: &[u32], mesh: &VideoMesh) -> Result<Tensor> {
         // The tokens are few, so all ranks share them as a ring, of any size.
         let (ring, threads, deadline) = (mesh.size(), mesh.threads, mesh.deadline);
@@ -114,7 +115,7 @@ fn video_tensor(latents: &Tensor) -> Result<VideoTensor> {
     VideoTensor::new([batch, channels, frames, height, width], values)
 }
 
-/// What the process of rank 0 has, in every process.
+/// Broadcasts the values of rank 0's process to every process.
 fn from_lead(processes: &ProcessGroup, own: Option<Vec<f32>>) -> Result<Vec<f32>> {
     let Some(comm) = processes.comm() else { return Ok(own.unwrap_or_default()) };
     Ok(comm.broadcast(0, own.map(Buffer::F32))?.f32()?.to_vec())

@@ -74,7 +74,7 @@ impl fmt::Display for WeightType {
 pub struct WanFolder {
     transformer: WanTransformer,
     tensors: TensorFolder,
-    /// What adapters change.
+    /// The changes that adapters make to the weights.
     change: TransformerChange,
 }
 
