@@ -96,7 +96,7 @@ impl Shape {
                 with(
                     0,
                     &[
-                        ("kept of the layers", kept * layers + last),
+                        ("stored activations", kept * layers + last),
                         ("the head, with its gradient", of_head),
                         decoded_of_head,
                         ("logits of a chunk", chunk * self.vocabulary * of_logit),
@@ -109,7 +109,7 @@ impl Shape {
                 with(
                     held.head_shard,
                     &[
-                        ("kept of the layers", kept_before),
+                        ("stored activations", kept_before),
                         (
                             "a layer, whole, with gradients",
                             layer + moving(if head_shard > 0 { held.head } else { 0 }) + tied,

@@ -50,7 +50,7 @@ impl Shape {
         let blocks = ("blocks of other ranks", self.blocks(tokens)?);
         let stays = if self.offloads { self.statistics(tokens) } else { kept };
         let kept_of =
-            |layers: u64, staying: u64| ("kept of the layers", stays * layers + (kept - stays) * layers.min(staying));
+            |layers: u64, staying: u64| ("stored activations", stays * layers + (kept - stays) * layers.min(staying));
         let mut moments = vec![
             (
                 "at the loss",
@@ -108,7 +108,7 @@ impl Shape {
                 ("optimiser state", self.state),
                 ("gradients", WIDE * gradients),
                 ("units on their way to the GPU and back", 2 * pinned + way),
-                ("kept of the layers", away),
+                ("stored activations", away),
                 ("tokens of the batch", BATCH_BYTES_PER_TOKEN * batch),
             ]
         };
