@@ -2,6 +2,8 @@
 
 pub mod comm;
 mod counting_allocator;
+#[cfg(feature = "gguf")]
+pub mod gguf;
 pub mod kernel;
 pub mod mesh;
 

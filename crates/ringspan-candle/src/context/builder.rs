@@ -127,7 +127,8 @@ impl ContextBuilder {
         Self { mask, ..self }
     }
 
-    /// How queries meet the keys of other ranks; a ring by default. [`StrategyChoice::Auto`] takes the cheapest.
+    /// The strategy by which queries reach the keys of other ranks; a ring by default. [`StrategyChoice::Auto`] takes
+    /// the cheapest.
     #[must_use]
     pub fn strategy(self, strategy: impl Into<StrategyChoice>) -> Self {
         Self { strategy: strategy.into(), ..self }

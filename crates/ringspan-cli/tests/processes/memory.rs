@@ -2,9 +2,10 @@
 //! their memory does not peak at the same time. Needs feature `mpi`.
 #![cfg(feature = "mpi")]
 
+use crate::mpi;
 use crate::support::megabytes;
-use crate::{four_bits, mpi};
 use ringspan_models::{Config, Decoder};
+use ringspan_testing::gguf::write_llama_q4_0;
 use safetensors::{Dtype, tensor::TensorView};
 use serde_json::json;
 use std::path::Path;
@@ -19,7 +20,7 @@ fn prepare(folder: &Path, tokens: usize) {
     let decoder =
         Decoder::new(serde_json::from_value::<Config>(config.clone()).expect("a configuration")).expect("a model");
     let parameters = decoder.init(3).expect("random weights");
-    four_bits::write(&folder.join("base.gguf"), &config, parameters.into_iter());
+    write_llama_q4_0(&folder.join("base.gguf"), &config, parameters.into_iter());
     let bytes: Vec<u8> = (0..tokens).flat_map(|i| (i as u32 * 7 % 251).to_le_bytes()).collect();
     let view = TensorView::new(Dtype::U32, vec![1, tokens], &bytes).expect("tokens");
     safetensors::serialize_to_file([("tokens", view)], None, &folder.join("tokens.safetensors")).expect("room");

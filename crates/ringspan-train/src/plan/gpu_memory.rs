@@ -1,6 +1,6 @@
 //! Predicts the memory of a rank that computes on a GPU: on the GPU, and on the CPU.
 //!
-//! Shape letters are those of `memory.rs`. On a GPU a layer is made of single operations over all tokens, so more is there at
+//! Shape letters are those of `cpu_memory.rs`. On a GPU a layer is made of single operations over all tokens, so more is there at
 //! once than on the CPU. The factors are counts of what candle's graph and its gradients hold, found by the driver's count of its
 //! pool (`ringspan-cli/tests/gpu/gpu_memory.rs` compares them with it).
 

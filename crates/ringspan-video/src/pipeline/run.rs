@@ -15,7 +15,7 @@ use ringspan::comm::process_group::ProcessGroup;
 pub enum VideoEvent {
     /// A stage begins.
     Began(VideoStage),
-    /// A step was taken; the number of steps so far.
+    /// So many steps have been taken.
     Stepped(usize),
     /// The first frame `[1, 3, 1, H, W]` of the video that the transformer predicts so far.
     Preview(VideoTensor),
@@ -84,7 +84,7 @@ impl VideoPipeline {
         self.vae.decoder()?.decode(&latents, &ranks, &plan.decode)
     }
 
-    /// The embeddings `[1, 512, text_dim]` of a prompt's tokens, with zeros after them, in every process.
+    /// The embeddings `[1, 512, text_dim]` of a prompt's tokens, with zeros behind them, in every process.
     fn embeds(&self, tokens: &[u32], mesh: &VideoMesh) -> Result<Tensor> {
         // The tokens are few, so all ranks share them as a ring, of any size.
         let (ring, threads, deadline) = (mesh.size(), mesh.threads, mesh.deadline);

@@ -74,7 +74,7 @@ impl fmt::Display for WeightType {
 pub struct WanFolder {
     transformer: WanTransformer,
     tensors: TensorFolder,
-    /// The changes that adapters make to the weights.
+    /// What adapters change.
     change: TransformerChange,
 }
 

@@ -152,7 +152,7 @@ impl Scheduler {
         let mut chunks: Vec<usize> = Vec::with_capacity(self.running.len());
         let generating = self.running.iter().filter(|sequence| sequence.remaining() == 1).count();
         let mut budget = self.pace.tokens(generating);
-        // Tokens of a sequence for which it has pages in sliding-window layers.
+        // Tokens of a sequence for which it has pages in layers that see a window.
         let (has_window, page) = (self.cache.window().is_some(), self.bounds.page);
         let in_window = |sequence: &Sequence| match has_window {
             true => sequence.tokens.len().min(sequence.page_table.window.end() * page),
