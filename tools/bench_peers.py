@@ -1,4 +1,4 @@
-"""Ringspan and its peers on the same tensors, in turn, in one run.
+"""Times Ringspan and its peers on the same tensors, in turn, in one run.
 
     cargo build --release && pip install -r tools/requirements-bench.txt
     python tools/bench_peers.py --cases a,b --threads 1,2 --dtype f32

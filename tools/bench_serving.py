@@ -1,4 +1,4 @@
-"""Prefill and decode of `ringspan serve` and of llama.cpp's server, in turn, in one run, over HTTP.
+"""Times prefill and decode of `ringspan serve` and of llama.cpp's server, in turn, in one run, over HTTP.
 
     pip install -r tools/requirements-bench-serving.txt
     cargo build --release
@@ -179,7 +179,7 @@ def compare(arguments: argparse.Namespace) -> None:
             with start() as url:
                 rounds[name].append(measure(url, arguments, 1_000_000 * turn))
     reference = PEER if PEER in sides else "ringspan"
-    print("tokens a second, medians; behind them, by rounds, as a multiple of", reference)
+    print("tokens a second, medians; after them, by rounds, as a multiple of", reference)
     for what in rounds["ringspan"][0]:
         print(what)
         for name, results in rounds.items():

@@ -1,4 +1,4 @@
-"""A training step of Ringspan and of Hugging Face's model in PyTorch, in turn, in one run.
+"""Times a training step of Ringspan and of Hugging Face's model in PyTorch, in turn, in one run.
 
     pip install -r tools/requirements-bench.txt
     python tools/bench_training.py --lengths 4096 --threads 2

@@ -1,4 +1,4 @@
-"""Random calls of `ringspan attend` against the same attention in PyTorch, f64, with autograd.
+"""Compares random calls of `ringspan attend` with the same attention in PyTorch, f64, with autograd.
 
     cargo build --release
     python tools/check_attend.py target/release/ringspan --calls 200 --seed 1

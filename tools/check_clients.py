@@ -1,4 +1,4 @@
-"""Checks a server with clients of others: the official `openai` client over every endpoint, streamed and not, with errors;
+"""Checks a server with third-party clients: the official `openai` client over every endpoint, streamed and not, with errors;
 schemathesis over `/openapi.json`; and compatcanary, which judges how compatible a server is with OpenAI's interface.
 
     check_clients.py --scripted PROGRAM              the example `scripted_engine`, whose every answer is known

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What of the features for NVIDIA GPUs can be checked without one: the kernels compile for the architectures of data centres
-# (NVRTC, from the Python package of NVIDIA), and attention and models compute what they should on a GPU made of a CPU
+# Checks the features for NVIDIA GPUs on a machine without one: the kernels compile for the architectures of data centres (NVRTC,
+# from the Python package of NVIDIA), and attention and models give the right results on a GPU that is emulated on a CPU
 # (tools/cuda_on_cpu), which also stands for the CUDA that feature candle-cuda is built with.
 # With a GPU, the tests that are named here run on it.
 #

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Ranks that are processes and compute on GPUs, whose blocks go by NCCL where each has one: `attend` and models, on GPUs made of a
-# CPU (tools/cuda_on_cpu). Needs what feature mpi needs. On a machine with two GPUs and NCCL, the tests that are named here run
+# Checks ranks that are processes and compute on GPUs, whose blocks go by NCCL where each has one: `attend` and models, on GPUs that are
+# emulated on a CPU (tools/cuda_on_cpu). Needs what feature mpi needs. On a machine with two GPUs and NCCL, the tests that are named here run
 # on these.
 #
 #   tools/check_cuda_mpi.sh [FEATURES]    as tools/check_cuda.sh

@@ -5,7 +5,7 @@ by Hugging Face's transformers; both must have the same scores.
     check_lm_eval.py PROGRAM --model DIR             a model of your own, in f32
     check_lm_eval.py PROGRAM -- --tp 2               with other flags of `ringspan serve`
 
-Three kinds of tasks show three kinds of requests: choices are scored by `echo` with `logprobs` behind a context, texts by the same
+Three kinds of tasks show three kinds of requests: choices are scored by `echo` with `logprobs` after a context, texts by the same
 without one, in windows where they are longer than the model's sequences, and answers are generated up to a stop string.
 """
 

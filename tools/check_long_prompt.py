@@ -1,5 +1,5 @@
-"""Reads a prompt as long as asked on several numbers of ranks, chunk by chunk, and prints how fast it is read and what memory it takes;
-checks that each rank caches its share of the pages, and that the text behind the prompt is the same on every number of ranks.
+"""Prefills a prompt as long as asked on several numbers of ranks, chunk by chunk, and prints how fast it is read and what memory it takes;
+checks that each rank caches its share of the pages, and that the text after the prompt is the same on every number of ranks.
 
     check_long_prompt.py PROGRAM                         131,072 tokens of a tiny random model on 1, 2 and 4 ranks, some minutes
     check_long_prompt.py PROGRAM --tokens 4096           some seconds
@@ -36,7 +36,7 @@ def ask(url, body):
 
 
 def read(program, folder, prompt, ranks, chunk):
-    """Lets a server read the prompt; returns the tokens behind it, seconds, bytes of memory it took beyond those of a short prompt,
+    """Lets a server read the prompt; returns the tokens after it, seconds, bytes of memory it took beyond those of a short prompt,
     and the pages that each rank has of it."""
     pages = -(-(len(prompt) + 64) // PAGE)
     kv_cache = (-(-pages // ranks) + 1) * PAGE * BYTES_PER_TOKEN

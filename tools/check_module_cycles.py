@@ -64,7 +64,7 @@ class Crate:
         self.named[module] += [path.split("::") for path in re.findall(r"\b(?:crate|super|self)(?:::\w+)+", rest)]
 
     def module_of(self, path: list[str], at: Module, imports: int = 0) -> Module | None:
-        """The module that has what a path in module `at` names, after as many `imports`; none if it is in another crate."""
+        """The module that defines what a path in module `at` names, after following `imports`; none if it is in another crate."""
         if path[0] not in ("crate", "super", "self") and (*at, path[0]) not in self.named:
             return None
         here = at
@@ -83,7 +83,7 @@ class Crate:
         return here
 
     def folders(self) -> dict[Module, Graph]:
-        """What the modules of each folder use of each other."""
+        """For each folder, which of its modules use which."""
         graphs: dict[Module, Graph] = {}
         for module in list(self.named):
             for depth, name in enumerate(module):
@@ -127,7 +127,7 @@ def crates() -> Graph:
 
 
 def drawing(graph: Graph) -> str:
-    """A graph without circles in Mermaid's language, from those who use to those who are used."""
+    """A graph without circles in Mermaid's language, with an arrow from each module to those that it uses."""
     lines = ["```mermaid", "graph TD"]
     for module in sorted(graph):
         longer = {far for near in graph[module] for far in reachable(graph, near)}

@@ -97,7 +97,7 @@ def main():
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         model = Path(folder) / "model"
         model.mkdir()
-        # Layers that see a window have pages of their own, which the page shows as well.
+        # Sliding-window layers have pages of their own, which the page shows as well.
         write_model(model, window=256)
         (model / "generation_config.json").write_text('{"do_sample": false, "temperature": 0, "max_new_tokens": 24}')
         keys = Path(folder) / "keys"

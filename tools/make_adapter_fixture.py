@@ -1,4 +1,4 @@
-"""PEFT adapters on the tiny models of the model fixtures, with PEFT's logits, loss and gradients.
+"""Makes PEFT adapters on the tiny models of the model fixtures, with PEFT's logits, loss and gradients.
 
     pip install -r tools/requirements.txt && python tools/make_adapter_fixture.py
 

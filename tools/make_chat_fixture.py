@@ -1,4 +1,4 @@
-"""Conversations as transformers writes and masks them: what chat data of `ringspan train` must repeat.
+"""Makes the fixture of conversations as transformers renders and masks them, which `ringspan train` must reproduce.
 
     pip install -r tools/requirements.txt && python tools/make_chat_fixture.py
 

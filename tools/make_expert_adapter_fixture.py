@@ -1,4 +1,4 @@
-"""A PEFT adapter on the tiny Qwen3-MoE of the model fixtures, with PEFT's logits, loss and gradients.
+"""Makes a PEFT adapter on the tiny Qwen3-MoE of the model fixtures, with PEFT's logits, loss and gradients.
 
     pip install -r tools/requirements.txt
     pip install --no-deps --target experts -r tools/requirements-experts.txt

@@ -1,4 +1,4 @@
-"""GGUF files of the tiny models that make_model_fixtures.py makes, and of tokenizers.
+"""Makes GGUF files of the tiny models that make_model_fixtures.py makes, and of tokenizers.
 
     pip install -r tools/requirements.txt && python tools/make_gguf_fixtures.py
 

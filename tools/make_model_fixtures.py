@@ -1,4 +1,4 @@
-"""Tiny random models of each kind, with Hugging Face's logits, loss and gradients.
+"""Makes tiny random models of each kind, with Hugging Face's logits, loss and gradients.
 
     pip install -r tools/requirements.txt && python tools/make_model_fixtures.py
 

@@ -1,4 +1,4 @@
-"""Quantized blocks of every format that Ringspan keeps in memory, and the numbers they stand for by the gguf package.
+"""Makes quantized blocks of every format that Ringspan keeps in memory, and the numbers they stand for by the gguf package.
 
     pip install -r tools/requirements.txt && python tools/make_quantized_fixture.py
 

@@ -1,10 +1,10 @@
-"""UMT5's encoder with tiny random weights and a tiny Unigram tokenizer: the embeddings that transformers makes of prompts.
+"""Makes UMT5's encoder with tiny random weights and a tiny Unigram tokenizer: the embeddings that transformers makes of prompts.
 
     pip install -r tools/requirements-video.txt && python tools/make_text_encoder_fixture.py
 
 Writes crates/ringspan-video/tests/fixtures/text, or --out: the folders text_encoder and tokenizer of a pipeline, and
 reference.json, which has prompts with their tokens; reference.safetensors has `embeds.N` [T,d], the last states of
-the Nth prompt's tokens, padded to 512 and masked as in diffusers' WanPipeline, which puts zeros behind them.
+the Nth prompt's tokens, padded to 512 and masked as in diffusers' WanPipeline, which puts zeros after them.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Ten steps of PyTorch's AdamW on a tiny Llama: what `ringspan train --tokens` must repeat.
+"""Makes the fixture of ten steps of PyTorch's AdamW on a tiny Llama, which `ringspan train --tokens` must reproduce.
 
     pip install -r tools/requirements.txt && python tools/make_training_fixture.py
 

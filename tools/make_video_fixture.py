@@ -1,4 +1,4 @@
-"""Tiny random video transformers of WAN's kinds, with what diffusers computes with them.
+"""Makes tiny random video transformers of WAN's kinds, with what diffusers computes with them.
 
     pip install -r tools/requirements-video.txt && python tools/make_video_fixture.py
 

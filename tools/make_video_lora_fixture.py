@@ -1,4 +1,4 @@
-"""Adapters of a tiny video transformer of WAN's, with what diffusers computes with them.
+"""Makes adapters of a tiny video transformer of WAN's, with what diffusers computes with them.
 
     pip install -r tools/requirements-video.txt && python tools/make_video_lora_fixture.py
 

@@ -1,4 +1,4 @@
-"""Whole pipelines with tiny random weights: the frames that diffusers makes of prompts and images.
+"""Makes whole pipelines with tiny random weights: the frames that diffusers makes of prompts and images.
 
     pip install -r tools/requirements-video.txt && python tools/make_video_pipeline_fixture.py
 

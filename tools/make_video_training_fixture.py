@@ -1,4 +1,4 @@
-"""Steps of training adapters of a tiny video transformer of WAN's by flow matching, with diffusers and PEFT on one process.
+"""Makes the fixture of steps of training adapters of a tiny video transformer of WAN's by flow matching, with diffusers and PEFT on one process.
 
     pip install -r tools/requirements-video.txt && python tools/make_video_training_fixture.py
 

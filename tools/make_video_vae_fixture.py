@@ -1,4 +1,4 @@
-"""WAN's autoencoder with tiny random weights: latents that diffusers decodes to frames, and the latents that it encodes these to.
+"""Makes WAN's autoencoder with tiny random weights: latents that diffusers decodes to frames, and the latents that it encodes these to.
 
     pip install -r tools/requirements-video.txt && python tools/make_video_vae_fixture.py
 

@@ -1,4 +1,4 @@
-//! Counts the keys that a trained model finds.
+//! Counts the pass keys that a trained model finds.
 
 use crate::attention_reach::{AttentionReach, RANKS};
 use crate::document::Document;

@@ -1,4 +1,4 @@
-//! How far attention reaches: over the whole text, or only to the border between the ranks.
+//! The reach of attention: the whole text, or only up to the border between the ranks.
 
 use anyhow::Result;
 use ringspan::{Documents, Layout, LayoutKind};

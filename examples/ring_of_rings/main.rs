@@ -24,7 +24,7 @@ struct RingOfRings {
 }
 
 impl RingOfRings {
-    /// The step in which `rank` computes the keys of `owner`: as many rounds over all ranks of a node as the owner's node is behind,
+    /// The step in which `rank` computes the keys of `owner`: as many rounds over all ranks of a node as the owner's node is before that of `rank`,
     /// and in a round, the distance of the two inside their nodes.
     fn step(self, ring: usize, rank: usize, owner: usize) -> usize {
         let nodes = ring.div_ceil(self.node);

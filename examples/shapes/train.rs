@@ -13,7 +13,7 @@ use ringspan_video::{Error, Result};
 use std::collections::{BTreeMap, HashMap};
 use std::time::Instant;
 
-/// What the transformer learns from.
+/// The training data of the transformer.
 pub(crate) struct Examples {
     /// Latents `[1, C, F, H, W]` of videos, with the numbers of their prompts.
     pub(crate) videos: Vec<(usize, Tensor)>,
@@ -21,7 +21,7 @@ pub(crate) struct Examples {
     pub(crate) prompts: Vec<Tensor>,
 }
 
-/// How it is trained.
+/// The settings of the training.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Training {
     pub(crate) steps: usize,

@@ -1,8 +1,8 @@
 //! Speed of products with quantized weights, compared with the same product in f32 and with reading the weight's bytes.
 //!
 //! Run `cargo bench -p ringspan-candle --bench quantized`. Arguments change the settings: `threads=1`, `size=4096`,
-//! `formats=Q4_K,MXFP4`, `rounds=5`, `many=no`, and `tokens=32` for the
-//! number of tokens in the product of many, which is 512 otherwise.
+//! `formats=Q4_K,MXFP4`, `rounds=5`, `many=no`, and `tokens=32` for the number of tokens in a product with many tokens,
+//! by default 512.
 //!
 //! The methods are timed in turn, and the shortest times are printed, since other work on the machine only adds to them. With
 //! one token, each product uses another copy of the weight, so that its bytes come from memory.

@@ -1,4 +1,5 @@
-//! Stores activations of the forward pass for the backward pass, and decides which are recomputed instead.
+//! Stores activations of the forward pass for the backward pass, and says which are recomputed instead (activation
+//! checkpointing).
 
 use crate::activation::Activation;
 use crate::attend::{Attend, AttentionInputs};
@@ -20,9 +21,9 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::{fmt, str::FromStr};
 
-/// Says which activations are recomputed before a layer's backward. All choices give the same gradients, to the last bit,
-/// with one exception: gated layers with adapters or biases are computed in tiles unless nothing is recomputed, and `Nothing`
-/// sums their gradients in another order.
+/// Says which activations are recomputed before a layer's backward pass. All choices give the same gradients, to the
+/// last bit, with one exception: gated layers with adapters or biases are computed in tiles unless nothing is
+/// recomputed, and `Nothing` sums their gradients in another order.
 ///
 /// The numbers stored for each token and layer, with C hidden size, I inner width, H query heads of width Dv, G key-value
 /// heads, are:
@@ -150,20 +151,20 @@ impl<'a> ActivationStore<'a> {
     /// # Errors
     /// As for [`forward`](Self::forward).
     pub fn input(&self, tensor: &Tensor) -> Result<StoredActivation> {
-        self.kept(tensor, self.policy.storage)
+        self.store(tensor, self.policy.storage)
     }
 
     /// Stores a contiguous tensor for the backward pass, and offloads it if the policy says so.
-    fn kept(&self, tensor: &Tensor, storage: Storage) -> Result<StoredActivation> {
-        let kept = StoredActivation::new(tensor, storage)?;
+    fn store(&self, tensor: &Tensor, storage: Storage) -> Result<StoredActivation> {
+        let stored = StoredActivation::new(tensor, storage)?;
         match self.policy.offload {
-            Some(offload) => kept.offload(offload),
-            None => Ok(kept),
+            Some(offload) => stored.offload(offload),
+            None => Ok(stored),
         }
     }
 
     /// Whether outputs of matrix products are stored, so that none is computed twice.
-    pub(crate) fn keeps_products(&self) -> bool {
+    pub(crate) fn stores_products(&self) -> bool {
         self.policy.recompute == Recompute::Nothing
     }
 
@@ -180,7 +181,7 @@ impl<'a> ActivationStore<'a> {
         self.product(
             name,
             needs_values,
-            self.keep(needs_values),
+            self.product_storage(needs_values),
             || weight.linear(x, bias),
             |known| weight.linear_recomputed(x, bias, known),
         )
@@ -197,28 +198,34 @@ impl<'a> ActivationStore<'a> {
         needs_values: bool,
     ) -> Result<Tensor> {
         let recomputed = |known| frozen.with_adapter_recomputed(x, narrow, b, known);
-        self.product(name, needs_values, self.keep(needs_values), || frozen.with_adapter(x, narrow, b), recomputed)
+        self.product(
+            name,
+            needs_values,
+            self.product_storage(needs_values),
+            || frozen.with_adapter(x, narrow, b),
+            recomputed,
+        )
     }
 
     /// The type in which the output of a product is stored; `None` if it is not stored.
-    fn keep(&self, needs_values: bool) -> Option<Storage> {
-        (self.keeps_products() && needs_values).then_some(self.policy.storage)
+    fn product_storage(&self, needs_values: bool) -> Option<Storage> {
+        (self.stores_products() && needs_values).then_some(self.policy.storage)
     }
 
     /// The logits of the router `name`. They are stored unrounded wherever other activations are stored rounded: near a tie,
     /// a rounded activation would send a token to other experts in the recomputation than in the forward pass.
     pub(crate) fn router(&self, name: &str, x: &Tensor, weight: &Weight) -> Result<Tensor> {
-        let keep = (self.keeps_products() || self.policy.storage != Storage::F32).then_some(Storage::F32);
-        self.product(name, true, keep, || weight.linear(x, None), |known| weight.linear_recomputed(x, None, known))
+        let storage = (self.stores_products() || self.policy.storage != Storage::F32).then_some(Storage::F32);
+        self.product(name, true, storage, || weight.linear(x, None), |known| weight.linear_recomputed(x, None, known))
     }
 
-    /// Returns the output of `compute` and stores it as `keep` says. When the layer is recomputed, it returns what `recomputed`
-    /// makes of the stored output, or of `None` if nothing reads the values.
+    /// Returns the output of `compute` and stores it in the type `storage`, if there is one. When the layer is
+    /// recomputed, returns the result of `recomputed` for the stored output, or for `None` if nothing reads the values.
     fn product(
         &self,
         name: &str,
         needs_values: bool,
-        keep: Option<Storage>,
+        storage: Option<Storage>,
         compute: impl FnOnce() -> Result<Tensor>,
         recomputed: impl FnOnce(Option<StoredActivation>) -> Result<Tensor>,
     ) -> Result<Tensor> {
@@ -227,8 +234,8 @@ impl<'a> ActivationStore<'a> {
             return if known.is_some() || !needs_values { recomputed(known) } else { compute() };
         }
         let out = compute()?;
-        if let Some(storage) = keep {
-            self.products.borrow_mut().insert(name.to_owned(), self.kept(&out, storage)?);
+        if let Some(storage) = storage {
+            self.products.borrow_mut().insert(name.to_owned(), self.store(&out, storage)?);
         }
         Ok(out)
     }
@@ -250,7 +257,7 @@ impl<'a> ActivationStore<'a> {
                 false => gated_mlp(x, gate, up, down, activation),
             };
         }
-        if !self.keeps_products() {
+        if !self.stores_products() {
             return gated_mlp(x, gate, up, down, activation);
         }
         let (out, mut wide) = gated_mlp_saving(x, weights, activation, self.policy.storage)?;
@@ -259,7 +266,7 @@ impl<'a> ActivationStore<'a> {
         }
         self.wide.borrow_mut().insert(name.to_owned(), wide);
         if needs_values {
-            self.products.borrow_mut().insert(name.to_owned(), self.kept(&out, self.policy.storage)?);
+            self.products.borrow_mut().insert(name.to_owned(), self.store(&out, self.policy.storage)?);
         }
         Ok(out)
     }
@@ -273,7 +280,7 @@ impl<'a> ActivationStore<'a> {
         needs_values: bool,
     ) -> Result<Tensor> {
         let recomputed = |known| tiled_recomputed(x, function.clone(), known);
-        self.product(name, needs_values, self.keep(needs_values), || tiled(x, function.clone()), recomputed)
+        self.product(name, needs_values, self.product_storage(needs_values), || tiled(x, function.clone()), recomputed)
     }
 
     /// Takes out the output of a layer's attention, `[T, H, Dv]`, if it is stored;
@@ -304,7 +311,7 @@ impl Attend for ActivationStore<'_> {
         if self.policy.recompute == Recompute::Full && !(self.is_recomputing.get() && inputs.q.device().is_cpu()) {
             return self.attend.layer_attention(layer, inputs, mask, score);
         }
-        // An output that was not stored over the forward pass is exact, as everything that is recomputed.
+        // An output that was not stored over the forward pass is exact, like everything that is recomputed.
         let storage = if self.policy.recompute == Recompute::Full { Storage::default() } else { self.policy.storage };
         let mut layers = self.attentions.borrow_mut();
         let memory = layers.entry(layer).or_insert_with(|| SavedAttention::new(storage));
@@ -348,7 +355,7 @@ impl Experts for ActivationStore<'_> {
         routing: &Routing,
         expert: &dyn Fn(usize) -> Result<Expert>,
     ) -> Result<Tensor> {
-        if !self.keeps_products() {
+        if !self.stores_products() {
             return self.attend.experts().mix(layer, x, routing, expert);
         }
         let mut layers = self.mixtures.borrow_mut();

@@ -9,8 +9,8 @@ use crate::tensor_parallel::TensorParallel;
 use candle_core::{Result, Tensor};
 use ringspan::{Mask, Score};
 
-/// Attention as a model sees it. Which other ranks hold tokens, and how their keys and values are used here, is the
-/// implementation's business.
+/// Attention, as a model calls it. The implementation decides which ranks hold the tokens, and how their keys and
+/// values are brought together.
 pub trait Attend {
     /// Attention of layer `layer`, `[T, H, Dv]`, differentiable in its inputs. The numbers in `score` are constants; sinks
     /// are passed in `inputs` instead.

@@ -3,8 +3,8 @@
 pub use crate::attention_inputs::AttentionInputs;
 
 use crate::attention_inputs::with_learned_terms;
+use crate::borrowed_tensor::{self, BorrowedTensor};
 use crate::cast::cast;
-use crate::loan::{self, Loan};
 use crate::number::{self, with_number};
 use crate::offload::Offload;
 use crate::slices;
@@ -37,8 +37,8 @@ pub fn attention(
     attention_saving(group, schedule, inputs, score, &mut SavedAttention::default())
 }
 
-/// The stored result of attention: the softmax's maxima and sums `[H, T]` on the device that computed them, and what else the
-/// backward pass reads.
+/// The result of attention that is stored for the backward pass: the softmax's maxima and sums `[H, T]` on the device
+/// that computed them, and the output or its delta.
 struct StoredAttention {
     out: StoredOutput,
     statistics: SharedStatistics,
@@ -46,7 +46,7 @@ struct StoredAttention {
     group: Arc<Group>,
 }
 
-/// The output of attention, or what the backward pass reads of it.
+/// The output of attention, or its delta, which is all that the backward pass reads of it.
 enum StoredOutput {
     /// The output `[T, H, Dv]`.
     Values(stored_activation::StoredActivation),
@@ -64,14 +64,14 @@ type SharedStatistics = Arc<Mutex<Option<Statistics<Tensor>>>>;
 pub struct SavedAttention {
     /// The type in which the output is stored; the statistics, two numbers for each token and head, are never rounded.
     storage: Stored,
-    kept: Option<StoredAttention>,
+    stored: Option<StoredAttention>,
 }
 
 impl SavedAttention {
-    /// An empty memory.
+    /// A layer whose attention is not computed yet.
     #[must_use]
     pub fn new(storage: Stored) -> Self {
-        Self { storage, kept: None }
+        Self { storage, stored: None }
     }
 
     /// Offloads the stored output to CPU memory, as [`stored_activation::StoredActivation::offload`] does. The statistics, two numbers for each token and
@@ -80,12 +80,12 @@ impl SavedAttention {
     /// # Errors
     /// As for [`stored_activation::StoredActivation::offload`].
     pub fn offload(&mut self, offload: &Offload) -> Result<()> {
-        if let Some(StoredAttention { out, statistics, group }) = self.kept.take() {
+        if let Some(StoredAttention { out, statistics, group }) = self.stored.take() {
             let out = match out {
                 StoredOutput::Values(out) => StoredOutput::Values(out.offload(offload)?),
                 out => out,
             };
-            self.kept = Some(StoredAttention { out, statistics, group });
+            self.stored = Some(StoredAttention { out, statistics, group });
         }
         Ok(())
     }
@@ -95,25 +95,26 @@ impl SavedAttention {
     /// # Errors
     /// Failures of a device to which the output was offloaded.
     pub(crate) fn take_output(&mut self) -> Result<Option<Tensor>> {
-        let Some(StoredAttention { out, .. }) = &mut self.kept else { return Ok(None) };
+        let Some(StoredAttention { out, .. }) = &mut self.stored else { return Ok(None) };
         match std::mem::replace(out, StoredOutput::Taken) {
             StoredOutput::Values(out) => out.tensor().map(Some),
             _ => bail!("the output of an attention was taken out before"),
         }
     }
 
-    /// Stores what the backward pass reads of the output that was taken out, from its gradient, both `[T, H, Dv]` on the CPU.
-    /// So neither the output nor a copy of it is in memory when queries, keys and values are.
+    /// Stores the delta of the output that was taken out, from its gradient, both `[T, H, Dv]` on the CPU. So neither
+    /// the output nor a copy of it is in memory when queries, keys and values are.
     ///
     /// # Errors
     /// Tensors of different shapes or on other devices.
     pub(crate) fn output_gradient(&mut self, output: &Tensor, gradient: &Tensor) -> Result<()> {
-        let Some(StoredAttention { out: stored, group, .. }) = &mut self.kept else {
+        let Some(StoredAttention { out: stored, group, .. }) = &mut self.stored else {
             bail!("the gradient of an attention's output that is not stored");
         };
         let (output, gradient) = (output.contiguous()?, gradient.contiguous()?);
         let guards = [&output, &gradient].map(Tensor::storage_and_layout);
-        let [out, d_out] = guards.each_ref().map(|(storage, layout)| Loan::new(group.kernel(), storage, layout));
+        let [out, d_out] =
+            guards.each_ref().map(|(storage, layout)| BorrowedTensor::new(group.kernel(), storage, layout));
         let delta = on_device::delta(group, out?.data()?, d_out?.view()?).map_err(candle_core::Error::wrap)?;
         *stored = StoredOutput::Delta(delta);
         Ok(())
@@ -122,13 +123,13 @@ impl SavedAttention {
     /// Whether the next call would compute attention and store its output.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.kept.is_none()
+        self.stored.is_none()
     }
 }
 
-/// Like [`attention()`], with a memory: if `memory` is empty, attention is computed and stored there. Otherwise the stored
-/// output is taken out and not computed again, so `memory` must be empty on all ranks or on none. The inputs must equal those
-/// of the call that filled it.
+/// Like [`attention()`], for a layer that is recomputed: if `memory` is empty, attention is computed and stored there.
+/// Otherwise the stored output is taken out and not computed again, so `memory` must be empty on all ranks or on none.
+/// The inputs must equal those of the call that filled it.
 ///
 /// # Errors
 /// As for [`attention()`].
@@ -140,7 +141,7 @@ pub fn attention_saving(
     memory: &mut SavedAttention,
 ) -> Result<Tensor> {
     let &AttentionInputs { q, k, v, sinks, bias, bucket_table } = inputs;
-    let before = memory.kept.take();
+    let before = memory.stored.take();
     let first = before.is_none();
     let (out, delta, statistics) = match before {
         None => (None, None, Arc::default()),
@@ -149,7 +150,7 @@ pub fn attention_saving(
         Some(_) => bail!("attention is computed again before the gradient of its output is known"),
     };
     let is_differentiated = delta.is_some();
-    let readable = |tensor: &Tensor| loan::readable(group.kernel(), tensor);
+    let readable = |tensor: &Tensor| borrowed_tensor::readable(group.kernel(), tensor);
     let [d_sinks, d_bias, d_table] = [(); 3].map(|()| SharedGradient::default());
     let op = Attention {
         group: group.clone(),
@@ -188,7 +189,7 @@ pub fn attention_saving(
     let out = tape::apply(op, qkv, Reads::InputsAndOutput)?;
     if first {
         let out = StoredOutput::Values(stored_activation::StoredActivation::new(&out, memory.storage)?);
-        memory.kept = Some(StoredAttention { out, statistics, group: group.clone() });
+        memory.stored = Some(StoredAttention { out, statistics, group: group.clone() });
     }
     out.to_device(q.device())
 }
@@ -247,19 +248,22 @@ impl Attention {
     /// Takes the stored output, if there is one; it must have this shape.
     fn known(&self, shape: &[usize]) -> Result<Option<stored_activation::StoredActivation>> {
         let known = self.out.lock().unwrap_or_else(PoisonError::into_inner).take();
-        known.map(|kept| kept.of(shape)).transpose()
+        known.map(|stored| stored.of(shape)).transpose()
     }
 
     /// Returns the output where the kernel computes, and stores the statistics as tensors on `device`.
-    fn forward(&self, [q, k, v]: [&Loan; 3], device: &Device) -> Result<Floats> {
+    fn forward(&self, [q, k, v]: [&BorrowedTensor; 3], device: &Device) -> Result<Floats> {
         let (q, k, v) = (q.view()?, k.view()?, v.view()?);
         let guard = self.bias.as_ref().map(Tensor::storage_and_layout);
-        let bias =
-            guard.as_ref().map(|(storage, layout)| Loan::new(self.group.kernel(), storage, layout)).transpose()?;
-        let inputs = Inputs { bias: bias.as_ref().map(Loan::view).transpose()?, ..Inputs::new(q, k, v, &self.score) };
+        let bias = guard
+            .as_ref()
+            .map(|(storage, layout)| BorrowedTensor::new(self.group.kernel(), storage, layout))
+            .transpose()?;
+        let inputs =
+            Inputs { bias: bias.as_ref().map(BorrowedTensor::view).transpose()?, ..Inputs::new(q, k, v, &self.score) };
         let Forward { out, statistics: Statistics { max, sum }, .. } =
             on_device::forward(&self.group, &self.schedule, &inputs).map_err(candle_core::Error::wrap)?;
-        let tensor = |values| loan::tensor(self.group.kernel(), values, (q.heads, q.tokens), device);
+        let tensor = |values| borrowed_tensor::tensor(self.group.kernel(), values, (q.heads, q.tokens), device);
         let statistics = Statistics { max: tensor(max)?, sum: tensor(sum)? };
         *self.statistics.lock().unwrap_or_else(PoisonError::into_inner) = Some(statistics);
         Ok(out)
@@ -288,9 +292,13 @@ impl CustomOp3 for Attention {
     ) -> Result<(CpuStorage, Shape)> {
         let (shape, dtype) = (out_shape(q_layout, v_layout)?, q.dtype());
         let out = match self.known(&shape)? {
-            Some(kept) => kept.values(&shape)?,
+            Some(stored) => stored.values(&shape)?,
             None => {
-                let (q, k, v) = (Loan::cpu(q, q_layout)?, Loan::cpu(k, k_layout)?, Loan::cpu(v, v_layout)?);
+                let (q, k, v) = (
+                    BorrowedTensor::cpu(q, q_layout)?,
+                    BorrowedTensor::cpu(k, k_layout)?,
+                    BorrowedTensor::cpu(v, v_layout)?,
+                );
                 let out = self.forward([&q, &k, &v], &Device::Cpu)?;
                 self.group.kernel().to_host(out).map_err(candle_core::Error::wrap)?
             }
@@ -308,15 +316,15 @@ impl CustomOp3 for Attention {
         v_layout: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
         let shape = out_shape(q_layout, v_layout)?;
-        if let Some(kept) = self.known(&shape)? {
-            return crate::gpu::copied(&kept.tensor()?);
+        if let Some(stored) = self.known(&shape)? {
+            return crate::gpu::copied(&stored.tensor()?);
         }
         let (kernel, device, dtype) = (self.group.kernel(), q.device().clone(), q.dtype());
-        let loan = |storage, layout| Loan::cuda(kernel, storage, layout);
-        let (q, k, v) = (loan(q, q_layout)?, loan(k, k_layout)?, loan(v, v_layout)?);
+        let borrow = |storage, layout| BorrowedTensor::cuda(kernel, storage, layout);
+        let (q, k, v) = (borrow(q, q_layout)?, borrow(k, k_layout)?, borrow(v, v_layout)?);
         let out = self.forward([&q, &k, &v], &Device::Cuda(device.clone()))?;
         let shape = Shape::from(&shape[..]);
-        Ok((crate::gpu::converted_if(loan::on_gpu(out, &device)?, &shape, dtype)?, shape))
+        Ok((crate::gpu::converted_if(borrowed_tensor::on_gpu(out, &device)?, &shape, dtype)?, shape))
     }
 
     fn bwd(
@@ -335,20 +343,21 @@ impl CustomOp3 for Attention {
         };
         let (kernel, group) = (self.group.kernel(), &*self.group);
         let guards = [q, k, v, &d_out, &max, &sum].map(Tensor::storage_and_layout);
-        let loans = guards.each_ref().map(|(storage, layout)| Loan::new(kernel, storage, layout));
-        let [q_loan, k_loan, v_loan, d_out, max, sum] = loans;
+        let borrowed = guards.each_ref().map(|(storage, layout)| BorrowedTensor::new(kernel, storage, layout));
+        let [q_loan, k_loan, v_loan, d_out, max, sum] = borrowed;
         let (q_loan, k_loan, v_loan) = (q_loan?, k_loan?, v_loan?);
         let (d_out, max, sum) = (d_out?, max?, sum?);
         let bias_guard = self.bias.as_ref().map(Tensor::storage_and_layout);
-        let bias = bias_guard.as_ref().map(|(storage, layout)| Loan::new(kernel, storage, layout)).transpose()?;
+        let bias =
+            bias_guard.as_ref().map(|(storage, layout)| BorrowedTensor::new(kernel, storage, layout)).transpose()?;
         let inputs = Inputs::new(q_loan.view()?, k_loan.view()?, v_loan.view()?, &self.score);
-        let inputs = Inputs { bias: bias.as_ref().map(Loan::view).transpose()?, ..inputs };
+        let inputs = Inputs { bias: bias.as_ref().map(BorrowedTensor::view).transpose()?, ..inputs };
         let (statistics, d_out) = (Statistics { max: max.data()?, sum: sum.data()? }, d_out.view()?);
         let delta = match self.delta.lock().unwrap_or_else(PoisonError::into_inner).take() {
             Some(delta) => Ok(delta),
             None => {
                 let (storage, layout) = out.storage_and_layout();
-                on_device::delta(group, Loan::new(kernel, &storage, layout)?.data()?, d_out)
+                on_device::delta(group, BorrowedTensor::new(kernel, &storage, layout)?.data()?, d_out)
             }
         };
         let delta = delta.map_err(candle_core::Error::wrap)?;
@@ -366,10 +375,10 @@ impl CustomOp3 for Attention {
             store(&self.d_table, Tensor::from_vec(gradients.d_table, count, &Device::Cpu)?);
         }
         if let Some(bias) = &self.bias {
-            store(&self.d_bias, loan::tensor(kernel, gradients.d_bias, bias.shape(), bias.device())?);
+            store(&self.d_bias, borrowed_tensor::tensor(kernel, gradients.d_bias, bias.shape(), bias.device())?);
         }
         let tensor = |values, like: &Tensor| {
-            cast(&loan::tensor(kernel, values, like.shape(), like.device())?, like.dtype()).map(Some)
+            cast(&borrowed_tensor::tensor(kernel, values, like.shape(), like.device())?, like.dtype()).map(Some)
         };
         Ok((tensor(gradients.dq, q)?, tensor(gradients.dk, k)?, tensor(gradients.dv, v)?))
     }

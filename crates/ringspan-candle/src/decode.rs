@@ -2,8 +2,8 @@
 
 use crate::attend::AttentionInputs;
 use crate::attention_inputs::with_learned_terms;
+use crate::borrowed_tensor::{self, BorrowedTensor};
 use crate::cast::cast;
-use crate::loan::{self, Loan};
 use candle_core::{Result, Tensor, bail};
 use ringspan::attention::{Group, Inputs, Merge, Tokens, on_device};
 use ringspan::{Mask, Score};
@@ -27,12 +27,16 @@ pub fn decode(group: &Group, mask: &Mask, tokens: &Tokens, inputs: &AttentionInp
     let (_, heads, _) = q.dims3()?;
     let (_, _, v_dim) = v.dims3()?;
     let (shape, device, dtype) = ((q.dim(0)?, heads, v_dim), q.device(), q.dtype());
-    let (q, k, v) = (loan::readable(kernel, q)?, loan::readable(kernel, k)?, loan::readable(kernel, v)?);
+    let (q, k, v) = (
+        borrowed_tensor::readable(kernel, q)?,
+        borrowed_tensor::readable(kernel, k)?,
+        borrowed_tensor::readable(kernel, v)?,
+    );
     let guards = [&q, &k, &v].map(Tensor::storage_and_layout);
-    let [q, k, v] = guards.each_ref().map(|(storage, layout)| Loan::new(kernel, storage, layout));
+    let [q, k, v] = guards.each_ref().map(|(storage, layout)| BorrowedTensor::new(kernel, storage, layout));
     let (q, k, v) = (q?, k?, v?);
     let inputs = Inputs::new(q.view()?, k.view()?, v.view()?, score);
     let (out, _) =
         on_device::decode(group, mask, tokens, &inputs, Merge::AllGather).map_err(candle_core::Error::wrap)?;
-    cast(&loan::tensor(kernel, out, shape, device)?, dtype)
+    cast(&borrowed_tensor::tensor(kernel, out, shape, device)?, dtype)
 }

@@ -56,7 +56,7 @@ impl ExpertLoad {
     }
 }
 
-/// The experts as a model sees them. Which rank holds which experts is the implementation's business.
+/// The experts, as a model calls them. The implementation decides which rank holds which experts.
 ///
 /// All ranks call these methods in the same order, also ranks without tokens.
 pub trait Experts {

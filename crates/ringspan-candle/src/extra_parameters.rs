@@ -32,7 +32,8 @@ impl ExtraParameters {
         self.ties.len()
     }
 
-    /// Returns the one input of the operation that stands for all parameters, and the place for their gradients.
+    /// Returns the one input of the operation that stands for all parameters, and the object in which it stores their
+    /// gradients.
     ///
     /// # Errors
     /// None that a caller can cause.

@@ -71,8 +71,8 @@ pub fn gated_mlp_saving(
     }
     let gate_up = Arc::new(Mutex::new(None));
     let out = layer([x, gate, up, down], activation, PassKind::Store(storage, gate_up.clone()))?;
-    let kept = locked(&gate_up).take();
-    Ok((out, GateUpActivations::Cpu(kept.unwrap_or_else(|| Tiles::new(storage)))))
+    let stored = locked(&gate_up).take();
+    Ok((out, GateUpActivations::Cpu(stored.unwrap_or_else(|| Tiles::new(storage)))))
 }
 
 /// Like [`gated_mlp`], for the second pass of a recomputed layer: the output is the stored one, `known`, or zeros if nothing
@@ -90,15 +90,15 @@ pub fn gated_mlp_recomputed(
 ) -> Result<Tensor> {
     let [gate, up, down] = weights;
     let size = x.dim(0)? * gate.dim(0)?;
-    if let Some(kept) = gate_up.as_ref().map(GateUpActivations::len).filter(|kept| *kept != size) {
-        bail!("a gated layer kept {kept} numbers of {size}");
+    if let Some(stored) = gate_up.as_ref().map(GateUpActivations::len).filter(|stored| *stored != size) {
+        bail!("the forward pass of a gated MLP stored {stored} values, and its backward pass needs {size}");
     }
     if gpu::holds(x) {
         check([x, gate, up, down])?;
         return on_gpu::recomputed(x, weights, activation, gate_up, known);
     }
     let gate_up = match gate_up {
-        Some(GateUpActivations::Gpu(_)) => bail!("a gated layer on the CPU, of which a GPU kept gate and up"),
+        Some(GateUpActivations::Gpu(_)) => bail!("the gate and up activations of a gated MLP on the CPU are on a GPU"),
         Some(GateUpActivations::Cpu(tiles)) => Some(tiles),
         None => None,
     };
@@ -149,8 +149,8 @@ fn layer(inputs: [&Tensor; 4], activation: Activation, pass: PassKind) -> Result
 /// Gradients of x, gate and up, handed from the backward pass of [`GatedMlp`] to that of [`Inputs`].
 type SharedGradients = Arc<Mutex<Option<(Tensor, Option<Tensor>, Option<Tensor>)>>>;
 
-/// Connects the first three of the layer's four inputs to the graph, since a candle operation has at most three. Its output
-/// is a mark, a meaningless scalar, which [`GatedMlp`] takes as an input.
+/// Connects the first three of the layer's four inputs to the graph, since a candle operation has at most three. Its
+/// output is a scalar without meaning, which [`GatedMlp`] takes as an input.
 struct Inputs {
     share: SharedGradients,
 }
@@ -187,7 +187,7 @@ impl CustomOp3 for Inputs {
     }
 }
 
-/// The layer as an operation of the mark of [`Inputs`] and of down.
+/// The layer as an operation of the scalar of [`Inputs`] and of down.
 struct GatedMlp {
     x: Tensor,
     gate: Tensor,

@@ -92,7 +92,7 @@ struct Linear {
     known: Mutex<Option<Vec<f32>>>,
     /// The output on a GPU, if this is a recomputation.
     uploaded: Option<Tensor>,
-    /// Says that the output is f32 whatever the type of x and weight.
+    /// Whether the output is f32, whatever the type of x and weight.
     wide: bool,
 }
 

@@ -39,7 +39,7 @@ impl TableRows {
         self.0.as_ref().map_or(0, |rows| rows[token] as usize)
     }
 
-    /// Checks that every token of x `[T, C]` has a row in tables of this shape.
+    /// Checks that these tables have a row for every token of x `[T, C]`.
     fn check(&self, x: &Tensor, tables: [&Tensor; 2]) -> Result<()> {
         let (tokens, width) = x.dims2()?;
         for table in tables {

@@ -36,11 +36,12 @@ pub(crate) trait Number: Element + WithDType {
     /// Sizes that do not fit.
     fn product_new<A: Element, B: Element>(a: Matrix<A>, b: Matrix<B>) -> Vec<Self>;
 
-    /// The values as they are stored between two passes; nothing is copied that keeps its type.
-    fn stored(values: Vec<Self>, storage: ActivationStorage) -> StoredNumbers;
+    /// The values in the type in which they are stored between two passes; they are copied only if that is another
+    /// type.
+    fn stored(values: Vec<Self>, storage: ActivationStorage) -> StoredValues;
 
     /// The values that were stored between two passes, in this type.
-    fn restored(stored: StoredNumbers) -> Vec<Self>;
+    fn restored(stored: StoredValues) -> Vec<Self>;
 
     /// Mutable access to the numbers of a storage; `None` if it has another type.
     fn of_storage(storage: &mut CpuStorage) -> Option<&mut [Self]>;
@@ -105,17 +106,17 @@ impl Number for f32 {
         product_new(a, b)
     }
 
-    fn stored(values: Vec<Self>, storage: ActivationStorage) -> StoredNumbers {
+    fn stored(values: Vec<Self>, storage: ActivationStorage) -> StoredValues {
         match storage {
-            ActivationStorage::F32 => StoredNumbers::F32(values),
-            ActivationStorage::Bf16 => StoredNumbers::Bf16(rounded(&values)),
+            ActivationStorage::F32 => StoredValues::F32(values),
+            ActivationStorage::Bf16 => StoredValues::Bf16(rounded(&values)),
         }
     }
 
-    fn restored(stored: StoredNumbers) -> Vec<Self> {
+    fn restored(stored: StoredValues) -> Vec<Self> {
         match stored {
-            StoredNumbers::F32(values) => values,
-            StoredNumbers::Bf16(values) => widened(&values),
+            StoredValues::F32(values) => values,
+            StoredValues::Bf16(values) => widened(&values),
         }
     }
 }
@@ -144,14 +145,14 @@ impl Number for bf16 {
         arithmetic().product_new_rounded(a, b)
     }
 
-    fn stored(values: Vec<Self>, _: ActivationStorage) -> StoredNumbers {
-        StoredNumbers::Bf16(values)
+    fn stored(values: Vec<Self>, _: ActivationStorage) -> StoredValues {
+        StoredValues::Bf16(values)
     }
 
-    fn restored(stored: StoredNumbers) -> Vec<Self> {
+    fn restored(stored: StoredValues) -> Vec<Self> {
         match stored {
-            StoredNumbers::F32(values) => rounded(&values),
-            StoredNumbers::Bf16(values) => values,
+            StoredValues::F32(values) => rounded(&values),
+            StoredValues::Bf16(values) => values,
         }
     }
 
@@ -177,15 +178,15 @@ impl Number for bf16 {
     }
 }
 
-/// Numbers that wait from one pass for another, in the type in which they wait.
+/// Numbers that are stored between two passes, in the type in which they are stored.
 #[derive(Debug, Clone)]
-pub(crate) enum StoredNumbers {
+pub(crate) enum StoredValues {
     F32(Vec<f32>),
     Bf16(Vec<bf16>),
 }
 
-impl StoredNumbers {
-    /// How many there are.
+impl StoredValues {
+    /// Number of stored values.
     pub(crate) fn len(&self) -> usize {
         match self {
             Self::F32(values) => values.len(),

@@ -1,4 +1,4 @@
-//! The GPUs of `ringspan_cuda`, as candle's tensors need them.
+//! Connects the GPUs of `ringspan_cuda` with candle's tensors.
 
 pub(crate) use ringspan_cuda::{BorrowedSlice, Gpu};
 

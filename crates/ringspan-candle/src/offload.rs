@@ -1,4 +1,5 @@
-//! Activation offload: activations that layers store for the backward pass wait in CPU memory instead of GPU memory.
+//! Activation offload: activations that layers store for the backward pass are kept in CPU memory instead of GPU
+//! memory.
 //!
 //! A GPU copies between its memory and pinned CPU memory while it computes. The activations of layer i are copied to the CPU
 //! while layer i + 1 is computed, and copied back while layer i + 1 is differentiated. So the activations of at most
@@ -7,11 +8,11 @@
 //! waits for a copy.
 
 #[cfg_attr(not(feature = "cuda"), path = "offload/without_gpu.rs")]
-mod mover;
+mod offload_stream;
 
 use crate::device::RankDevice;
 use candle_core::{Result, Tensor};
-use mover::{Mover, OffloadTransfer};
+use offload_stream::{OffloadStream, OffloadTransfer};
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
@@ -20,7 +21,7 @@ pub const RESIDENT_LAYERS: usize = 2;
 
 /// Offloads the activations of one rank, pass after pass; pinned buffers are used again by the next pass.
 pub struct Offload {
-    mover: Arc<Mover>,
+    stream: Arc<OffloadStream>,
     pass: Mutex<OffloadPass>,
 }
 
@@ -38,7 +39,7 @@ struct OffloadPass {
 pub(crate) struct OffloadedActivation(Arc<Mutex<OffloadTransfer>>);
 
 impl Offload {
-    /// Offloading for the rank that computes on this GPU.
+    /// An offload of the activations of the rank that computes on this GPU.
     ///
     /// # Errors
     /// A CPU, the only kind of device without the feature `cuda`; a GPU on which no stream can be created.
@@ -49,14 +50,14 @@ impl Offload {
             message,
         };
         let gpu = device.tensors().as_cuda_device().map_err(|_| failed(ON_CPU.into()))?;
-        let mover = Arc::new(Mover::new(gpu).map_err(|error| failed(error.to_string()))?);
-        Ok(Self { mover, pass: Mutex::default() })
+        let stream = Arc::new(OffloadStream::new(gpu).map_err(|error| failed(error.to_string()))?);
+        Ok(Self { stream, pass: Mutex::default() })
     }
 
     /// Begins a new pass through this many layers. Pinned memory that the pass before did not use is freed.
     pub fn begin(&self, layers: usize) {
         *self.pass() = OffloadPass { sent: vec![Vec::new(); layers], at: 0 };
-        self.mover.begin();
+        self.stream.begin();
     }
 
     /// Announces that `layer` is computed from here on; layers are announced in ascending order.
@@ -89,14 +90,14 @@ impl Offload {
         if at + RESIDENT_LAYERS >= pass.sent.len() || tensor.elem_count() == 0 {
             return Ok(None);
         }
-        let moving = Arc::new(Mutex::new(self.mover.send(tensor)?));
+        let moving = Arc::new(Mutex::new(self.stream.send(tensor)?));
         pass.sent[at].push(Arc::downgrade(&moving));
         Ok(Some(OffloadedActivation(moving)))
     }
 
     /// Bytes of pinned CPU memory, in use or free.
     pub fn held(&self) -> usize {
-        self.mover.held()
+        self.stream.held()
     }
 
     fn pass(&self) -> MutexGuard<'_, OffloadPass> {

@@ -110,7 +110,7 @@ pub(crate) fn failed(operation: &'static str) -> impl Fn(DriverError) -> candle_
     move |error| candle_core::Error::Msg(format!("copies between GPU and CPU: {operation}: {error}"))
 }
 
-/// GPUs for tests that check which stream waits for which.
+/// Helpers of tests that check which stream waits for which.
 #[cfg(test)]
 pub(crate) mod test {
     use candle_core::Device;

@@ -1,4 +1,5 @@
-//! The thread pool of a rank. Each rank has one of its own, so that ranks in one process do not compete for the global one.
+//! The thread pool of a rank. Each rank has its own pool, so that ranks in one process do not compete for the global
+//! one.
 
 use candle_core::{Error, Result};
 use rayon::ThreadPoolBuilder;

@@ -14,8 +14,8 @@ pub enum Precision {
     /// Computes in f32, without further rounding.
     #[default]
     F32,
-    /// Rounds each stored number by at most 2^-9 of itself; takes half the memory and, on tensor cores, is many times as
-    /// fast. CPUs multiply in bf16 where they can (AVX512-BF16), and elsewhere in f32.
+    /// Rounds each stored number by at most 2^-9 of itself, takes half the memory and, on tensor cores, is many times
+    /// as fast. CPUs multiply in bf16 where they can (AVX512-BF16), and elsewhere in f32.
     Bf16,
 }
 

@@ -26,7 +26,7 @@ pub fn residual(x: &Tensor, y: &Tensor) -> Result<Tensor> {
         bail!("{:?} and {:?} cannot be added: the shapes differ", x.shape(), y.shape());
     }
     if tape::is_unused(x) || tape::is_unused(y) {
-        return residual_unseen(x, y);
+        return residual_unused(x, y);
     }
     tape::apply(Residual, [&x.contiguous()?, &y.contiguous()?], Reads::Nothing)
 }
@@ -35,7 +35,7 @@ pub fn residual(x: &Tensor, y: &Tensor) -> Result<Tensor> {
 ///
 /// # Errors
 /// As for [`residual`].
-pub(crate) fn residual_unseen(x: &Tensor, y: &Tensor) -> Result<Tensor> {
+pub(crate) fn residual_unused(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     if x.shape() != y.shape() {
         bail!("{:?} and {:?} cannot be added: the shapes differ", x.shape(), y.shape());
     }

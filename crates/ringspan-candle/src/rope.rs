@@ -32,8 +32,8 @@ impl RotaryTable {
         let half = inverse_frequencies.len();
         let parts = pool::map(pool::parts(positions.len(), 8 * half), |tokens| {
             let angles = positions[tokens].iter().flat_map(|&p| inverse_frequencies.iter().map(move |f| p as f64 * f));
-            let turns = angles.map(f64::sin_cos).map(|(sin, cos)| ((cos * scale) as f32, (sin * scale) as f32));
-            turns.unzip::<f32, f32, Vec<_>, Vec<_>>()
+            let rotations = angles.map(f64::sin_cos).map(|(sin, cos)| ((cos * scale) as f32, (sin * scale) as f32));
+            rotations.unzip::<f32, f32, Vec<_>, Vec<_>>()
         });
         let (cos, sin): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
         Self { cos: cos.concat().into(), sin: sin.concat().into(), half, uploaded: Arc::default() }
@@ -64,7 +64,7 @@ impl RotaryTable {
     }
 }
 
-/// The tables of a forward pass: layers whose rotary embeddings have the same id share one.
+/// The rotary tables of a forward pass: layers whose rotary embeddings have the same id share one.
 #[derive(Debug, Default)]
 pub struct Rotations(RefCell<HashMap<usize, RotaryTable>>);
 
@@ -104,11 +104,11 @@ fn rotated(x: &Tensor, rotation: &RotaryTable, interleaved: bool) -> Result<Tens
         let pairs = rotation.half.max(1);
         bail!("a rotation of {} tokens x {pairs} pairs does not fit {:?}", rotation.cos.len() / pairs, x.shape());
     }
-    tape::apply(Rope { rotation: rotation.clone(), interleaved, back: false }, [&placed(x)?], Reads::Nothing)
+    tape::apply(Rope { rotation: rotation.clone(), interleaved, back: false }, [&readable(x)?], Reads::Nothing)
 }
 
 /// Returns x as the kernels read it: with any strides on a GPU, contiguous on the CPU.
-fn placed(x: &Tensor) -> Result<Tensor> {
+fn readable(x: &Tensor) -> Result<Tensor> {
     if gpu::holds(x) { Ok(x.clone()) } else { x.contiguous() }
 }
 
@@ -123,7 +123,7 @@ struct Rope {
 impl Rope {
     /// Rotates the heads of consecutive tokens, beginning with token `first`: x and out `[.., heads, D]`.
     #[inline(always)]
-    fn turn<T: Number>(&self, first: usize, heads: usize, x: &[T], out: &mut [T]) {
+    fn rotate<T: Number>(&self, first: usize, heads: usize, x: &[T], out: &mut [T]) {
         let half = self.rotation.half;
         let sign = if self.back { -1.0 } else { 1.0 };
         let width = (heads * 2 * half).max(1);
@@ -164,7 +164,7 @@ impl CustomOp1 for Rope {
             let part = pool::part(tokens, width);
             let parts = x.chunks(part * width).zip(out.chunks_mut(part * width)).enumerate().collect();
             pool::map(parts, |(index, (x, out)): (usize, (&[T], &mut [T]))| {
-                pool::vectorized(|| self.turn(index * part, heads, x, out));
+                pool::vectorized(|| self.rotate(index * part, heads, x, out));
             });
             T::to_cpu_storage_owned(out)
         });
@@ -172,13 +172,13 @@ impl CustomOp1 for Rope {
     }
 
     fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        on_gpu::turned(x, layout, &self.rotation, self.back)
+        on_gpu::rotated(x, layout, &self.rotation, self.back)
     }
 
     fn bwd(&self, _x: &Tensor, _out: &Tensor, d_out: &Tensor) -> Result<Option<Tensor>> {
         // The transpose of a rotation is the rotation by the negative angle.
         let back = Rope { rotation: self.rotation.clone(), back: !self.back, ..*self };
-        placed(d_out)?.apply_op1_no_bwd(&back).map(Some)
+        readable(d_out)?.apply_op1_no_bwd(&back).map(Some)
     }
 }
 

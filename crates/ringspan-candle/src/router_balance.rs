@@ -28,8 +28,8 @@ pub struct LoadBalancedExperts {
 type Sum = dyn Fn(&mut [f64]) -> Result<()> + Send + Sync;
 
 enum LoadState {
-    /// During the forward pass: the load of each layer.
-    Watching(BTreeMap<usize, ExpertLoad>),
+    /// During the forward pass: the load of each layer so far.
+    Collecting(BTreeMap<usize, ExpertLoad>),
     /// During the backward pass: the loads summed over layers and ranks, of this pass and of all passes that the loss spans.
     Summed { own: ExpertLoad, all: ExpertLoad },
 }
@@ -49,7 +49,7 @@ impl LoadBalancedExperts {
             inner,
             coefficient,
             sum,
-            state: Mutex::new(LoadState::Watching(BTreeMap::new())),
+            state: Mutex::new(LoadState::Collecting(BTreeMap::new())),
             router_gradient: RouterGradient::default(),
             others: ExpertLoad::default(),
         }
@@ -65,7 +65,7 @@ impl LoadBalancedExperts {
     /// The load of this pass, summed over layers and ranks; `None` before the forward pass has ended.
     pub fn load(&self) -> Option<ExpertLoad> {
         match &*self.state() {
-            LoadState::Watching(_) => None,
+            LoadState::Collecting(_) => None,
             LoadState::Summed { own, .. } => Some(own.clone()),
         }
     }
@@ -114,7 +114,7 @@ impl Experts for LoadBalancedExperts {
     }
 
     fn routed(&self, layer: usize, load: ExpertLoad) -> Result<()> {
-        if let LoadState::Watching(layers) = &mut *self.state() {
+        if let LoadState::Collecting(layers) = &mut *self.state() {
             layers.insert(layer, load.clone());
         }
         self.inner.routed(layer, load)
@@ -123,7 +123,7 @@ impl Experts for LoadBalancedExperts {
     fn forward_ended(&self, experts: usize) -> Result<()> {
         self.inner.forward_ended(experts)?;
         let mut state = self.state();
-        let LoadState::Watching(layers) = &*state else {
+        let LoadState::Collecting(layers) = &*state else {
             bail!("the forward pass ended twice: experts are balanced once a pass, with a new Balanced each");
         };
         // A rank without tokens has no load, and adds zeros.

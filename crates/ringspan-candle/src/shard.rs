@@ -104,8 +104,8 @@ impl ShardSpec {
         }
     }
 
-    /// How ranks shard the matrices A and B of an adapter of a layer whose weight has this shard spec: the matrix that has the
-    /// weight's sharded dimension is sharded likewise.
+    /// How ranks shard the matrices A and B of an adapter, if the layer's weight has this shard spec: the matrix that
+    /// has the weight's sharded dimension is sharded likewise.
     #[must_use]
     pub fn of_adapter(self) -> [Self; 2] {
         let whole = match self {

@@ -88,15 +88,15 @@ impl StoredActivation {
     /// Returns `self`, or an error if it has another shape.
     pub(crate) fn of(self, shape: &[usize]) -> Result<Self> {
         if self.shape != shape {
-            bail!("kept {:?}, and asked for {shape:?}", self.shape);
+            bail!("an activation of the shape {:?} was stored, but {shape:?} is requested", self.shape);
         }
         Ok(self)
     }
 
     /// The stored values in f32 on the CPU, of this shape.
     pub(crate) fn values(self, shape: &[usize]) -> Result<Vec<f32>> {
-        let kept = self.of(shape)?;
-        match kept.numbers {
+        let stored = self.of(shape)?;
+        match stored.numbers {
             ActivationValues::Rounded(values) => Ok(widened(&values)),
             ActivationValues::Whole(tensor) if tensor.dtype() == DType::BF16 => {
                 slices::elements_of(&tensor, |values| Ok(widened(values)))
@@ -106,7 +106,7 @@ impl StoredActivation {
                 copy(values, &mut out);
                 Ok(out)
             }),
-            ActivationValues::OffloadedActivation(_) => bail!("asked on the CPU for what a GPU keeps"),
+            ActivationValues::OffloadedActivation(_) => bail!("an offloaded activation cannot be read on the CPU"),
         }
     }
 }

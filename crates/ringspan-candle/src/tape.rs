@@ -46,7 +46,7 @@ pub struct Tape {
     entries: Vec<Entry>,
     /// Tensors at the end of a candle graph that the entries cover already, so that none is differentiated twice.
     graphs: HashSet<TensorId>,
-    /// Outputs of [`apply_unused`], which have no values; each is mapped to the scalar that it is a broadcast view of.
+    /// Outputs of [`apply_unused`], which have no values, each mapped to the scalar that it is a broadcast view of.
     unused: HashMap<TensorId, TensorId>,
     /// The outputs of [`apply_recomputable`] that entries hold without their memory; `None` if entries hold all values.
     recomputed: Option<HashMap<TensorId, Rc<Recomputed>>>,
@@ -114,7 +114,7 @@ impl Tape {
         let mut tape = RECORDING.take().unwrap_or_default();
         drop(before);
         tape.add_graph(&output);
-        // From here on only the entries refer to what is computed again, so the last of them frees it.
+        // From here on only the entries refer to the recomputed outputs, so the last of them frees it.
         tape.recomputed = None;
         Ok((output, tape))
     }
@@ -224,7 +224,7 @@ pub(crate) fn apply_unused<const N: usize>(
     Ok(output)
 }
 
-/// The output of an operation that is not computed: a tensor without memory of its own.
+/// The output of an operation that is not computed, which is a tensor without memory of its own.
 fn unused_output(shape: Shape, dtype: DType) -> Result<Tensor> {
     let zero = Var::from_tensor(&Tensor::zeros((), dtype, &Device::Cpu)?)?;
     let output = zero.broadcast_as(shape)?;

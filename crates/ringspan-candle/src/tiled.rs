@@ -25,12 +25,12 @@ pub(crate) trait RowFunction: Clone + Send + Sync + 'static {
     /// Parameters that are not matrices.
     fn width(&self) -> Result<usize>;
 
-    /// Maps the rows `rows` of the whole input, x `[n, C]`, to `[n, N]`; differentiable. Unless `seen`, nothing reads the
-    /// output values, only gradients.
+    /// Maps the rows `rows` of the whole input, x `[n, C]`, to `[n, N]`; differentiable. Unless `needs_values`, nothing
+    /// reads the output values, only gradients.
     ///
     /// # Errors
     /// Shapes that do not fit.
-    fn forward(&self, x: &Tensor, rows: Range<usize>, seen: bool) -> Result<Tensor>;
+    fn forward(&self, x: &Tensor, rows: Range<usize>, needs_values: bool) -> Result<Tensor>;
 }
 
 /// Applies the function to x `[T, C]`, f32 or bf16 on the CPU; returns `[T, N]` of the same type. The backward pass
@@ -54,7 +54,7 @@ pub(crate) fn tiled_recomputed(
 ) -> Result<Tensor> {
     let shape = [x.dim(0)?, function.width()?];
     let known = known.map(|known| known.values(&shape)).transpose()?;
-    apply(x, function, known.map_or(OutputSource::Unseen, |known| OutputSource::Known(Mutex::new(known))))
+    apply(x, function, known.map_or(OutputSource::Unused, |known| OutputSource::Known(Mutex::new(known))))
 }
 
 fn apply<F: RowFunction>(x: &Tensor, mut function: F, pass: OutputSource) -> Result<Tensor> {
@@ -72,7 +72,7 @@ fn apply<F: RowFunction>(x: &Tensor, mut function: F, pass: OutputSource) -> Res
         }
     }
     let shape = (x.dim(0)?, function.width()?);
-    let is_unused = matches!(pass, OutputSource::Unseen);
+    let is_unused = matches!(pass, OutputSource::Unused);
     let op = Tiled { x: x.detach(), function, trained, gradients, pass };
     match is_unused {
         true => tape::apply_unused(op, [&x, &ties], Reads::Nothing, (shape, x.dtype())),
@@ -96,7 +96,7 @@ enum OutputSource {
     /// They are the stored output.
     Known(Mutex<Vec<f32>>),
     /// Nothing reads them, so they are zeros.
-    Unseen,
+    Unused,
 }
 
 impl<F: RowFunction> Tiled<F> {
@@ -173,7 +173,7 @@ impl<F: RowFunction> CustomOp2 for Tiled<F> {
                 let known = std::mem::take(&mut *known.lock().unwrap_or_else(PoisonError::into_inner));
                 number::storage(known, self.x.dtype())?
             }
-            OutputSource::Unseen => number::storage(vec![0.0; shape.elem_count()], self.x.dtype())?,
+            OutputSource::Unused => number::storage(vec![0.0; shape.elem_count()], self.x.dtype())?,
         };
         Ok((out, shape))
     }
@@ -207,7 +207,7 @@ mod tests {
             self.a.dim(0)
         }
 
-        fn forward(&self, x: &Tensor, rows: Range<usize>, _seen: bool) -> Result<Tensor> {
+        fn forward(&self, x: &Tensor, rows: Range<usize>, _needs_values: bool) -> Result<Tensor> {
             let numbers = Tensor::arange(rows.start as f32, rows.end as f32, &Device::Cpu)?.unsqueeze(1)?;
             x.matmul(&self.a.t()?)?.silu()? + numbers.matmul(&self.b.unsqueeze(0)?)?
         }

@@ -1,5 +1,5 @@
-//! Stands in for `ringspan-cuda` in a build without the feature `cuda`: the types and functions that the other files use, of which none
-//! can be made, since no GPU can be opened.
+//! Replaces `ringspan-cuda` in a build without the feature `cuda`, with the types and functions that other files use.
+//! These types have no values, since no GPU can be opened.
 
 use candle_core::{CudaDevice, CudaStorage, bail};
 use ringspan::comm::process_group::ProcessGroup;

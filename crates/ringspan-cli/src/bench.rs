@@ -1,4 +1,4 @@
-//! `ringspan bench`: measures what a user of a server waits for.
+//! `ringspan bench`: measures the latency and throughput of a server as its users see them.
 
 use crate::output;
 use anyhow::{Result, ensure};

@@ -16,15 +16,15 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// Most tokens that are guessed at a time: each is computed, whether it turns out right or not.
+/// Upper limit on draft tokens in a step: each is computed, whether it is accepted or not.
 const MOST_SPECULATIVE_TOKENS: usize = 64;
 
 /// Serve a model over HTTP, in the interfaces of OpenAI and Anthropic.
 ///
-/// The ranks of --ring and --ulysses read prompts together, and each caches the keys and values of its pages; those of --tp share the
-/// width of layers, and those of --pp have some of the layers each. Requests are computed together, step by step.
-/// The first line on standard output is `listening on http://HOST:PORT`. Ctrl-C or SIGTERM ends the server after the requests that
-/// run; a second one ends it at once.
+/// The ranks of --ring and --ulysses prefill prompts together, and each caches the keys and values of its pages; those
+/// of --tp share the width of layers, and those of --pp have some of the layers each. Requests are computed together,
+/// step by step. The first line on standard output is `listening on http://HOST:PORT`. Ctrl-C or SIGTERM ends the
+/// server after the requests that run; a second one ends it at once.
 #[derive(Debug, clap::Args)]
 pub(crate) struct ServeArgs {
     #[command(flatten)]
@@ -72,14 +72,16 @@ pub(crate) struct ServeArgs {
     /// Most requests that wait; further ones are told to come later
     #[arg(long, default_value_t = 1024, value_name = "N", help_heading = "Engine")]
     max_waiting: usize,
-    /// Most tokens of prompts in one step: fewer make others wait less for their next token, more make prompts faster
+    /// Most prompt tokens in one step: fewer shorten the time between other requests' tokens, more prefill prompts
+    /// faster
     #[arg(long, default_value_t = 512, value_name = "N", help_heading = "Engine")]
     prefill_chunk: usize,
     /// Forget keys and values once their request has ended
     #[arg(long, help_heading = "Engine")]
     no_prefix_cache: bool,
-    /// Guess up to N further tokens of each text by looking up its last ones in the text before, and check them in the same step;
-    /// texts stay the same, and those that repeat themselves come faster
+    /// Speculative decoding by prompt lookup: propose up to N further tokens of each text, found by its last tokens in
+    /// the text before, and check them in the same step; texts stay the same, and those that repeat themselves come
+    /// faster
     #[arg(long, default_value_t = 0, value_name = "N", value_parser = speculative_tokens, help_heading = "Engine")]
     num_speculative_tokens: usize,
     /// Save the cached keys and values to this folder when the server ends, and restore them when it starts, on any mesh; a
@@ -175,7 +177,7 @@ impl ServeArgs {
     }
 }
 
-/// Describes how many tokens and requests the engine has room for. Where all layers see a window, the pages that only say which tokens are cached take no
+/// Describes how many tokens and requests the engine has room for. Where all layers have a window, the pages that only say which tokens are cached take no
 /// memory, and are not counted.
 fn summary(limits: &Limits) -> String {
     let Limits { ranks, page, pages_per_rank, window_pages_per_rank, .. } = limits;
@@ -184,11 +186,11 @@ fn summary(limits: &Limits) -> String {
     let pages = match (limits.has_full_layers, window) {
         (true, 0) => format!("{pages_per_rank} pages of {page} tokens each"),
         (true, _) => format!(
-            "{pages_per_rank} pages of {page} tokens each, and {window_pages_per_rank} for layers that see a window of {window} \
+            "{pages_per_rank} pages of {page} tokens each, and {window_pages_per_rank} for layers with a window of {window} \
              tokens"
         ),
         (false, _) => format!(
-            "{window_pages_per_rank} pages of {page} tokens each, all for layers that see a window of {window} tokens"
+            "{window_pages_per_rank} pages of {page} tokens each, all for layers with a window of {window} tokens"
         ),
     };
     let holds =
@@ -233,7 +235,7 @@ fn kv_cache(text: &str) -> Result<KvCache> {
     Ok(KvCache::Share(share / 100.0))
 }
 
-/// A number of tokens that are guessed at a time.
+/// A number of draft tokens in a step.
 pub(crate) fn speculative_tokens(text: &str) -> Result<usize> {
     let tokens: usize = text.parse().with_context(|| format!("`{text}` is no number"))?;
     ensure!(tokens <= MOST_SPECULATIVE_TOKENS, "possible are 0 (none) to {MOST_SPECULATIVE_TOKENS}");
@@ -307,13 +309,10 @@ mod tests {
         };
         assert!(limits(1, 0).starts_with("1 rank with 1000 pages of 64 tokens each (1.0 MB"), "{}", limits(1, 0));
         let both = limits(1, 1);
-        assert!(
-            both.contains(", and ") && both.contains(" for layers that see a window of 512 tokens (1.0 MB"),
-            "{both}"
-        );
+        assert!(both.contains(", and ") && both.contains(" for layers with a window of 512 tokens (1.0 MB"), "{both}");
         let windows = limits(0, 1);
         assert!(
-            windows.starts_with("1 rank with 1000 pages of 64 tokens each, all for layers that see a window"),
+            windows.starts_with("1 rank with 1000 pages of 64 tokens each, all for layers with a window"),
             "{windows}"
         );
         assert!(!windows.contains("which hold") && windows.contains("sequences of up to 8192 tokens"), "{windows}");

@@ -1,4 +1,4 @@
-//! The folder of `--session-dir`, in which the cache of `ringspan serve` outlives it.
+//! The folder of `--session-dir`, to which `ringspan serve` saves its cache, and from which it restores it.
 
 use crate::model::ModelArgs;
 use crate::output;

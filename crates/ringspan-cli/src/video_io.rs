@@ -1,4 +1,4 @@
-//! What the commands for videos share: the autoencoder's folder, the mesh, and files of frames.
+//! Code that the video commands share: the autoencoder's folder, the mesh, and files of frames.
 
 use crate::files::{self, OutputTensor, TensorBytes};
 use crate::mesh::{DEADLINE, MeshArgs};

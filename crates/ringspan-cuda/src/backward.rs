@@ -1,7 +1,7 @@
 //! Starts the backward pass of a call.
 
 use crate::cuda::{Cuda, count};
-use crate::job::Job;
+use crate::kernel_params::AttentionParams;
 use crate::options::Options;
 use crate::tables::{BlockSide, ScoreTerms, Tables};
 use ringspan::Result;
@@ -19,7 +19,7 @@ impl Cuda {
         let Some(keys) = Tables::new(self, inputs, tiles, BlockSide::Keys, options.rows)? else { return Ok(()) };
         let terms = ScoreTerms::new(self, inputs.score)?;
         let d_table = self.zeros::<f64>(queries.blocks * sums.d_table.len())?;
-        let job = Job {
+        let params = AttentionParams {
             q: q_view,
             k: k_view,
             v: v_view,
@@ -35,17 +35,17 @@ impl Cuda {
             d_table: self.at(&d_table),
             d_table_sum: self.sum(&mut sums.d_table)?,
             blocks: count(queries.blocks, "blocks of queries")?,
-            ..terms.job(self, inputs)?
+            ..terms.params(self, inputs)?
         };
         // Heads that share a bias add to the same rows of its gradient, so they are computed one after the other.
         let heads = if inputs.bias.is_some_and(|bias| bias.heads < q.heads) { 1 } else { q.heads };
         let grid = (count(queries.blocks, "blocks of queries")?, count(heads, "heads")?);
-        self.launch(&options, "backward_queries", &queries.over(self, job), grid)?;
+        self.launch(&options, "backward_queries", &queries.over(self, params), grid)?;
         let grid = (count(keys.blocks, "blocks of keys")?, count(k.heads, "key-value heads")?);
-        self.launch(&options, "backward_keys", &keys.over(self, job), grid)?;
+        self.launch(&options, "backward_keys", &keys.over(self, params), grid)?;
         if !sums.d_table.is_empty() {
             let blocks = count(sums.d_table.len().div_ceil(options.threads), "buckets")?;
-            self.launch(&options, "sum_buckets", &job, (blocks, 1))?;
+            self.launch(&options, "sum_buckets", &params, (blocks, 1))?;
         }
         Ok(())
     }

@@ -1,7 +1,7 @@
 //! A rank's share of a GPU: a stream, waits on it, and launches of kernels.
 
 use crate::gpu::Gpu;
-use crate::job;
+use crate::kernel_params;
 use crate::options::Options;
 use cudarc::driver::{CudaEvent, CudaSlice, CudaStream, DevicePtr, DeviceRepr, LaunchConfig, PushKernelArg, sys};
 use ringspan::kernel::Progress;
@@ -70,7 +70,7 @@ impl Cuda {
         &self,
         options: &Options,
         name: &'static str,
-        job: &J,
+        params: &J,
         grid: (i32, i32),
     ) -> Result<()> {
         let bytes = options.shared_bytes();
@@ -87,15 +87,17 @@ impl Cuda {
         let module = self.gpu.0.modules.get(options.clone(), &self.gpu.0.context, || options.source())?;
         let function = module.load_function(name).map_err(self.gpu.failed("find a kernel"))?;
         let most = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-        function.set_attribute(most, job::checked(bytes)).map_err(self.gpu.failed("ask for shared memory"))?;
+        function
+            .set_attribute(most, kernel_params::checked(bytes))
+            .map_err(self.gpu.failed("ask for shared memory"))?;
         let config = LaunchConfig {
             grid_dim: (grid.0.unsigned_abs(), grid.1.unsigned_abs(), 1),
             block_dim: (options.threads as u32, 1, 1),
             shared_mem_bytes: bytes as u32,
         };
-        // SAFETY: the kernel accesses what the job's pointers and sizes describe, which belong together; it was compiled
+        // SAFETY: the kernel accesses what the params's pointers and sizes describe, which belong together; it was compiled
         // with these options.
-        let started = unsafe { self.stream.launch_builder(&function).arg(job).launch(config) };
+        let started = unsafe { self.stream.launch_builder(&function).arg(params).launch(config) };
         started.map(drop).map_err(self.gpu.failed("start a kernel"))
     }
 

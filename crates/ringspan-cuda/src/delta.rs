@@ -1,7 +1,7 @@
 //! Starts the kernel that computes delta, which the backward pass subtracts from the gradients of weights.
 
 use crate::cuda::{Cuda, count};
-use crate::job::Job;
+use crate::kernel_params::AttentionParams;
 use crate::options::Options;
 use ringspan::Result;
 use ringspan::kernel::{DeviceArray, View};
@@ -15,16 +15,16 @@ impl Cuda {
             return Ok(sums);
         }
         let options = Options::delta(out, d_out);
-        let job = Job {
+        let params = AttentionParams {
             q: self.view(out)?,
             d_out: self.view(d_out)?,
             out: self.write(&mut sums.all_mut())?,
             queries: count(d_out.tokens, "queries")?,
             heads: count(d_out.heads, "heads")?,
-            ..Job::default()
+            ..AttentionParams::default()
         };
         let blocks = count(rows.div_ceil(options.threads), "blocks of rows")?;
-        self.launch(&options, "delta", &job, (blocks, 1))?;
+        self.launch(&options, "delta", &params, (blocks, 1))?;
         Ok(sums)
     }
 }

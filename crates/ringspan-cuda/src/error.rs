@@ -1,4 +1,4 @@
-//! Errors of the driver as those of the library.
+//! Converts errors of the driver to errors of the library.
 
 use cudarc::driver::DriverError;
 use ringspan::Error;

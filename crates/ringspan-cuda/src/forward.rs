@@ -1,7 +1,7 @@
 //! Starts the forward pass of a call.
 
 use crate::cuda::{Cuda, count};
-use crate::job::Job;
+use crate::kernel_params::AttentionParams;
 use crate::options::Options;
 use crate::tables::{BlockSide, ScoreTerms, Tables};
 use ringspan::Result;
@@ -19,7 +19,7 @@ impl Cuda {
         let rows = q.tokens * q.heads;
         let out = self.write(&mut state.all_mut())?;
         let max = out + 4 * (rows * v.dim) as u64;
-        let job = Job {
+        let params = AttentionParams {
             q: q_view,
             k: k_view,
             v: v_view,
@@ -27,9 +27,9 @@ impl Cuda {
             out,
             max,
             sum: max + 4 * rows as u64,
-            ..terms.job(self, inputs)?
+            ..terms.params(self, inputs)?
         };
         let grid = (count(tables.blocks, "blocks of queries")?, count(q.heads, "heads")?);
-        self.launch(&options, "forward", &tables.over(self, job), grid)
+        self.launch(&options, "forward", &tables.over(self, params), grid)
     }
 }

@@ -11,10 +11,10 @@ mod error;
 mod forward;
 mod gpu;
 mod gpu_memory;
-mod job;
+mod kernel_params;
 mod library;
 mod memory;
-mod moves;
+mod memory_ops;
 #[cfg(feature = "nccl")]
 pub mod nccl;
 pub mod nvrtc;

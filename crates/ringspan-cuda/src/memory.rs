@@ -26,7 +26,7 @@ pub(crate) struct Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // The lender may write to it or free it, after all readers.
+        // The owner may write to it or free it, after all readers.
         let Some(taken) = self.taken.take() else { return self.sharing.give_back() };
         let (context, readers) = (&self.gpu.0.context, self.sharing.take_readers());
         context.record_err(context.bind_to_thread());
@@ -101,8 +101,8 @@ element!(half::f16, F16);
 
 /// Numbers of another library on a GPU, borrowed for a call.
 ///
-/// This rank's reads wait for work that was started before on the slice's stream, and work that is started there after the
-/// loan waits for this rank. These waits are on the GPU, not on the CPU.
+/// This rank's reads wait for work that was started before on the slice's stream, and work that is started there after
+/// the borrow waits for this rank. These waits are on the GPU, not on the CPU.
 #[derive(Debug)]
 pub struct BorrowedSlice<'a> {
     array: DeviceArray,
@@ -119,7 +119,7 @@ impl BorrowedSlice<'_> {
 impl Gpu {
     /// Borrows a slice that another library (cudarc, candle) holds on this GPU. Nothing is copied, and the CPU does not
     /// wait: work that was started before on the slice's stream precedes the reads of kernels, and work that is started
-    /// there after the loan follows them.
+    /// there after the borrow follows them.
     ///
     /// # Errors
     /// A slice on another GPU; failures of the driver.

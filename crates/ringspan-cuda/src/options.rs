@@ -1,6 +1,6 @@
 //! Options: which kernel computes a call, and the constants it is compiled with.
 
-use crate::job::{Job, Move};
+use crate::kernel_params::{AttentionParams, MemoryParams};
 use crate::nvrtc::{ELEMENT, Source};
 use ringspan::kernel::DType;
 use ringspan::kernel::{Inputs, Relative, View};
@@ -59,8 +59,9 @@ const BACKWARD: &str = include_str!("source/backward.cu");
 const DELTA: &str = include_str!("source/delta.cu");
 const MEMORY: &str = include_str!("source/memory.cu");
 
+/// The kernels of one source, by pass and by the units that multiply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Pass {
+pub(crate) enum KernelKind {
     Forward,
     Backward,
     TensorForward,
@@ -74,7 +75,7 @@ pub(crate) enum Pass {
 /// The constants that a kernel is compiled with.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct Options {
-    pub(crate) pass: Pass,
+    pub(crate) kind: KernelKind,
     pub(crate) dim: usize,
     pub(crate) v_dim: usize,
     /// Number of rows in a block, of queries or of keys.
@@ -99,12 +100,12 @@ impl Options {
         let Inputs { q, v, .. } = inputs;
         let width = q.dim.max(v.dim);
         if tensor == TensorCores::None || !multiplies_bf16(inputs) || width > TENSOR_WIDTHS.forward {
-            return Self::fitted(inputs, Pass::Forward, None, shared);
+            return Self::fitted(inputs, KernelKind::Forward, None, shared);
         }
-        Self::by_warpgroups(inputs, Pass::WarpgroupForward, None, tensor, shared).unwrap_or_else(|| {
+        Self::by_warpgroups(inputs, KernelKind::WarpgroupForward, None, tensor, shared).unwrap_or_else(|| {
             // Wide heads leave fewer registers for scores.
             let chunk = if width > 128 { 32 } else { 64 };
-            Self::of_block(inputs, Pass::TensorForward, None, TENSOR_BLOCK, chunk)
+            Self::of_block(inputs, KernelKind::TensorForward, None, TENSOR_BLOCK, chunk)
         })
     }
 
@@ -116,25 +117,25 @@ impl Options {
         let summed = bias.is_some() || matches!(score.relative, Some(Relative::Buckets(_)));
         let wide = q.dim.max(v.dim) > TENSOR_WIDTHS.backward;
         if tensor == TensorCores::None || !multiplies_bf16(inputs) || summed || wide {
-            return Self::fitted(inputs, Pass::Backward, Some(d_out), shared);
+            return Self::fitted(inputs, KernelKind::Backward, Some(d_out), shared);
         }
-        Self::by_warpgroups(inputs, Pass::WarpgroupBackward, Some(d_out), tensor, shared)
-            .unwrap_or_else(|| Self::of_block(inputs, Pass::TensorBackward, Some(d_out), TENSOR_BLOCK, 32))
+        Self::by_warpgroups(inputs, KernelKind::WarpgroupBackward, Some(d_out), tensor, shared)
+            .unwrap_or_else(|| Self::of_block(inputs, KernelKind::TensorBackward, Some(d_out), TENSOR_BLOCK, 32))
     }
 
     /// The options for warpgroups; `None` if the GPU has none, or if they would not be faster.
     fn by_warpgroups(
         inputs: &Inputs,
-        pass: Pass,
+        kind: KernelKind,
         d_out: Option<&View>,
         tensor: TensorCores,
         shared: usize,
     ) -> Option<Self> {
         let Inputs { q, v, .. } = inputs;
-        let mut options = Self::of_block(inputs, pass, d_out, WARPGROUP_BLOCK, 64);
+        let mut options = Self::of_block(inputs, kind, d_out, WARPGROUP_BLOCK, 64);
         let terms = options.softcap || options.alibi || options.buckets || options.bias || options.dropout;
         // Score terms leave fewer registers for scores, and so do the two products of the backward pass.
-        if pass == Pass::WarpgroupForward && !terms {
+        if kind == KernelKind::WarpgroupForward && !terms {
             options.chunk = 128;
         }
         let fits = q.dim.max(v.dim) <= TENSOR_WIDTHS.by_warpgroups && options.shared_bytes() <= shared;
@@ -144,19 +145,19 @@ impl Options {
 
     pub(crate) fn delta(out: &View, d_out: &View) -> Self {
         let f = DType::F32;
-        Self::plain(Pass::Delta, out.dim, [f, f, f, f, d_out.data.dtype(), out.data.dtype()])
+        Self::plain(KernelKind::Delta, out.dim, [f, f, f, f, d_out.data.dtype(), out.data.dtype()])
     }
 
     /// The options for operations besides attention, which convert elements from one type to another.
     pub(crate) fn memory(from: DType, to: DType) -> Self {
         let f = DType::F32;
-        Self::plain(Pass::Memory, 1, [from, f, f, f, f, to])
+        Self::plain(KernelKind::Memory, 1, [from, f, f, f, f, to])
     }
 
     /// Options without blocks of rows and without score terms.
-    fn plain(pass: Pass, dim: usize, types: [DType; 6]) -> Self {
+    fn plain(kind: KernelKind, dim: usize, types: [DType; 6]) -> Self {
         Self {
-            pass,
+            kind,
             dim,
             v_dim: dim,
             rows: 16,
@@ -171,19 +172,19 @@ impl Options {
         }
     }
 
-    fn fitted(inputs: &Inputs, pass: Pass, d_out: Option<&View>, shared: usize) -> Self {
-        let of_block = |block| Self::of_block(inputs, pass, d_out, block, 0);
+    fn fitted(inputs: &Inputs, kind: KernelKind, d_out: Option<&View>, shared: usize) -> Self {
+        let of_block = |block| Self::of_block(inputs, kind, d_out, block, 0);
         let [.., smallest] = BLOCKS;
         let fits = |options: &Self| options.shared_bytes() <= shared.min(SHARED_MEMORY);
         BLOCKS.into_iter().map(of_block).find(fits).unwrap_or_else(|| of_block(smallest))
     }
 
-    fn of_block(inputs: &Inputs, pass: Pass, d_out: Option<&View>, block: (usize, usize), chunk: usize) -> Self {
+    fn of_block(inputs: &Inputs, kind: KernelKind, d_out: Option<&View>, block: (usize, usize), chunk: usize) -> Self {
         let Inputs { q, k, v, score, bias, .. } = inputs;
         let of = |view: Option<&View>| view.map_or(DType::F32, |view| view.data.dtype());
         let (rows, threads) = block;
         Self {
-            pass,
+            kind,
             dim: q.dim,
             v_dim: v.dim,
             rows,
@@ -207,32 +208,32 @@ impl Options {
         let (width, v_width) = (self.dim.next_multiple_of(16), self.v_dim.next_multiple_of(16));
         let (whole, v_whole) = (self.dim.next_multiple_of(64), self.v_dim.next_multiple_of(64));
         let (key, value, chunk) = (width + 8, v_width + 8, self.chunk);
-        let floats = match self.pass {
-            Pass::Forward => keys + keys.max(values) + pairs,
-            Pass::Backward => 2 * keys + 2 * values + if self.buckets { 4 * pairs } else { 2 * pairs },
-            Pass::TensorForward => (rows * key + chunk * (key + value)) / 2,
-            Pass::TensorBackward => (rows + chunk) * (key + value) / 2 + 3 * chunk,
-            Pass::WarpgroupForward => (rows * width + 2 * chunk * (width + v_whole)) / 2,
-            Pass::WarpgroupBackward => (rows * (width + v_width) + 2 * chunk * (whole + v_whole)) / 2 + 6 * chunk,
-            Pass::Delta | Pass::Memory => 0,
+        let floats = match self.kind {
+            KernelKind::Forward => keys + keys.max(values) + pairs,
+            KernelKind::Backward => 2 * keys + 2 * values + if self.buckets { 4 * pairs } else { 2 * pairs },
+            KernelKind::TensorForward => (rows * key + chunk * (key + value)) / 2,
+            KernelKind::TensorBackward => (rows + chunk) * (key + value) / 2 + 3 * chunk,
+            KernelKind::WarpgroupForward => (rows * width + 2 * chunk * (width + v_whole)) / 2,
+            KernelKind::WarpgroupBackward => (rows * (width + v_width) + 2 * chunk * (whole + v_whole)) / 2 + 6 * chunk,
+            KernelKind::Delta | KernelKind::Memory => 0,
         };
         4 * floats
     }
 
     pub(crate) fn source(&self) -> Source {
-        let text = match self.pass {
-            Pass::Forward => [ELEMENT, COMMON, FORWARD].concat(),
-            Pass::Backward => [ELEMENT, COMMON, BACKWARD].concat(),
-            Pass::TensorForward => [ELEMENT, COMMON, TENSOR, TENSOR_FORWARD].concat(),
-            Pass::TensorBackward => [ELEMENT, COMMON, TENSOR, TENSOR_GRADIENTS, TENSOR_BACKWARD].concat(),
-            Pass::WarpgroupForward => [ELEMENT, COMMON, TENSOR, WARPGROUP, WARPGROUP_FORWARD].concat(),
-            Pass::WarpgroupBackward => {
+        let text = match self.kind {
+            KernelKind::Forward => [ELEMENT, COMMON, FORWARD].concat(),
+            KernelKind::Backward => [ELEMENT, COMMON, BACKWARD].concat(),
+            KernelKind::TensorForward => [ELEMENT, COMMON, TENSOR, TENSOR_FORWARD].concat(),
+            KernelKind::TensorBackward => [ELEMENT, COMMON, TENSOR, TENSOR_GRADIENTS, TENSOR_BACKWARD].concat(),
+            KernelKind::WarpgroupForward => [ELEMENT, COMMON, TENSOR, WARPGROUP, WARPGROUP_FORWARD].concat(),
+            KernelKind::WarpgroupBackward => {
                 [ELEMENT, COMMON, TENSOR, TENSOR_GRADIENTS, WARPGROUP, WARPGROUP_BACKWARD].concat()
             }
-            Pass::Delta => [ELEMENT, COMMON, DELTA].concat(),
-            Pass::Memory => [ELEMENT, MEMORY].concat(),
+            KernelKind::Delta => [ELEMENT, COMMON, DELTA].concat(),
+            KernelKind::Memory => [ELEMENT, MEMORY].concat(),
         };
-        let specific = matches!(self.pass, Pass::WarpgroupForward | Pass::WarpgroupBackward);
+        let specific = matches!(self.kind, KernelKind::WarpgroupForward | KernelKind::WarpgroupBackward);
         Source { text, definitions: self.definitions(), specific }
     }
 
@@ -248,7 +249,10 @@ impl Options {
             ("ROWS", self.rows),
             ("THREADS", self.threads),
             ("CHUNK", self.chunk),
-            ("JOB_BYTES", if self.pass == Pass::Memory { size_of::<Move>() } else { size_of::<Job>() }),
+            (
+                "PARAMS_BYTES",
+                if self.kind == KernelKind::Memory { size_of::<MemoryParams>() } else { size_of::<AttentionParams>() },
+            ),
         ];
         let names = ["Q_TYPE", "K_TYPE", "V_TYPE", "BIAS_TYPE", "D_OUT_TYPE", "OUT_TYPE"];
         let types = names.into_iter().zip(self.types.map(stored));

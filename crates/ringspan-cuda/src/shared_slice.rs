@@ -1,4 +1,4 @@
-//! Elements that another library holds on a GPU, as messages.
+//! Messages whose elements another library holds on a GPU.
 
 use crate::cross_stream::CrossStreamAccess;
 use crate::memory::GpuElement;

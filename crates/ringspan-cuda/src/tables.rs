@@ -1,7 +1,7 @@
-//! The work of a call's blocks, as lists for the kernels.
+//! Lists for the kernels: the tiles that each thread block of a call computes.
 
 use crate::cuda::{Cuda, count};
-use crate::job::{self, Job, TilePart};
+use crate::kernel_params::{self, AttentionParams, TilePart};
 use cudarc::driver::CudaSlice;
 use ringspan::Band;
 use ringspan::Result;
@@ -11,7 +11,7 @@ use ringspan::kernel::{HeadMap, Inputs, Relative, Score, Tile};
 pub(crate) struct Tables {
     /// Number of blocks of rows, including those without parts.
     pub(crate) blocks: usize,
-    tiles: CudaSlice<job::Tile>,
+    tiles: CudaSlice<kernel_params::Tile>,
     parts: CudaSlice<TilePart>,
     parts_of: CudaSlice<i32>,
     kv_of: CudaSlice<i32>,
@@ -45,7 +45,7 @@ impl Tables {
         let tiles: Vec<Tile> = tiles.iter().filter_map(cut).collect();
         let (own_tiles, own) = match rows {
             BlockSide::Queries => (tiles.clone(), inputs.q.tokens),
-            BlockSide::Keys => (tiles.iter().map(turned).collect(), inputs.k.tokens),
+            BlockSide::Keys => (tiles.iter().map(transposed).collect(), inputs.k.tokens),
         };
         let blocks = parts_of_blocks(&own_tiles, block, own)?;
         let (mut parts, mut parts_of) = (Vec::new(), vec![0]);
@@ -67,15 +67,15 @@ impl Tables {
         }))
     }
 
-    /// A job that uses these lists.
-    pub(crate) fn over(&self, cuda: &Cuda, job: Job) -> Job {
-        Job {
+    /// A params that uses these lists.
+    pub(crate) fn over(&self, cuda: &Cuda, params: AttentionParams) -> AttentionParams {
+        AttentionParams {
             tiles: cuda.at(&self.tiles),
             parts: cuda.at(&self.parts),
             parts_of: cuda.at(&self.parts_of),
             kv_of: cuda.at(&self.kv_of),
             heads_of: cuda.at(&self.heads_of),
-            ..job
+            ..params
         }
     }
 }
@@ -92,14 +92,14 @@ impl ScoreTerms {
         Ok(Self { terms: cuda.upload_all(terms)?, first: cuda.upload_all(&first)? })
     }
 
-    /// The fields of a job that depend on the inputs, except for the tensors.
-    pub(crate) fn job(&self, cuda: &Cuda, inputs: &Inputs) -> Result<Job> {
+    /// The fields of a params that depend on the inputs, except for the tensors.
+    pub(crate) fn params(&self, cuda: &Cuda, inputs: &Inputs) -> Result<AttentionParams> {
         let Inputs { q, k, score, bias, .. } = inputs;
         let (buckets, buckets_of_one) = match &score.relative {
             Some(Relative::Buckets(buckets)) => (buckets.count, buckets.smallest_distances().len()),
             _ => (0, 0),
         };
-        let mut job = Job {
+        let mut params = AttentionParams {
             terms: cuda.at(&self.terms),
             first: cuda.at(&self.first),
             queries: count(q.tokens, "queries")?,
@@ -112,14 +112,14 @@ impl ScoreTerms {
             buckets_of_one: count(buckets_of_one, "buckets")?,
             scale: score.scale,
             softcap: score.softcap.unwrap_or(0.0),
-            ..Job::default()
+            ..AttentionParams::default()
         };
         if let Some(dropout) = score.dropout {
-            (job.seed, job.first_query) = (dropout.seed, dropout.first_query as u64);
-            job.first_head = count(dropout.first_head, "heads")?;
-            (job.threshold, job.dropout_scale) = (dropout.threshold(), dropout.scale());
+            (params.seed, params.first_query) = (dropout.seed, dropout.first_query as u64);
+            params.first_head = count(dropout.first_head, "heads")?;
+            (params.threshold, params.dropout_scale) = (dropout.threshold(), dropout.scale());
         }
-        Ok(job)
+        Ok(params)
     }
 }
 
@@ -139,7 +139,7 @@ fn parts_of_blocks(tiles: &[Tile], block: usize, queries: usize) -> Result<Vec<V
             // The visible keys advance with the query, so the first and the last query bound them.
             let keys = band.keys(rows.start, k.len()).start..band.keys(rows.end - 1, k.len()).end;
             if !keys.is_empty() {
-                let [from, to] = [k.start + keys.start, k.start + keys.end].map(job::checked);
+                let [from, to] = [k.start + keys.start, k.start + keys.end].map(kernel_params::checked);
                 parts.push(TilePart { tile: count(index, "tiles")?, from, to });
             }
         }
@@ -148,18 +148,18 @@ fn parts_of_blocks(tiles: &[Tile], block: usize, queries: usize) -> Result<Vec<V
 }
 
 /// The tile with queries and keys exchanged.
-fn turned(tile: &Tile) -> Tile {
+fn transposed(tile: &Tile) -> Tile {
     let Band { lo, hi } = tile.band;
     Tile { q: tile.k.clone(), k: tile.q.clone(), band: Band { lo: -hi, hi: -lo }, position: tile.position }
 }
 
-fn for_kernel(tile: &Tile) -> job::Tile {
+fn for_kernel(tile: &Tile) -> kernel_params::Tile {
     let place = tile.position;
-    job::Tile {
-        q: job::checked(tile.q.start),
-        queries: job::checked(tile.q.len()),
-        k: job::checked(tile.k.start),
-        keys: job::checked(tile.k.len()),
+    kernel_params::Tile {
+        q: kernel_params::checked(tile.q.start),
+        queries: kernel_params::checked(tile.q.len()),
+        k: kernel_params::checked(tile.k.start),
+        keys: kernel_params::checked(tile.k.len()),
         // The band was limited to the tile's size before, so its ends fit.
         lo: tile.band.lo as i32,
         hi: tile.band.hi as i32,
@@ -178,8 +178,8 @@ struct HeadLists {
 
 impl HeadLists {
     fn new(heads: &HeadMap) -> Self {
-        let kv_of = (0..heads.heads()).map(|head| job::checked(heads.kv_of(head))).collect();
+        let kv_of = (0..heads.heads()).map(|head| kernel_params::checked(heads.kv_of(head))).collect();
         let starts = (0..heads.kv_heads()).map(|kv| heads.queries_of(kv).start).chain([heads.heads()]);
-        Self { kv_of, heads_of: starts.map(job::checked).collect() }
+        Self { kv_of, heads_of: starts.map(kernel_params::checked).collect() }
     }
 }

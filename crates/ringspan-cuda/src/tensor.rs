@@ -1,25 +1,26 @@
 //! Tensors as kernels read them: checked addresses, strides, and whether tensor cores can read them.
 
 use crate::cuda::Cuda;
-use crate::job;
+use crate::kernel_params;
 use crate::options::TensorCores;
 use ringspan::kernel::{Data, View};
 use ringspan::{Error, Result};
 
 impl Cuda {
     /// The kernel's view of a tensor.
-    pub(crate) fn view(&self, view: &View) -> Result<job::View> {
-        Ok(job::View::new(view, self.tensor(view)?))
+    pub(crate) fn view(&self, view: &View) -> Result<kernel_params::View> {
+        Ok(kernel_params::View::new(view, self.tensor(view)?))
     }
 
     /// The kernel's view of an optional tensor; null if it is missing.
-    pub(crate) fn view_of(&self, view: Option<&View>) -> Result<job::View> {
-        view.map_or(Ok(job::View::default()), |view| self.view(view))
+    pub(crate) fn view_of(&self, view: Option<&View>) -> Result<kernel_params::View> {
+        view.map_or(Ok(kernel_params::View::default()), |view| self.view(view))
     }
 
     /// The GPU's tensor cores, or none if they cannot read these tensors.
-    pub(crate) fn tensor_cores(&self, views: &[(&View, &job::View)]) -> TensorCores {
-        let in_eights = |(view, at): &(&View, &job::View)| at.is_in_eights(view.dim, view.data.dtype().width() as u64);
+    pub(crate) fn tensor_cores(&self, views: &[(&View, &kernel_params::View)]) -> TensorCores {
+        let in_eights =
+            |(view, at): &(&View, &kernel_params::View)| at.is_in_eights(view.dim, view.data.dtype().width() as u64);
         if views.iter().all(in_eights) { self.gpu.0.tensor_cores } else { TensorCores::None }
     }
 

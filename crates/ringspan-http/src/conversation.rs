@@ -32,12 +32,12 @@ pub(crate) struct Conversation {
 /// Where the prompt of a conversation ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum PromptEnd {
-    /// Behind what the template writes before an answer.
+    /// After what the template writes before an answer.
     #[default]
     GenerationPrompt,
-    /// Behind the last message.
+    /// After the last message.
     Messages,
-    /// Behind the text of the last message, which the answer continues.
+    /// After the text of the last message, which the answer continues.
     FinalMessage,
 }
 

@@ -101,7 +101,7 @@ impl Collector for EngineMetrics {
         let mut metric =
             encoder.encode_descriptor("ringspan:kv_pages", "Pages of each rank", None, MetricType::Gauge)?;
         metric.encode_gauge(&(limits.pages_per_rank as f64))?;
-        let help = "Pages of each rank for layers that see a window";
+        let help = "Pages of each rank for sliding-window layers";
         let mut metric = encoder.encode_descriptor("ringspan:kv_window_pages", help, None, MetricType::Gauge)?;
         metric.encode_gauge(&(limits.window_pages_per_rank as f64))?;
         let counters = [
@@ -140,13 +140,13 @@ impl Collector for EngineMetrics {
             }),
             (
                 "ringspan:kv_window_pages_used",
-                "Pages of layers that see a window that running requests hold",
+                "Pages of sliding-window layers that running requests hold",
                 MetricType::Gauge,
                 |rank| rank.window_pages_used as f64,
             ),
             (
                 "ringspan:kv_window_pages_cached",
-                "Pages of layers that see a window that only the prefix cache holds",
+                "Pages of sliding-window layers that only the prefix cache holds",
                 MetricType::Gauge,
                 |rank| rank.window_pages_cached as f64,
             ),

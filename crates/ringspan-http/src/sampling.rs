@@ -33,7 +33,7 @@ pub(crate) struct Sampling {
     pub(crate) skip_special_tokens: bool,
     /// Report the log-probabilities of generated tokens, and this many alternatives of each.
     pub(crate) logprobs: Option<usize>,
-    /// The same for the prompt's tokens.
+    /// Report the log-probabilities of the prompt's tokens, and this many alternatives of each.
     pub(crate) prompt_logprobs: Option<usize>,
     /// Report the ids of tokens.
     pub(crate) return_token_ids: bool,
@@ -130,7 +130,7 @@ impl Sampling {
         Ok(sampling)
     }
 
-    /// The same for the text `index` of `n`: each has a seed of its own, derived from the request's.
+    /// The parameters of text `index` of `n`: each text has its own seed, derived from the request's.
     pub(crate) fn params_of(&self, index: usize) -> SamplingParams {
         let seed = self.params.seed.map(|seed| seed.wrapping_add((index as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)));
         SamplingParams { seed, ..self.params.clone() }

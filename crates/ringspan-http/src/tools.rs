@@ -38,7 +38,7 @@ impl ToolFormat {
 /// How the text of a request may contain tool calls.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum ToolMode {
-    /// The text is text.
+    /// The text is not searched for calls.
     None,
     /// The model decides between text and calls.
     Auto(ToolFormat),

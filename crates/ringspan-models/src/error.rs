@@ -79,7 +79,7 @@ pub enum Error {
         /// The factor of the loss in `config.json`.
         coefficient: f64,
     },
-    /// A model that cannot be sharded as far.
+    /// A model that cannot be sharded over so many ranks.
     #[error(transparent)]
     Shard(#[from] ringspan_candle::ShardError),
     /// A token is outside the vocabulary.
@@ -90,7 +90,7 @@ pub enum Error {
         /// Number of tokens in the vocabulary.
         vocabulary: usize,
     },
-    /// A computation failed, here or elsewhere.
+    /// A computation failed, on this rank or on another one.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
 }

@@ -19,15 +19,15 @@ use std::collections::BTreeMap;
 /// `on_gradients` is called once for each unit with the gradients of its trained parameters, as soon as they are known. The order
 /// depends on the model only: head, layers from the last to the first, embedding.
 ///
-/// Where several callers attend to each other's tokens, each passes its own tokens, and all pass the same `policy`. A caller without
-/// tokens still takes part in every attention, forward and backward, and yields zeros. With tensor parallelism
-/// ([`TensorParallel`](ringspan_candle::TensorParallel)), `tokens` and `targets` are those of the whole group, `parameters` returns
-/// the caller's shards, every caller gets the same log-likelihood, and the gradient of a parameter that is replicated in the group is
-/// the sum of the callers' gradients.
+/// With context parallelism, each rank passes its own tokens, and all pass the same `policy`. A rank without tokens
+/// still takes part in every attention, forward and backward, and yields zeros. With tensor parallelism
+/// ([`TensorParallel`](ringspan_candle::TensorParallel)), `tokens` and `targets` are those of the whole group,
+/// `parameters` returns the caller's shards, every caller gets the same log-likelihood, and the gradient of a parameter
+/// that is replicated in the group is the sum of the callers' gradients.
 ///
 /// # Errors
 /// Tokens or targets outside the vocabulary, a loss on the load of experts that `attend` does not know of, failures of
-/// others, and what `on_gradients` returns.
+/// other ranks, and what `on_gradients` returns.
 #[expect(clippy::too_many_arguments, reason = "what a pass reads, how it computes, and who gets the gradients")]
 pub fn loss_and_gradients<'a>(
     decoder: &Decoder,

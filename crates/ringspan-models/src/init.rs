@@ -15,9 +15,9 @@ const WORDS: u128 = 4;
 
 /// The weights of a new model. Each is drawn when it is read, so memory never has to hold them all.
 ///
-/// They follow the initialisation of Hugging Face: matrices are normal with standard deviation `initializer_range`, norms
-/// multiply by 1, biases are 0. The embedding's row of padding is drawn like any other, since padding is never looked up. The
-/// same seed gives the same weights, whatever part of them is read where.
+/// They follow the initialisation of Hugging Face: matrices are normal with standard deviation `initializer_range`,
+/// norms multiply by 1, biases are 0. The embedding's row of padding is drawn like any other, since padding is never
+/// looked up. The same seed gives the same weights, whichever rows are read, and by which rank.
 #[derive(Debug, Clone)]
 pub struct NewWeights {
     seed: u64,

@@ -16,7 +16,7 @@ pub trait Parameters {
     /// The parameters of a unit, each with all that the caller computes with.
     ///
     /// # Errors
-    /// Missing parameters, failures of others that hold them.
+    /// Missing parameters, failures of other ranks that hold them.
     fn unit(&self, decoder: &Decoder, unit: Unit) -> Result<StoredWeights>;
 }
 

@@ -58,7 +58,7 @@ pub enum Error {
         pages_per_rank: usize,
         /// Bytes of a page.
         page_bytes: u64,
-        /// Bytes that each rank needs for layers that see a window.
+        /// Bytes that each rank needs for sliding-window layers.
         window_bytes: u64,
         /// Tokens that the pages of all ranks hold.
         holds: usize,

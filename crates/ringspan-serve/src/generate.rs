@@ -1,5 +1,5 @@
-//! Generation of one text, on CPUs or GPUs: all ranks prefill the prompt in parallel, then decode one token after the other. The
-//! engine, whose cache is in the memory of the CPU, generates many texts at a time there.
+//! Generation of one text, on CPUs or GPUs: all ranks prefill the prompt in parallel, then decode one token after the
+//! other. The [engine](crate::engine) generates many texts at a time, on CPUs.
 
 use crate::cache::Cache;
 use crate::context::{Decode, Prefill};
@@ -159,13 +159,13 @@ fn prefill_prompt(
     let hidden = model.hidden(rank, &own, &Prefill::new(&context, cache))?;
     // Only the rank that holds the prompt's last token has that token's hidden state; it broadcasts it.
     let last = prompt.len() - 1;
-    let mut place = None;
+    let mut holder = None;
     for owner in 0..group.size() {
         if let Some(row) = layout.rows(owner).into_iter().position(|row| row == last) {
-            place = Some((owner, row));
+            holder = Some((owner, row));
         }
     }
-    let Some((owner, row)) = place else {
+    let Some((owner, row)) = holder else {
         return Err(ringspan::Error::Layout(format!("no rank holds token {last} of the prompt")).into());
     };
     let state = || cast(&hidden.get(row)?, DType::F32)?.to_vec1();

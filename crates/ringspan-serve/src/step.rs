@@ -19,17 +19,17 @@ pub struct StepSequence {
     /// The new tokens; at least one. Up to [`MOST_DECODED`] are computed on all ranks; more are a chunk of a prompt, which ranks
     /// share.
     pub tokens: Vec<u32>,
-    /// The pages of the sequence, up to its last new token, for the layers that see all of it: page i is the page `pages[i]` of the
-    /// rank that has it.
+    /// The pages of the sequence, up to its last new token, in full-attention layers: page i is the page `pages[i]` of
+    /// the rank that has it.
     pub pages: Vec<u32>,
-    /// The same for the layers that see a window.
+    /// The pages of the sequence in sliding-window layers.
     pub window: WindowPages,
     /// The hidden states that rank 0 needs.
     pub outputs: Outputs,
 }
 
-/// The last pages of a sequence, in which layers that see a window find all keys that they still see. They are numbered apart from
-/// the pages of the other layers.
+/// The last pages of a sequence in sliding-window layers, with all keys that its next tokens attend to. They are
+/// numbered apart from the pages of full-attention layers.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct WindowPages {
     /// Index of the first of them: earlier pages are not there any more.
@@ -61,12 +61,12 @@ impl StepSequence {
     }
 }
 
-/// A page of a rank, in the layers of both kinds.
+/// A page of a rank, in full-attention and in sliding-window layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CachePage {
-    /// The page of the layers that see everything.
+    /// The page of full-attention layers.
     pub full: u32,
-    /// The page of the layers that see a window; `None` if they do not have it any more.
+    /// The page of sliding-window layers; `None` if it has left the window and was freed.
     pub window: Option<u32>,
 }
 
@@ -85,7 +85,7 @@ pub struct PageCopy {
     pub from: u32,
     /// The page that is written.
     pub to: u32,
-    /// The page that is read, and the one that is written, of the layers that see a window; `None` if they need no row of it.
+    /// The page that is read, and the one that is written, of sliding-window layers; `None` if they need no row of it.
     pub window: Option<[u32; 2]>,
     /// Number of rows.
     pub rows: usize,
@@ -94,7 +94,7 @@ pub struct PageCopy {
 /// The hidden states of a sequence that are needed after a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outputs {
-    /// No hidden state is needed: the prompt goes on.
+    /// No hidden state is needed: later steps prefill more of the prompt.
     None,
     /// The hidden state of the last new token is needed.
     Last,

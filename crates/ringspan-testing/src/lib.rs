@@ -2,6 +2,8 @@
 
 pub mod comm;
 mod counting_allocator;
+#[cfg(feature = "gguf")]
+pub mod gguf;
 pub mod kernel;
 pub mod mesh;
 
@@ -112,10 +114,10 @@ macro_rules! check_meshes {
                 windows,
                 ragged_batches_with_padding,
                 packed_documents_whose_borders_fall_on_and_beside_rank_borders,
-                documents_with_padding_between_and_behind_them,
+                documents_with_padding_between_and_after_them,
                 documents_in_pieces,
-                cross_attention_and_queries_behind_a_cache,
-                keys_hidden_behind_their_length,
+                cross_attention_and_queries_after_a_cache,
+                keys_hidden_beyond_their_length,
                 rows_that_see_nothing_are_zero_with_lse_minus_infinity,
                 the_same_mesh_gives_the_same_bits,
                 a_changed_token_is_seen_by_later_tokens_of_its_document_only;

@@ -64,7 +64,7 @@ impl DataLoader {
         }
     }
 
-    /// This feed, continued from other positions in its sources.
+    /// This loader, continued from other positions in its sources.
     pub(crate) fn resume_at(self, positions: &[SourcePosition]) -> Self {
         match self {
             Self::Text { mixture, length, batch_size } => {

@@ -1,4 +1,4 @@
-//! Errors of training, worded so that a person can mend the cause.
+//! Errors of training, worded so that a person can fix the cause.
 
 use std::path::{Path, PathBuf};
 

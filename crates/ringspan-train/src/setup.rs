@@ -25,7 +25,7 @@ use std::sync::Arc;
 
 /// A run that is ready to start. It is the same on every rank.
 pub(crate) struct Setup {
-    /// What the run means: all that a plan is made of.
+    /// The specification of the run, from which its plan is made.
     pub(crate) spec: RunSpec,
     /// `config.json` as it is saved with the model.
     pub(crate) config_json: Value,

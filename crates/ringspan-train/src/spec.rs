@@ -1,5 +1,5 @@
-//! What a run means: the model's shapes, its mesh, its batches and steps. A plan is made of it alone, so it can be made for a mesh
-//! of any size, without the model's weights and the data.
+//! The specification of a run: the model's shapes, its mesh, its batches and steps. A plan is made of it alone, so it
+//! can be made for a mesh of any size, without the model's weights and the data.
 
 use crate::{data::Batch, data_loader::DataLoader, lr_schedule::LrSchedule, mesh::RunMesh};
 use ringspan_models::Decoder;

@@ -62,7 +62,7 @@ pub enum Error {
     /// A mesh that the model cannot run on.
     #[error("{0}")]
     Mesh(String),
-    /// What a caller does while a video is made, such as writing a preview, has failed.
+    /// A callback of the caller, such as one that writes a preview, has failed.
     #[error("{0}")]
     Caller(String),
     /// An error of model files, such as a missing tensor.

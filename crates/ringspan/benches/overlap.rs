@@ -4,7 +4,7 @@
 //! than without a link was not overlapped. `cargo bench -p ringspan --bench overlap [-- S]`
 
 use ringspan::attention::{self, Group, Inputs};
-use ringspan::comm::threads::{self, Link};
+use ringspan::comm::threads::{self, SimulatedLink};
 use ringspan::kernel::View;
 use ringspan::schedule::{Pass, Sizes};
 use ringspan::{Documents, Error, Kernel, Layout, LayoutKind, Mask, Schedule, Score, StrategyKind};
@@ -18,7 +18,7 @@ const DIM: usize = 128;
 const SHARES: [f64; 4] = [0.25, 0.5, 0.8, 1.5];
 
 /// Seconds of a forward pass, from the common start until all ranks have finished.
-fn run(schedule: &Schedule, layout: &Layout, link: Option<Link>) -> Result<f64, Error> {
+fn run(schedule: &Schedule, layout: &Layout, link: Option<SimulatedLink>) -> Result<f64, Error> {
     let ranks = layout.ranks();
     let score = Score::new(1.0 / (DIM as f32).sqrt());
     let times = threads::run(ranks, threads::Options { link, ..Default::default() }, |comm| {
@@ -62,7 +62,8 @@ fn main() -> Result<(), Error> {
             // The bandwidth is set according to the current speed of the machine.
             let free = run(&schedule, &layout, None)?;
             let bandwidth = block * ranks as f64 / (share * free);
-            let linked = run(&schedule, &layout, Some(Link { bandwidth, latency: Duration::from_micros(20) }))?;
+            let linked =
+                run(&schedule, &layout, Some(SimulatedLink { bandwidth, latency: Duration::from_micros(20) }))?;
             let transfer = hops as f64 * (block / bandwidth + 20e-6);
             let hidden = 100.0 * (1.0 - (linked - free) / transfer).clamp(0.0, 1.0);
             for (column, value) in columns.iter_mut().zip([bandwidth / 1e6, free, linked, hidden]) {

@@ -1,4 +1,4 @@
-//! Free and used memory, as far as the operating system tells.
+//! Reads free and used memory from the operating system.
 
 /// Bytes of free memory: of the machine, or of the container if that has less. `None` if they are unknown.
 pub fn available() -> Option<u64> {

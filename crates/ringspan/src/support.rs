@@ -53,7 +53,7 @@ features! {
     Causal, Mask, "causal";
     CausalBottomRight, Mask, "causal-bottom-right";
     Window, Mask, "window, both sides";
-    WindowBehindCache, Mask, "window behind a cache";
+    WindowAfterCache, Mask, "window after a cache";
     Chunked, Mask, "chunked";
     PrefixLm, Mask, "prefix-LM";
     BlockSparse, Mask, "block-sparse";

@@ -1,4 +1,4 @@
-//! Ranks that stay, and take work as often as their owner likes.
+//! Ranks that live as long as their owner, and take work as often as it likes.
 //!
 //! A server, a notebook or a trainer starts its [`World`] once. Each rank keeps its threads, and its communicator, so groups
 //! that were made of it in one call can be used in the next; what else a rank needs again, such as weights or a cache,
@@ -48,7 +48,7 @@ impl Default for Options {
     }
 }
 
-/// Ranks that stay: threads of this process, or processes of MPI of which this one is a rank.
+/// Ranks that take work repeatedly: threads of this process, or processes of MPI of which this one is a rank.
 pub struct World {
     ranks: Ranks,
     options: Options,
@@ -56,7 +56,7 @@ pub struct World {
 
 enum Ranks {
     Threads {
-        /// One thread for each rank, which hands the rank's work to the rank's pool and waits.
+        /// One thread for each rank, which passes the rank's work to the rank's pool and waits.
         launcher: ThreadPool,
         pools: Vec<ThreadPool>,
         connections: Connections,
@@ -77,7 +77,7 @@ enum Ranks {
     },
 }
 
-/// A rank as its work sees it.
+/// A rank, as the function that it runs sees it.
 #[derive(Clone)]
 pub struct Rank {
     communicator: Arc<dyn Communicator>,
@@ -323,7 +323,8 @@ impl fmt::Debug for World {
     }
 }
 
-/// The threads of a rank, which its kernels and layers share.
+/// The threads of a rank, which its kernels and layers share. The rank's work may run on any of them, so each has the stack
+/// that it needs; the system takes memory for the pages of a stack that are used.
 fn rank_pool(rank: usize, options: &Options) -> Result<ThreadPool> {
     let pool = ThreadPoolBuilder::new().num_threads(options.threads_per_rank).stack_size(options.ranks.stack_bytes);
     let name = move |thread| if thread == 0 { format!("rank-{rank}") } else { format!("rank-{rank}-{thread}") };

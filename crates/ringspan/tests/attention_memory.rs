@@ -273,8 +273,9 @@ fn a_rank_holds_little_more(numbers_of_ranks: &[usize]) {
     }
 }
 
-/// The plan knows the memory of every strategy, with Ulysses, parts of the heads and a bias. Lengths and heads are not
-/// powers of two, so that a growing vector would have spare capacity; the transport above checks this for each message.
+/// The memory computed from the plan is right for every strategy, with Ulysses, parts of the heads and a bias. Lengths
+/// and heads are not powers of two, so that a growing vector would have spare capacity; the transport above checks this
+/// for each message.
 #[test]
 fn plans_count_every_way_to_compute() {
     let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());

@@ -115,7 +115,7 @@ impl ContextBuilder {
         Self { layout, ..self }
     }
 
-    /// How the tokens of keys are distributed, if otherwise than those of queries: [`Context::shard_keys`] follows it.
+    /// How the tokens of keys are distributed, if not like those of queries: [`Context::shard_keys`] follows it.
     #[must_use]
     pub fn key_layout(self, layout: LayoutKind) -> Self {
         Self { key_layout: Some(layout), ..self }
@@ -127,13 +127,14 @@ impl ContextBuilder {
         Self { mask, ..self }
     }
 
-    /// How queries meet the keys of other ranks; a ring by default. [`StrategyChoice::Auto`] takes the cheapest.
+    /// The strategy by which queries reach the keys of other ranks; a ring by default. [`StrategyChoice::Auto`] takes
+    /// the cheapest.
     #[must_use]
     pub fn strategy(self, strategy: impl Into<StrategyChoice>) -> Self {
         Self { strategy: strategy.into(), ..self }
     }
 
-    /// The speeds by which strategy `auto` chooses; for ranks on CPUs, those of [`Machine::cpu`] by default.
+    /// The speeds by which strategy `auto` chooses; by default those of [`Machine::cpu`].
     #[must_use]
     pub fn machine(self, machine: Machine) -> Self {
         Self { machine: Some(machine), ..self }
@@ -238,7 +239,7 @@ fn summary(documents: &Documents) -> String {
     format!("{count} documents of {tokens} tokens in rows of {row_len} (hash {:016x})", hash(documents))
 }
 
-/// A value as a text that ranks can compare: what a line has room for, and a hash of all.
+/// A value as a text that ranks can compare: as much of it as fits in a line, and a hash of all.
 fn digest(value: &impl Debug) -> String {
     let text: String = format!("{value:?}").chars().take(200).collect();
     format!("{text} (hash {:016x})", hash(value))
@@ -251,7 +252,7 @@ fn hash(value: &impl Debug) -> u64 {
     text.0.finish()
 }
 
-/// Hashes a text as it is written, since that of many documents is long.
+/// Hashes a text while it is written, since the text of many documents is long.
 struct HashedText(DefaultHasher);
 
 impl Write for HashedText {

@@ -1,8 +1,8 @@
 //! Attention for a model whose tokens are distributed over a group of ranks.
 //!
-//! Any candle model can use a [`Context`]: it [shards](Context::shard) what is given for whole sequences, computes
-//! [attention](Context::attention) over the tokens of all ranks, and [sums gradients](Context::all_reduce_gradients).
-//! A complete program is the page of [this crate](crate). The layers and models of this project take the context as an
+//! Any candle model can use a [`Context`]: it [shards](Context::shard) tensors of whole sequences, computes
+//! [attention](Context::attention) over the tokens of all ranks, and [sums gradients](Context::all_reduce_gradients). A
+//! complete program is the page of [this crate](crate). The layers and models of this project take the context as an
 //! [`Attend`].
 
 mod batch;

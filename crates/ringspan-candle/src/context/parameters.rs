@@ -1,4 +1,5 @@
-//! Parameters that every rank holds whole: made equal before training, and their gradients summed in each step.
+//! Parameters that every rank holds whole: they are made equal before training, and their gradients are summed in each
+//! step.
 
 use super::Context;
 use candle_core::backprop::GradStore;
@@ -56,7 +57,7 @@ impl Context {
         Ok(())
     }
 
-    /// The sum of a number over the ranks, such as of the ranks' parts of a loss.
+    /// Sums a number over the ranks, such as the ranks' parts of a loss.
     ///
     /// # Errors
     /// Failures of other ranks.

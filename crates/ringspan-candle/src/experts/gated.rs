@@ -1,4 +1,5 @@
-//! One expert with the tokens that are routed to it: its products, and the gradients of its inputs and parameters.
+//! Computes one expert for the tokens that are routed to it: its products, and the gradients of its inputs and
+//! parameters.
 //!
 //! Shape letters: T tokens on this rank, C hidden size, K experts a token is routed to, I width of an expert, n tokens of the
 //! expert.

@@ -21,20 +21,20 @@ use std::sync::{Mutex, PoisonError};
 pub struct SavedExperts {
     storage: Storage,
     /// For each expert with tokens, in ascending order, its stored products; empty on a GPU, which stores none.
-    kept: Option<Vec<Products>>,
+    stored: Option<Vec<Products>>,
 }
 
 impl SavedExperts {
-    /// An empty memory.
+    /// A layer whose mixture is not computed yet.
     #[must_use]
     pub fn new(storage: Storage) -> Self {
-        Self { storage, kept: None }
+        Self { storage, stored: None }
     }
 
     /// Whether the next call would compute the mixture and store its products.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.kept.is_none()
+        self.stored.is_none()
     }
 }
 
@@ -51,12 +51,12 @@ pub fn mixed(x: &Tensor, routing: &Routing, expert: &dyn Fn(usize) -> Result<Exp
     mixed_saving(x, routing, expert, &mut SavedExperts::default())
 }
 
-/// Like [`mixed`], with a memory, as [`Experts::mix_saving`](super::Experts::mix_saving) describes: if `memory` is empty,
-/// the products with gate and up, 2 I numbers for each chosen expert of a token, are stored there. Otherwise they are taken
-/// out, and the result is zeros. On a GPU nothing is stored, and everything is computed twice.
+/// Like [`mixed`], for a layer that is recomputed, as [`Experts::mix_saving`](super::Experts::mix_saving) describes: if
+/// `memory` is empty, the products with gate and up, 2 I numbers for each chosen expert of a token, are stored there.
+/// Otherwise they are taken out, and the result is zeros. On a GPU nothing is stored, and everything is computed twice.
 ///
 /// # Errors
-/// As for [`mixed`], and a memory that was filled with another routing.
+/// As for [`mixed`], and products that were stored with another routing.
 pub fn mixed_saving(
     x: &Tensor,
     routing: &Routing,
@@ -74,7 +74,7 @@ pub fn mixed_saving(
         // The gradient of a routing weight is computed from the expert's output, which a GPU does not store. The memory is
         // marked as filled all the same: ranks must agree whether this is a recomputation, since outputs are not sent back in
         // that case.
-        memory.kept = memory.is_empty().then(Vec::new);
+        memory.stored = memory.is_empty().then(Vec::new);
         if routing.chosen.iter().all(|chosen| *chosen == REMOTE_EXPERT) {
             return nothing_mixed(x, routing, expert);
         }
@@ -91,9 +91,12 @@ pub fn mixed_saving(
     let mut order: Vec<u32> = slots.keys().copied().collect();
     order.sort_unstable();
 
-    let known = memory.kept.take();
-    if let Some(kept) = known.as_ref().map(Vec::len).filter(|kept| *kept != order.len()) {
-        bail!("a mixture kept products of {kept} experts, and now tokens go to {}", order.len());
+    let known = memory.stored.take();
+    if let Some(stored) = known.as_ref().map(Vec::len).filter(|stored| *stored != order.len()) {
+        bail!(
+            "the forward pass stored products of {stored} experts, but the backward pass routes tokens to {}",
+            order.len()
+        );
     }
     let first = known.is_none();
     let mut known = known.into_iter().flatten();
@@ -128,7 +131,7 @@ pub fn mixed_saving(
         parts.push(TiedExpert { part, products, first_parameter });
     }
     if first {
-        memory.kept = Some(parts.iter().map(|linked| linked.products.clone()).collect());
+        memory.stored = Some(parts.iter().map(|linked| linked.products.clone()).collect());
     }
     // A rank without tokens needs a backward pass, too, since other ranks wait for it in their collectives.
     let (extra, gradients) = extra.argument()?;
@@ -136,8 +139,8 @@ pub fn mixed_saving(
     tape::apply(op, [&x, &weights, &extra], Reads::Inputs)
 }
 
-/// The zeros of a GPU's rank without any chosen expert. There is nothing to compute, but x and the weights need a backward pass:
-/// other ranks may wait for this one in its collectives. The CPU's operation has one.
+/// Returns zeros, on a GPU of a rank without any chosen expert. There is nothing to compute, but x and the weights need
+/// a backward pass: other ranks may wait for this one in its collectives. The CPU's operation has one.
 fn nothing_mixed(x: &Tensor, routing: &Routing, expert: &dyn Fn(usize) -> Result<Expert>) -> Result<Tensor> {
     let host = |tensor: &Tensor| cast(tensor, DType::F32)?.to_device(&Device::Cpu);
     let on_cpu = Routing { weights: host(&routing.weights)?, ..routing.clone() };
@@ -176,7 +179,10 @@ impl Products {
     fn of(self, shape: [usize; 2]) -> Result<Self> {
         match self.0.iter().find(|product| product.dims() != shape) {
             Some(other) => {
-                bail!("a mixture kept products {:?} of an expert, and now they are {shape:?}", other.dims())
+                bail!(
+                    "the forward pass stored products {:?} of an expert, but in the backward pass they have the shape {shape:?}",
+                    other.dims()
+                )
             }
             None => Ok(self),
         }

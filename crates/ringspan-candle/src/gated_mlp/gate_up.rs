@@ -1,6 +1,6 @@
 //! Gate and up of all tokens, stored for the backward pass.
 
-use crate::number::{Number, StoredNumbers};
+use crate::number::{Number, StoredValues};
 use crate::offload::Offload;
 use crate::stored_activation::{Storage, StoredActivation};
 use candle_core::Result;
@@ -40,7 +40,7 @@ impl GateUpActivations {
 #[derive(Debug, Clone)]
 pub struct Tiles {
     storage: Storage,
-    tiles: VecDeque<[StoredNumbers; 2]>,
+    tiles: VecDeque<[StoredValues; 2]>,
 }
 
 impl Tiles {

@@ -37,7 +37,7 @@ pub(crate) struct Options {
     types: [DType; 2],
     /// Number of elements that a thread reads at once.
     pub(crate) at_once: usize,
-    job_bytes: usize,
+    params_bytes: usize,
 }
 
 impl Options {
@@ -46,7 +46,7 @@ impl Options {
         let most = AT_ONCE / types[0].size_in_bytes();
         let whole = addresses.iter().all(|at| at.is_multiple_of(AT_ONCE as u64));
         let at_once = if whole && sizes.iter().all(|size| size.is_multiple_of(most)) { most } else { 1 };
-        Self { layer, types, at_once, job_bytes: size_of::<J>() }
+        Self { layer, types, at_once, params_bytes: size_of::<J>() }
     }
 
     fn source(&self) -> Source {
@@ -65,7 +65,7 @@ impl Options {
                 ("W_TYPE", stored(self.types[1])),
                 ("AT_ONCE", self.at_once),
                 ("THREADS", THREADS),
-                ("JOB_BYTES", self.job_bytes),
+                ("PARAMS_BYTES", self.params_bytes),
                 ("GELU", usize::from(self.layer == Layer::Gate(Activation::GeluTanh))),
             ],
             specific: false,
@@ -82,12 +82,12 @@ static MODULES: LazyLock<Modules<(usize, Options)>> = LazyLock::new(Modules::def
 /// More blocks than a launch can have, no compiler, failures of the driver.
 ///
 /// # Safety
-/// The kernel reads and writes what the job refers to: it must be valid memory, in the types of the options.
+/// The kernel reads and writes what the params refers to: it must be valid memory, in the types of the options.
 pub(crate) unsafe fn launch<J: DeviceRepr>(
     device: &CudaDevice,
     options: &Options,
     name: &str,
-    job: &J,
+    params: &J,
     grid: (usize, usize),
     shared_bytes: usize,
 ) -> Result<()> {
@@ -101,8 +101,8 @@ pub(crate) unsafe fn launch<J: DeviceRepr>(
         block_dim: (THREADS as u32, 1, 1),
         shared_mem_bytes: count(shared_bytes)?,
     };
-    // SAFETY: the kernel takes a job of the size it was compiled with; the caller promises that its contents are valid.
-    let started = unsafe { stream.launch_builder(&function).arg(job).launch(config) };
+    // SAFETY: the kernel takes a params of the size it was compiled with; the caller promises that its contents are valid.
+    let started = unsafe { stream.launch_builder(&function).arg(params).launch(config) };
     started.map(drop).map_err(candle_core::Error::wrap)
 }
 
@@ -112,7 +112,7 @@ mod tests {
     use crate::{loss, norm, residual, rope, swiglu};
     use ringspan_cuda::nvrtc;
 
-    /// Without a GPU, this still shows that the kernels are valid CUDA and agree on the sizes of the jobs.
+    /// Without a GPU, this still shows that the kernels are valid CUDA and agree with the host on the sizes of their parameters.
     #[test]
     fn kernels_of_layers_compile_for_every_architecture_since_ampere() {
         if !nvrtc::is_there() {
@@ -120,19 +120,19 @@ mod tests {
             return;
         }
         let layers = [
-            (Layer::Norm, size_of::<norm::on_gpu::NormArguments>()),
-            (Layer::Rope, size_of::<rope::on_gpu::RopeArguments>()),
-            (Layer::Gate(Activation::Silu), size_of::<swiglu::on_gpu::SwigluArguments>()),
-            (Layer::Gate(Activation::GeluTanh), size_of::<swiglu::on_gpu::SwigluArguments>()),
-            (Layer::Loss, size_of::<loss::on_gpu::LossArguments>()),
-            (Layer::Sum, size_of::<residual::on_gpu::ResidualArguments>()),
+            (Layer::Norm, size_of::<norm::on_gpu::NormParams>()),
+            (Layer::Rope, size_of::<rope::on_gpu::RopeParams>()),
+            (Layer::Gate(Activation::Silu), size_of::<swiglu::on_gpu::SwigluParams>()),
+            (Layer::Gate(Activation::GeluTanh), size_of::<swiglu::on_gpu::SwigluParams>()),
+            (Layer::Loss, size_of::<loss::on_gpu::LossParams>()),
+            (Layer::Sum, size_of::<residual::on_gpu::ResidualParams>()),
         ];
         let types = [DType::F32, DType::BF16];
         for architecture in ["sm_80", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120"] {
-            for (layer, job_bytes) in layers {
+            for (layer, params_bytes) in layers {
                 for types in types.into_iter().flat_map(|x| types.map(|weight| [x, weight])) {
                     for at_once in [1, AT_ONCE / types[0].size_in_bytes()] {
-                        let options = Options { layer, types, at_once, job_bytes };
+                        let options = Options { layer, types, at_once, params_bytes };
                         let binary = options.source().compile(architecture).unwrap_or_else(|error| panic!("{error}"));
                         // The compiler of the emulated GPU does not return machine code of a GPU.
                         match binary.starts_with(b"\x7fELF") {

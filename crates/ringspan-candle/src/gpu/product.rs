@@ -42,8 +42,8 @@ pub(crate) fn product((a, a_at): Factor, (b, b_at): Factor, to: Output, into: Ac
     }
     let size = |size: usize| i32::try_from(size).map_err(candle_core::Error::wrap);
     let (one, before) = (1.0f32, if into == Accumulate::Add { 1.0f32 } else { 0.0 });
-    let (a_type, a_op, a_leading) = (kind(a.dtype())?, turned(a_at)?, leading(a_at)?);
-    let (b_type, b_op, b_leading) = (kind(b.dtype())?, turned(b_at)?, leading(b_at)?);
+    let (a_type, a_op, a_leading) = (kind(a.dtype())?, transposed(a_at)?, leading(a_at)?);
+    let (b_type, b_op, b_leading) = (kind(b.dtype())?, transposed(b_at)?, leading(b_at)?);
     let (stream, blas) = (device.cuda_stream(), device.cublas_handle());
     let (a, b) = (Operand::read(a, a_at, &stream)?, Operand::read(b, b_at, &stream)?);
     let written = Operand::written(to.of, &stream)?;
@@ -88,7 +88,7 @@ fn kind(dtype: DType) -> Result<sys::cudaDataType_t> {
     }
 }
 
-fn turned(at: &Layout) -> Result<sys::cublasOperation_t> {
+fn transposed(at: &Layout) -> Result<sys::cublasOperation_t> {
     match (at.is_contiguous(), at.is_fortran_contiguous()) {
         (true, _) => Ok(sys::cublasOperation_t::CUBLAS_OP_N),
         (_, true) => Ok(sys::cublasOperation_t::CUBLAS_OP_T),

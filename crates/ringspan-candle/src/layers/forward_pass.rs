@@ -1,4 +1,4 @@
-//! The context in which a layer computes, in addition to its input.
+//! The arguments of a layer's forward pass besides its input.
 
 use crate::activation_store::ActivationStore;
 use crate::attend::Attend;

@@ -9,7 +9,7 @@ use crate::dropout::InputDropout;
 use crate::gated_mlp::gated_mlp;
 use crate::gpu;
 use crate::parameters::Scope;
-use crate::residual::{residual, residual_unseen};
+use crate::residual::{residual, residual_unused};
 use crate::shard::{ShardSpec, Split, Stack};
 use crate::swiglu::gated;
 use crate::tiled::{RowFunction, tiled};
@@ -95,7 +95,7 @@ impl GatedMlp {
     /// As for [`forward`](Self::forward).
     pub fn add_to(&self, stream: &Tensor, x: &Tensor, pass: &ForwardPass) -> Result<Tensor> {
         let out = self.output(x, false, pass)?;
-        if pass.is_recomputed() { residual_unseen(stream, &out) } else { residual(stream, &out) }
+        if pass.is_recomputed() { residual_unused(stream, &out) } else { residual(stream, &out) }
     }
 
     fn output(&self, x: &Tensor, needs_values: bool, pass: &ForwardPass) -> Result<Tensor> {
@@ -113,7 +113,7 @@ impl GatedMlp {
             return pass.reduce(&out);
         }
         // There are no tiles on a GPU, and a layer that stores its products has the intermediate tensors of all rows anyway.
-        if !gpu::holds(&x) && pass.store().is_none_or(|store| !store.keeps_products()) {
+        if !gpu::holds(&x) && pass.store().is_none_or(|store| !store.stores_products()) {
             return self.tiled(&x, needs_values, pass);
         }
         let [gate, up] = match &self.inner {

@@ -113,8 +113,8 @@ impl LatentAttention {
             None => self.q_b.forward(x, pass)?,
         };
         let q = of_heads(&q, nope + rope)?;
-        let turned = self.rope.forward(q.narrow(2, nope, rope)?.contiguous()?, pass)?;
-        let q = Tensor::cat(&[q.narrow(2, 0, nope)?, turned], 2)?;
+        let rotated = self.rope.forward(q.narrow(2, nope, rope)?.contiguous()?, pass)?;
+        let q = Tensor::cat(&[q.narrow(2, 0, nope)?, rotated], 2)?;
 
         let latent = self.kv_a.forward(x, pass)?;
         let shared = pass.gather(&latent.narrow(1, key_values, rope)?.contiguous()?)?;

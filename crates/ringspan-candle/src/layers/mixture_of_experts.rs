@@ -10,7 +10,7 @@ use crate::activation::ClampedSwiglu;
 use crate::dropout::InputDropout;
 use crate::experts::{Expert, GatedExpert, Routing};
 use crate::parameters::Scope;
-use crate::residual::{residual, residual_unseen};
+use crate::residual::{residual, residual_unused};
 use crate::shard::{ExpertIndex, ShardSpec, Split};
 use candle_core::{Result, Tensor};
 use std::ops::Range;
@@ -94,8 +94,8 @@ impl MixtureOfExperts {
         Self { index, width, router: RouterLayer::new(&scope.at("gate"), hidden, router), experts }
     }
 
-    /// Adds the experts of layer `index` as tensors of all experts, `experts.gate_up_proj` and so on of this width, and the
-    /// router `router` in `scope`.
+    /// Adds the experts of layer `index`, stacked in tensors of all experts, `experts.gate_up_proj` and so on of this
+    /// width, and the router `router` in `scope`.
     #[must_use]
     pub fn stacked(
         scope: &Scope,
@@ -135,7 +135,7 @@ impl MixtureOfExperts {
     /// Missing parameters, failures of other ranks.
     pub fn add_to(&self, stream: &Tensor, x: &Tensor, pass: &ForwardPass) -> Result<Tensor> {
         let out = self.output(x, pass)?;
-        if pass.is_recomputed() { residual_unseen(stream, &out) } else { residual(stream, &out) }
+        if pass.is_recomputed() { residual_unused(stream, &out) } else { residual(stream, &out) }
     }
 
     fn output(&self, x: &Tensor, pass: &ForwardPass) -> Result<Tensor> {

@@ -44,7 +44,7 @@ impl Mlp {
             return Ok(x.clone());
         }
         let x = pass.gather(x)?;
-        if gpu::holds(&x) || pass.store().is_some_and(|store| store.keeps_products()) {
+        if gpu::holds(&x) || pass.store().is_some_and(|store| store.stores_products()) {
             return reduced(&self.down, &activate(&self.up.forward(&x, pass)?, self.activation)?, true, pass);
         }
         let mut rows = MlpRows {

@@ -16,13 +16,13 @@ use candle_core::{Result, Tensor};
 /// // A quarter turn per position.
 /// let frequencies = vec![std::f64::consts::FRAC_PI_2];
 /// let rotary = RotaryEmbedding { id: 0, frequencies, interleaved: false, scale: 1.0, by_length: None };
-/// let turned = World::threads(1)?.run(|rank| {
+/// let rotated = World::threads(1)?.run(|rank| {
 ///     let context = Context::builder(rank).batch(1, 3).build()?;
 ///     let x = Tensor::new(&[[[1f32, 0.0]], [[1.0, 0.0]], [[1.0, 0.0]]], &Device::Cpu)?;                // [T, H, D]
 ///     let y = rotary.forward(x, &ForwardPass::new(&Default::default(), &context, &Adapters::none()))?;
 ///     Ok::<_, Error>(y.flatten_all()?.to_vec1::<f32>()?.iter().map(|x| x.round()).collect::<Vec<_>>())
 /// })?;
-/// assert_eq!(turned[0], [1.0, 0.0, 0.0, 1.0, -1.0, 0.0]);
+/// assert_eq!(rotated[0], [1.0, 0.0, 0.0, 1.0, -1.0, 0.0]);
 /// # Ok::<_, Error>(())
 /// ```
 #[derive(Debug, Clone)]
@@ -75,15 +75,15 @@ impl RotaryEmbedding {
         let make = || self.rotation(pass.attend().positions(), pass.attend().length());
         let rotation = pass.attend().rotations().map_or_else(make, |tables| tables.table(self.id, make));
         let pairs = self.frequencies.len();
-        let mut turned = if 2 * pairs == dim { x.clone() } else { x.narrow(2, 0, 2 * pairs)? };
+        let mut rotated = if 2 * pairs == dim { x.clone() } else { x.narrow(2, 0, 2 * pairs)? };
         if self.interleaved {
-            turned = turned.contiguous()?.reshape((tokens, heads, pairs, 2))?.transpose(2, 3)?;
-            turned = turned.contiguous()?.reshape((tokens, heads, 2 * pairs))?;
+            rotated = rotated.contiguous()?.reshape((tokens, heads, pairs, 2))?.transpose(2, 3)?;
+            rotated = rotated.contiguous()?.reshape((tokens, heads, 2 * pairs))?;
         }
-        let turned = rope(&turned, &rotation)?;
+        let rotated = rope(&rotated, &rotation)?;
         match dim - 2 * pairs {
-            0 => Ok(turned),
-            rest => Tensor::cat(&[turned, x.narrow(2, 2 * pairs, rest)?], 2),
+            0 => Ok(rotated),
+            rest => Tensor::cat(&[rotated, x.narrow(2, 2 * pairs, rest)?], 2),
         }
     }
 

@@ -36,7 +36,7 @@ pub struct Router {
     pub adaptable: bool,
 }
 
-/// The function that turns a router's logits into scores.
+/// The function by which a router turns logits into scores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Scoring {
     /// Softmax: probabilities over all experts.
@@ -142,7 +142,7 @@ impl RouterLayer {
         let logits = self.logits(x, dropout, pass)?;
         let mut scores = match router.scoring {
             Scoring::Softmax => softmax(&logits)?,
-            // The sigmoid, in a form whose derivative is finite everywhere.
+            // This is the sigmoid, in a form whose derivative is finite everywhere.
             Scoring::Sigmoid => (((logits * 0.5)?.tanh()? + 1.0)? * 0.5)?,
         };
         for router_gradient in router_gradients {

@@ -19,7 +19,7 @@ use std::ops::Range;
 /// The arguments of a kernel launch, laid out as in `gpu/source/loss.cu`.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-pub(crate) struct LossArguments {
+pub(crate) struct LossParams {
     logits: u64,
     gradient: u64,
     targets: u64,
@@ -32,7 +32,7 @@ pub(crate) struct LossArguments {
 }
 
 // SAFETY: the struct consists of plain numbers and is laid out as in C.
-unsafe impl DeviceRepr for LossArguments {}
+unsafe impl DeviceRepr for LossParams {}
 
 /// Bytes of shared memory for a block: two numbers for each warp.
 const SHARED_BYTES: usize = 2 * 4 * THREADS / 32;
@@ -81,7 +81,7 @@ fn of_all(
     let device = hidden.device().as_cuda_device()?;
     let mut d_hidden = unwritten(device, hidden.shape(), hidden.dtype())?;
     let mut d_head = trains_head.then(|| unwritten(device, head.shape(), DType::F32)).transpose()?;
-    let mut chunks = Chunks::new(hidden, head, targets, vocabulary)?;
+    let mut chunks = LogitChunks::new(hidden, head, targets, vocabulary)?;
     let (mut of_chunks, mut totals) = (Vec::new(), Vec::new());
     for rows in chunks.all() {
         let own = chunks.sums(rows.clone())?;
@@ -120,7 +120,7 @@ pub(super) fn log_probs(
         Some(indices) => &hidden.index_select(&indices, 0)?,
         None => hidden,
     };
-    let mut chunks = Chunks::new(hidden, head, targets, vocabulary)?;
+    let mut chunks = LogitChunks::new(hidden, head, targets, vocabulary)?;
     let of_chunks = chunks.all().map(|rows| chunks.sums(rows)).collect::<Result<Vec<_>>>()?;
     let totals = vocabulary.totals(&read(&Tensor::cat(&of_chunks, 0)?)?)?;
     Ok(totals.iter().map(|total| -total.nll() as f32).collect())
@@ -140,7 +140,7 @@ fn uploaded(totals: &[RowStatistics], like: &Tensor) -> Result<Tensor> {
 }
 
 /// Tokens, and memory for the logits of one chunk of them, which all chunks use in turn.
-struct Chunks<'a> {
+struct LogitChunks<'a> {
     hidden: &'a Tensor,
     head: &'a Tensor,
     targets: Tensor,
@@ -152,7 +152,7 @@ struct Chunks<'a> {
     narrow: Option<CudaStorage>,
 }
 
-impl<'a> Chunks<'a> {
+impl<'a> LogitChunks<'a> {
     /// Needs at least one token.
     fn new(hidden: &'a Tensor, head: &'a Tensor, targets: &[u32], vocabulary: &Vocabulary) -> Result<Self> {
         let shape = Shape::from((targets.len().min(CHUNK), head.dim(0)?));
@@ -195,18 +195,18 @@ impl<'a> Chunks<'a> {
             let targets = self.targets.narrow(0, rows.start, rows.len())?;
             let (targets_held, targets_at) = targets.storage_and_layout();
             let targets = Operand::read_whole(on_gpu(&targets_held)?, targets_at, &stream)?;
-            let job = LossArguments {
+            let params = LossParams {
                 logits: logits.at,
                 targets: targets.at,
                 sums: written.at,
                 width: at.dims()[1] as i64,
                 first: self.first as i64,
                 softcap: self.softcap,
-                ..LossArguments::default()
+                ..LossParams::default()
             };
             let options = options(&at, self.hidden.dtype(), &[logits.at]);
             // SAFETY: logits of these rows, as many targets, and memory for three numbers for each row are there.
-            unsafe { launch(device, &options, "loss_sums", &job, (rows.len(), 1), SHARED_BYTES)? };
+            unsafe { launch(device, &options, "loss_sums", &params, (rows.len(), 1), SHARED_BYTES)? };
         }
         Ok(tensor(sums, &shape))
     }
@@ -227,7 +227,7 @@ impl<'a> Chunks<'a> {
         let totals = Operand::read(on_gpu(&totals_held)?, totals_at, &stream)?;
         let logits = Operand::written(&mut self.logits, &stream)?;
         let narrow = self.narrow.as_mut().map(|narrow| Operand::written(narrow, &stream)).transpose()?;
-        let job = LossArguments {
+        let params = LossParams {
             logits: logits.at,
             gradient: narrow.as_ref().map_or(logits.at, |narrow| narrow.at),
             targets: targets.at,
@@ -237,9 +237,9 @@ impl<'a> Chunks<'a> {
             scale,
             softcap: self.softcap,
         };
-        let options = options(&at, dtype, &[logits.at, job.gradient]);
+        let options = options(&at, dtype, &[logits.at, params.gradient]);
         // SAFETY: logits of these rows, memory for their gradient, as many targets, and three numbers for each row are there.
-        unsafe { launch(&device, &options, "loss_gradient", &job, (rows.len(), 1), 0) }
+        unsafe { launch(&device, &options, "loss_gradient", &params, (rows.len(), 1), 0) }
     }
 
     /// Writes the gradient of a chunk's hidden states, and adds to the gradient of the head, which the first chunk
@@ -261,5 +261,5 @@ impl<'a> Chunks<'a> {
 
 /// Compile options for logits of this layout, f32, and their gradient.
 fn options(at: &Layout, gradient: DType, addresses: &[u64]) -> Options {
-    Options::new::<LossArguments>(Layer::Loss, [DType::F32, gradient], addresses, &[at.dims()[1]])
+    Options::new::<LossParams>(Layer::Loss, [DType::F32, gradient], addresses, &[at.dims()[1]])
 }

@@ -14,8 +14,8 @@ use std::fmt;
 
 /// A language model: embedding, layers, norm, output head.
 ///
-/// A model defines what is computed, and holds no weights. Tensor parallelism, adapters, dropout and the storing of
-/// activations are the business of its layers (see [`layers`](crate::layers)).
+/// A model defines what is computed, and holds no weights. Tensor parallelism, adapters, dropout and the storage of
+/// activations are left to its layers (see [`layers`](crate::layers)).
 pub trait Model: fmt::Debug + Send + Sync {
     /// The embedding.
     fn embedding(&self) -> &VocabEmbedding;

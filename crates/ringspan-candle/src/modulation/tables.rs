@@ -1,4 +1,4 @@
-//! Work on parts of the tokens, and the sums of what the parts contribute to the gradients of tables of factors.
+//! Distributes tokens over threads, and sums the threads' contributions to the gradients of tables of factors.
 
 use crate::cast::cast;
 use crate::number::Number;

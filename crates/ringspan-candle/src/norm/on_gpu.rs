@@ -11,15 +11,15 @@ use candle_core::{CudaStorage, DType, Layout, Result, Shape, Tensor, bail};
 const WARP: usize = 32;
 const STEPS: usize = 4;
 
-/// The gradient of the weight is summed over chunks of rows, then over chunks: at most so many chunks, of at least so many
-/// rows each.
+/// The gradient of the weight is summed over chunks of rows, then over the chunks: at most this many chunks, of at
+/// least this many rows each.
 const CHUNKS: usize = 512;
 const CHUNK: usize = 64;
 
 /// The arguments of a kernel launch, laid out as in `gpu/source/norm.cu`.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-pub(crate) struct NormArguments {
+pub(crate) struct NormParams {
     x: u64,
     y: u64,
     d: u64,
@@ -40,7 +40,7 @@ pub(crate) struct NormArguments {
 }
 
 // SAFETY: the struct consists of plain numbers and is laid out as in C.
-unsafe impl DeviceRepr for NormArguments {}
+unsafe impl DeviceRepr for NormParams {}
 
 /// The number of threads for a row of this many reads: all of a block, or a power of two up to a warp.
 fn lanes(pieces: usize) -> usize {
@@ -89,7 +89,7 @@ fn written(
         let (x_read, w_read) = (Operand::read(x, x_at, &stream)?, Operand::read(w, w_at, &stream)?);
         let out = Operand::written(&mut out, &stream)?;
         let (mut addresses, mut sizes) = (vec![x_read.at, w_read.at, out.at], vec![rows.width, rows.stride]);
-        let mut job = NormArguments {
+        let mut params = NormParams {
             x: x_read.at,
             weight: w_read.at,
             out: out.at,
@@ -97,7 +97,7 @@ fn written(
             width: rows.width as i64,
             x_stride: rows.stride as i64,
             eps: eps as f32,
-            ..NormArguments::default()
+            ..NormParams::default()
         };
         let mut name = "rms_norm";
         // The operands must live until the kernel is started.
@@ -107,15 +107,15 @@ fn written(
                 (StridedRows::expected(y_at)?, Operand::read(y, y_at, &stream)?, Operand::written(sum, &stream)?);
             addresses.extend([y.at, sum.at]);
             sizes.push(y_rows.stride);
-            job = NormArguments { y: y.at, sum: sum.at, y_stride: y_rows.stride as i64, ..job };
+            params = NormParams { y: y.at, sum: sum.at, y_stride: y_rows.stride as i64, ..params };
             name = "rms_norm_of_sum";
             held = Some((y, sum));
         }
-        let options = Options::new::<NormArguments>(Layer::Norm, [x.dtype(), w.dtype()], &addresses, &sizes);
+        let options = Options::new::<NormParams>(Layer::Norm, [x.dtype(), w.dtype()], &addresses, &sizes);
         let lanes = lanes(rows.width.div_ceil(options.at_once));
-        let (job, blocks) = (NormArguments { lanes: lanes as i32, ..job }, rows.count.div_ceil(THREADS / lanes));
+        let (params, blocks) = (NormParams { lanes: lanes as i32, ..params }, rows.count.div_ceil(THREADS / lanes));
         // SAFETY: x, the tensor that is added and the tensors that are written have as many rows, and the weight is as wide.
-        unsafe { launch(device, &options, name, &job, (blocks, 1), SHARED_BYTES)? };
+        unsafe { launch(device, &options, name, &params, (blocks, 1), SHARED_BYTES)? };
         drop(held);
     }
     Ok(out)
@@ -165,9 +165,9 @@ pub(crate) fn backward(
         let other_gradient_at = other_gradient.as_ref().map_or(0, |other_gradient| other_gradient.at);
         let sizes = [rows.width, rows.stride, d_rows.stride];
         let options =
-            Options::new::<NormArguments>(Layer::Norm, types, &[x.at, w.at, d.at, dx.at, other_gradient_at], &sizes);
+            Options::new::<NormParams>(Layer::Norm, types, &[x.at, w.at, d.at, dx.at, other_gradient_at], &sizes);
         let lanes = lanes(rows.width.div_ceil(options.at_once));
-        let job = NormArguments {
+        let params = NormParams {
             x: x.at,
             d: d.at,
             other_gradient: other_gradient_at,
@@ -181,23 +181,23 @@ pub(crate) fn backward(
             chunk: chunk as i64,
             lanes: lanes as i32,
             eps: eps as f32,
-            ..NormArguments::default()
+            ..NormParams::default()
         };
         let blocks = rows.count.div_ceil(THREADS / lanes);
         // SAFETY: x, d, the further gradient and the tensors that are written have as many rows, and the weight is as wide.
-        unsafe { launch(device, &options, "rms_norm_backward", &job, (blocks, 1), SHARED_BYTES)? };
+        unsafe { launch(device, &options, "rms_norm_backward", &params, (blocks, 1), SHARED_BYTES)? };
         if let Some((dw, sums)) = &mut weight {
             let (dw, sums) = (Operand::written(dw, &stream)?, Operand::written(sums, &stream)?);
-            let options = Options::new::<NormArguments>(Layer::Norm, types, &[x.at, d.at, dw.at, sums.at], &sizes);
+            let options = Options::new::<NormParams>(Layer::Norm, types, &[x.at, d.at, dw.at, sums.at], &sizes);
             let pieces = rows.width.div_ceil(options.at_once);
             let lanes = pieces.next_power_of_two().min(WARP);
             let (blocks, shared_bytes) = (pieces.div_ceil(lanes), 4 * THREADS * options.at_once);
-            let job = NormArguments { sums: sums.at, lanes: lanes as i32, ..job };
+            let params = NormParams { sums: sums.at, lanes: lanes as i32, ..params };
             // SAFETY: as above; the sums have a row for each chunk.
-            unsafe { launch(device, &options, "rms_norm_weight", &job, (blocks, chunks), shared_bytes)? };
-            let job = NormArguments { rows: chunks as i64, out: dw.at, ..job };
+            unsafe { launch(device, &options, "rms_norm_weight", &params, (blocks, chunks), shared_bytes)? };
+            let params = NormParams { rows: chunks as i64, out: dw.at, ..params };
             // SAFETY: as above; the gradient is as wide as the sums.
-            unsafe { launch(device, &options, "rms_norm_weight_sum", &job, (blocks, 1), shared_bytes)? };
+            unsafe { launch(device, &options, "rms_norm_weight_sum", &params, (blocks, 1), shared_bytes)? };
         }
     }
     Ok((tensor(dx, x.shape()), weight.map(|(dw, _)| tensor(dw, w.shape()))))

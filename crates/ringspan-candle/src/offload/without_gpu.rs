@@ -2,11 +2,11 @@
 
 use candle_core::{CudaDevice, Result, Tensor, bail};
 
-pub(super) enum Mover {}
+pub(super) enum OffloadStream {}
 
 pub(super) enum OffloadTransfer {}
 
-impl Mover {
+impl OffloadStream {
     pub(super) fn new(_: &CudaDevice) -> Result<Self> {
         bail!("this program was built without GPUs")
     }

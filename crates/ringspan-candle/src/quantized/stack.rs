@@ -47,7 +47,7 @@ impl QuantizedStack {
         let mut stored = vec![[0; 2]; format.bytes(experts * outputs, inputs)? / 2];
         for to in stored.chunks_exact_mut(each.max(1)) {
             read(&mut bytes)?;
-            turned(bytes.as_chunks::<2>().0, to, outputs);
+            transpose(bytes.as_chunks::<2>().0, to, outputs);
         }
         let matrix = QuantizedMatrix::new(format, experts * outputs, inputs, stored.into_flattened().into())?;
         Ok(Self::new(matrix, outputs)?)
@@ -98,7 +98,7 @@ impl Debug for QuantizedStack {
 }
 
 /// Writes the transpose of a matrix with this many columns.
-fn turned(from: &[[u8; 2]], to: &mut [[u8; 2]], columns: usize) {
+fn transpose(from: &[[u8; 2]], to: &mut [[u8; 2]], columns: usize) {
     /// Rows and columns that are transposed together, so that what is read and written stays in the cache.
     const TILE: usize = 32;
     let rows = from.len() / columns.max(1);

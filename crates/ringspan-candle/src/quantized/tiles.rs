@@ -1,4 +1,4 @@
-//! Products with many tokens: one tile of the matrix at a time is decoded and multiplied like any f32 matrix.
+//! Products with many tokens: one tile of the matrix is decoded at a time, and multiplied like any f32 matrix.
 
 use super::input::Input;
 use super::matrix::QuantizedMatrix;

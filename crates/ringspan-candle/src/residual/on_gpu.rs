@@ -14,7 +14,7 @@ use candle_core::{CudaStorage, DType, Layout, Result, Shape, bail};
 /// The arguments of a kernel launch, laid out as in `gpu/source/sum.cu`.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-pub(crate) struct ResidualArguments {
+pub(crate) struct ResidualParams {
     x: u64,
     y: u64,
     out: u64,
@@ -22,7 +22,7 @@ pub(crate) struct ResidualArguments {
 }
 
 // SAFETY: the struct consists of plain numbers and is laid out as in C.
-unsafe impl DeviceRepr for ResidualArguments {}
+unsafe impl DeviceRepr for ResidualParams {}
 
 /// Computes the sum as an operation returns it, in the type of x: both are contiguous, and y has the type of x or f32.
 pub(super) fn forward(
@@ -41,11 +41,11 @@ pub(super) fn forward(
     {
         let (x, y) = (Operand::read(x, x_at, &stream)?, Operand::read(y, y_at, &stream)?);
         let written = Operand::written(&mut out, &stream)?;
-        let options = Options::new::<ResidualArguments>(Layer::Sum, types, &[x.at, y.at, written.at], &[count]);
-        let job = ResidualArguments { x: x.at, y: y.at, out: written.at, count: count as i64 };
+        let options = Options::new::<ResidualParams>(Layer::Sum, types, &[x.at, y.at, written.at], &[count]);
+        let params = ResidualParams { x: x.at, y: y.at, out: written.at, count: count as i64 };
         let blocks = (count / options.at_once).div_ceil(THREADS);
         // SAFETY: x and y have `count` elements each, and the sum has memory for as many.
-        unsafe { launch(device, &options, "sum", &job, (blocks, 1), 0)? };
+        unsafe { launch(device, &options, "sum", &params, (blocks, 1), 0)? };
     }
     Ok((out, shape.clone()))
 }

@@ -11,7 +11,7 @@ use candle_core::{CudaStorage, DType, Device, Layout, Result, Shape, Tensor};
 /// The arguments of a kernel launch, laid out as in `gpu/source/rope.cu`.
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub(crate) struct RopeArguments {
+pub(crate) struct RopeParams {
     x: u64,
     out: u64,
     cos: u64,
@@ -26,7 +26,7 @@ pub(crate) struct RopeArguments {
 }
 
 // SAFETY: the struct consists of plain numbers and is laid out as in C.
-unsafe impl DeviceRepr for RopeArguments {}
+unsafe impl DeviceRepr for RopeParams {}
 
 impl RotaryTable {
     /// Cosines and sines on a device, `[T, D/2]`.
@@ -43,7 +43,12 @@ impl RotaryTable {
 }
 
 /// Rotates x `[T, H, D]` forward or, with `back`, backward, as an operation returns it.
-pub(super) fn turned(x: &CudaStorage, at: &Layout, rotation: &RotaryTable, back: bool) -> Result<(CudaStorage, Shape)> {
+pub(super) fn rotated(
+    x: &CudaStorage,
+    at: &Layout,
+    rotation: &RotaryTable,
+    back: bool,
+) -> Result<(CudaStorage, Shape)> {
     let ((tokens, heads, _), half, device) = (at.shape().dims3()?, rotation.half, x.device());
     if at.shape().elem_count() == 0 {
         return zeros(x, at.shape());
@@ -63,8 +68,8 @@ pub(super) fn turned(x: &CudaStorage, at: &Layout, rotation: &RotaryTable, back:
         let apart = if stride == 1 { half } else { 1 };
         let addresses = [x_read.at, cos.at, sin.at, written.at];
         let sizes = [half, token_stride, head_stride, apart];
-        let options = Options::new::<RopeArguments>(Layer::Rope, [x.dtype(), DType::F32], &addresses, &sizes);
-        let job = RopeArguments {
+        let options = Options::new::<RopeParams>(Layer::Rope, [x.dtype(), DType::F32], &addresses, &sizes);
+        let params = RopeParams {
             x: x_read.at,
             out: written.at,
             cos: cos.at,
@@ -79,7 +84,7 @@ pub(super) fn turned(x: &CudaStorage, at: &Layout, rotation: &RotaryTable, back:
         };
         let blocks = (tokens * heads * (half / options.at_once)).div_ceil(THREADS);
         // SAFETY: x is read with its strides, the result has as many elements, and cosines and sines are those of its tokens.
-        unsafe { launch(device, &options, "rope", &job, (blocks, 1), 0)? };
+        unsafe { launch(device, &options, "rope", &params, (blocks, 1), 0)? };
     }
     Ok((out, at.shape().clone()))
 }

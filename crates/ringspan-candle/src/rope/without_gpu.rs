@@ -3,6 +3,6 @@
 use super::RotaryTable;
 use candle_core::{CudaStorage, Layout, Result, Shape, bail};
 
-pub(super) fn turned(_: &CudaStorage, _: &Layout, _: &RotaryTable, _back: bool) -> Result<(CudaStorage, Shape)> {
+pub(super) fn rotated(_: &CudaStorage, _: &Layout, _: &RotaryTable, _back: bool) -> Result<(CudaStorage, Shape)> {
     bail!("this program was built without GPUs")
 }

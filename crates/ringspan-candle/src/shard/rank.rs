@@ -1,4 +1,5 @@
-//! The position of a rank in the groups that share layers and experts, and the ranks that hold the same as it does.
+//! The position of a rank in the groups that share layers and experts, and the groups of ranks that hold the same
+//! partition.
 
 /// The position of a rank in each group that shares layers, as pairs of its rank in the group and the group's size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -34,8 +35,8 @@ pub enum ReplicaGroup {
 }
 
 impl ReplicaGroup {
-    /// The replica group of an expert's parameter on `rank`: of one that is sharded in its width if `of_width`, else of one
-    /// that is whole.
+    /// The replica group of an expert's parameter on `rank`, which is sharded in its width if `of_width`, and else
+    /// whole.
     pub(super) fn of_experts(rank: ParallelRank, of_width: bool) -> Self {
         let ParallelRank { ep, moe_tp, .. } = rank;
         match (ep.1, moe_tp.1, of_width) {

@@ -12,7 +12,7 @@ use candle_core::{CudaStorage, Layout, Result, Shape, Tensor, bail};
 /// The arguments of a kernel launch, laid out as in `gpu/source/gate.cu`.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-pub(crate) struct SwigluArguments {
+pub(crate) struct SwigluParams {
     gate: u64,
     up: u64,
     d: u64,
@@ -27,7 +27,7 @@ pub(crate) struct SwigluArguments {
 }
 
 // SAFETY: the struct consists of plain numbers and is laid out as in C.
-unsafe impl DeviceRepr for SwigluArguments {}
+unsafe impl DeviceRepr for SwigluParams {}
 
 /// Computes the activation as an operation returns it: gate and up consist of rows.
 pub(super) fn forward(
@@ -49,8 +49,8 @@ pub(super) fn forward(
         let written = Operand::written(&mut out, &stream)?;
         let sizes = [gate_rows.width, gate_rows.stride, up_rows.stride];
         let addresses = [gate.at, up.at, written.at];
-        let options = Options::new::<SwigluArguments>(Layer::Gate(activation), [dtype; 2], &addresses, &sizes);
-        let job = SwigluArguments {
+        let options = Options::new::<SwigluParams>(Layer::Gate(activation), [dtype; 2], &addresses, &sizes);
+        let params = SwigluParams {
             gate: gate.at,
             up: up.at,
             out: written.at,
@@ -58,11 +58,11 @@ pub(super) fn forward(
             width: gate_rows.width as i64,
             gate_stride: gate_rows.stride as i64,
             up_stride: up_rows.stride as i64,
-            ..SwigluArguments::default()
+            ..SwigluParams::default()
         };
         let blocks = (shape.elem_count() / options.at_once).div_ceil(THREADS);
         // SAFETY: gate and up are read in their rows, and the result has as many elements.
-        unsafe { launch(device, &options, "gate", &job, (blocks, 1), 0)? };
+        unsafe { launch(device, &options, "gate", &params, (blocks, 1), 0)? };
     }
     Ok((out, shape.clone()))
 }
@@ -90,8 +90,8 @@ pub(super) fn backward(gate: &Tensor, up: &Tensor, d: &Tensor, activation: Activ
         let (d_gate, d_up) = (Operand::written(&mut d_gate, &stream)?, Operand::written(&mut d_up, &stream)?);
         let sizes = [gate_rows.width, gate_rows.stride, up_rows.stride, d_rows.stride];
         let addresses = [gate.at, up.at, d.at, d_gate.at, d_up.at];
-        let options = Options::new::<SwigluArguments>(Layer::Gate(activation), [dtype; 2], &addresses, &sizes);
-        let job = SwigluArguments {
+        let options = Options::new::<SwigluParams>(Layer::Gate(activation), [dtype; 2], &addresses, &sizes);
+        let params = SwigluParams {
             gate: gate.at,
             up: up.at,
             d: d.at,
@@ -102,11 +102,11 @@ pub(super) fn backward(gate: &Tensor, up: &Tensor, d: &Tensor, activation: Activ
             gate_stride: gate_rows.stride as i64,
             up_stride: up_rows.stride as i64,
             d_stride: d_rows.stride as i64,
-            ..SwigluArguments::default()
+            ..SwigluParams::default()
         };
         let blocks = (shape.elem_count() / options.at_once).div_ceil(THREADS);
         // SAFETY: gate, up and d are read in their rows, and the gradients have as many elements.
-        unsafe { launch(device, &options, "gate_backward", &job, (blocks, 1), 0)? };
+        unsafe { launch(device, &options, "gate_backward", &params, (blocks, 1), 0)? };
     }
     Ok([tensor(d_gate, shape), tensor(d_up, shape)])
 }

@@ -1,4 +1,4 @@
-//! Outputs that a tape does not hold, because computing them again costs little.
+//! Outputs that a tape recomputes instead of holding them, because computing them costs little.
 
 use super::Operation;
 use candle_core::op::BackpropOp;

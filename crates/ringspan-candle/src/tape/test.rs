@@ -1,7 +1,7 @@
 use super::*;
 use crate::linear::linear;
 use crate::norm::rms_norm;
-use crate::residual::{residual, residual_unseen};
+use crate::residual::{residual, residual_unused};
 use candle_core::{CpuStorage, CustomOp1, Device, Layout};
 use std::sync::{Arc, Mutex, Weak};
 
@@ -86,7 +86,7 @@ fn an_output_without_values_can_be_reshaped() -> Result<()> {
     let dy = wave(&[3, 2, 2], 0.9)?;
     let wanted = backward_from::backward(&linear(&x, &weight, None)?.reshape((3, 2, 2))?, &dy)?;
     let (output, tape) = Tape::record(|| {
-        let sum = residual_unseen(&x, &linear(&x, &weight, None)?)?;
+        let sum = residual_unused(&x, &linear(&x, &weight, None)?)?;
         reshape(&sum, (3, 2, 2))
     })?;
     let mut got = tape.backward(output, dy.clone())?;
@@ -94,7 +94,7 @@ fn an_output_without_values_can_be_reshaped() -> Result<()> {
     for (got, wanted) in numbers(&got.remove(&x).expect("a gradient"))?.into_iter().zip(numbers(&wanted)?) {
         assert!((got - wanted).abs() <= 1e-6, "{got}, {wanted}");
     }
-    let refused = Tape::record(|| reshape(&residual_unseen(&x, &linear(&x, &weight, None)?)?, (3, 5)));
+    let refused = Tape::record(|| reshape(&residual_unused(&x, &linear(&x, &weight, None)?)?, (3, 5)));
     assert!(refused.is_err_and(|error| error.to_string().contains("reshape")));
     Ok(())
 }

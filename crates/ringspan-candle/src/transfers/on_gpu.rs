@@ -113,7 +113,7 @@ impl CopyStreams {
         let [end, of_piece] = [0, 1].map(|_| self.up.record_event(None).map_err(failed("mark the end of a copy")));
         self.give_back(pinned, Some(of_piece?));
         let end = end?;
-        // The wait is also needed after a failure, so that memory is freed after the copies that were started.
+        // The wait is also needed after a failure, so that memory is freed after the copies that were started from it.
         self.device.cuda_stream().wait(&end).map_err(failed("order streams"))?;
         copied?;
         let tensor = |(slice, parameter): (Slice, &Parameter<'_>)| {
@@ -230,7 +230,7 @@ impl PendingDownload {
 impl Drop for PendingDownload {
     fn drop(&mut self) {
         let end = self.end.take();
-        // Gradients that nothing waited for are freed on candle's stream after their copy.
+        // Gradients that were never taken are freed on candle's stream after their copy.
         if let Some(end) = &end {
             let _ = self.lane.device.cuda_stream().wait(end);
         }
@@ -335,7 +335,7 @@ mod tests {
 
     /// A unit arrives before earlier work has ended, and its pinned memory is used again by the unit after the next.
     #[test]
-    fn a_unit_waits_for_its_room_only() -> Result<()> {
+    fn an_upload_waits_only_for_its_own_buffer() -> Result<()> {
         let Some(device) = unwatched().filter(is_late) else { return Ok(()) };
         let lane = lane(&device);
         let values = numbers(1, 3000);

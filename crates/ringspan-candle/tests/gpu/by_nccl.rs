@@ -1,5 +1,5 @@
-//! Ranks whose tensors are sent by NCCL, as between processes. Threads stand for the processes, with a communicator that
-//! takes no tensors on GPUs. The results have the same bits as on ranks that hand their tensors over.
+//! Tests of ranks whose tensors are sent by NCCL, as between processes. Threads stand for the processes, with a
+//! communicator that takes no tensors on GPUs. The results have the same bits as on ranks that hand their tensors over.
 
 use crate::ranks::{MESHES, MakeComm, Mesh, collectives, collectives_of, on_ranks, sums_in_order};
 use crate::{gpu, numbers, random, rounding};
@@ -42,7 +42,7 @@ fn connected(comm: Comm, gpu: &Gpu) -> Result<Comm> {
 }
 
 #[test]
-fn collectives_have_the_bits_of_ranks_that_hand_over_and_no_tensor_crosses() {
+fn collectives_by_nccl_have_the_bits_of_copies_and_pass_no_tensor_through_the_cpu() {
     let Some(gpu) = shared() else { return };
     let shared = kernel_gpu(&gpu);
     for gpu in [gpu.clone(), rounding(&gpu)] {
@@ -68,7 +68,7 @@ fn collectives_have_the_bits_of_ranks_that_hand_over_and_no_tensor_crosses() {
 }
 
 #[test]
-fn attention_has_the_bits_of_ranks_that_hand_over_and_no_tensor_crosses() {
+fn attention_by_nccl_has_the_bits_of_copies_and_passes_no_tensor_through_the_cpu() {
     let Some(gpu) = shared() else { return };
     let shared = kernel_gpu(&gpu);
     let make_comm: MakeComm = &|comm| connected(comm, &shared);
@@ -90,7 +90,7 @@ fn attention_has_the_bits_of_ranks_that_hand_over_and_no_tensor_crosses() {
 /// A tensor is sent after the work that candle has started on it, even if nothing waited for this work, and before later
 /// writes to it.
 #[test]
-fn collectives_stand_between_what_candle_does_before_and_afterwards() {
+fn collectives_are_ordered_with_candles_work_before_and_after() {
     let Some(gpu) = shared() else { return };
     let shared = kernel_gpu(&gpu);
     let run = |make_comm: MakeComm, writes: bool| {

@@ -1,5 +1,5 @@
-//! Norms, rotary embeddings and gates, which are kernels of this crate on a GPU, for every width and for tensors with any
-//! strides.
+//! Tests of norms, rotary embeddings and gates, which are kernels of this crate on a GPU, for every width and for
+//! tensors with any strides.
 
 use crate::{assert_equal, assert_within, bound, compare, gpu, numbers, random, results, rounding};
 use candle_core::{DType, Device, Result, Tensor};
@@ -105,9 +105,9 @@ fn gradients_are_read_in_their_strides() {
         ("rope", &|x| rope(&x[0].reshape((4, 2, 8))?, &rotation(4, 4))?.flatten_from(1)),
     ];
     for (name, layer) in layers {
-        compare(&format!("{name}, turned over"), &inputs, |_, x| used(layer(x)?.t()?, x));
+        compare(&format!("{name}, transposed"), &inputs, |_, x| used(layer(x)?.t()?, x));
         for before in [3, 8] {
-            compare(&format!("{name} behind {before} columns"), &inputs, |_, x| {
+            compare(&format!("{name} after {before} columns"), &inputs, |_, x| {
                 used(Tensor::cat(&[&x[2].narrow(1, 0, before)?, &layer(x)?], 1)?, x)
             });
         }
@@ -207,7 +207,7 @@ fn the_same_inputs_give_the_same_bits() {
 
 /// A layer in bf16 rounds its result once, and nothing inside.
 #[test]
-fn what_is_inside_a_layer_in_bf16_is_f32() -> Result<()> {
+fn layers_in_bf16_compute_in_f32() -> Result<()> {
     let Some(gpu) = gpu() else { return Ok(()) };
     let gpu = rounding(&gpu);
     let (x, weight, up) = (random(&[9, 48], 1), random(&[48], 2), random(&[9, 48], 3));

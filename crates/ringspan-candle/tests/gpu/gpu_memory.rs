@@ -1,4 +1,4 @@
-//! The memory and the speed of GPUs.
+//! Tests of the memory and the speed of GPUs.
 
 use super::{gpu, rounding};
 use ringspan::comm::process_group::ProcessGroup;

@@ -1,4 +1,5 @@
-//! The loss, which has kernels of its own on a GPU, for vocabularies of every size, whole and sharded over ranks.
+//! Tests of the loss, which has kernels of its own on a GPU, for vocabularies of every size, whole and sharded over
+//! ranks.
 
 use crate::ranks::on_ranks;
 use crate::{assert_equal, assert_within, bound, gpu, numbers, random, rounding};
@@ -173,7 +174,7 @@ fn no_tokens_and_none_with_a_target() -> Result<()> {
         let (hidden, head) = (gpu.parameter(&case.hidden)?, gpu.parameter(&case.head)?);
         assert!(head_loss(&hidden, &head, &case.targets, 1.0, false, &NO_TENSOR_PARALLEL)?.d_head.is_none());
         let wrong = head_loss(&hidden, &head, &[9; 5], 1.0, true, &NO_TENSOR_PARALLEL)
-            .expect_err("a target behind the vocabulary");
+            .expect_err("a target outside the vocabulary");
         assert!(wrong.to_string().contains("target 9"), "{wrong}");
     }
     Ok(())
@@ -181,7 +182,7 @@ fn no_tokens_and_none_with_a_target() -> Result<()> {
 
 /// Tests tensors that begin in the middle of their storage, and columns, which are copied first.
 #[test]
-fn parts_of_what_is_stored() -> Result<()> {
+fn views_in_the_middle_of_their_storage() -> Result<()> {
     let Some(gpu) = gpu() else { return Ok(()) };
     let case = Case::new(8, 12, 24);
     for gpu in [gpu.clone(), rounding(&gpu)] {
@@ -251,7 +252,7 @@ fn logits_beyond_what_exponentials_reach() -> Result<()> {
 /// NaN and infinite logits give the results that they give on the CPU, and affect only their own rows; rows without a target
 /// stay zeros.
 #[test]
-fn numbers_that_are_none_stay_in_their_rows_as_on_the_cpu() -> Result<()> {
+fn nan_and_infinite_logits_stay_in_their_rows_as_on_the_cpu() -> Result<()> {
     let Some(gpu) = gpu() else { return Ok(()) };
     let (nan, infinite) = (f32::NAN, f32::INFINITY);
     for vocabulary in [5, 1024] {
@@ -289,7 +290,7 @@ fn numbers_that_are_none_stay_in_their_rows_as_on_the_cpu() -> Result<()> {
 
 /// One row of NaN logits among others.
 #[test]
-fn a_token_that_is_no_number_leaves_others_alone() -> Result<()> {
+fn a_nan_token_does_not_change_other_tokens() -> Result<()> {
     let Some(gpu) = gpu() else { return Ok(()) };
     let case = Case::new(3, 4, 40);
     let mut broken = numbers(&case.hidden);

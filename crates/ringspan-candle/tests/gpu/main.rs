@@ -1,4 +1,4 @@
-//! Every operation on a GPU has the values and gradients that it has on the CPU; in bf16, up to rounding.
+//! Tests that every operation on a GPU has the values and gradients that it has on the CPU; in bf16, up to rounding.
 #![cfg(feature = "cuda")]
 
 #[path = "../support/mod.rs"]

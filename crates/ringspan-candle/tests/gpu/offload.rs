@@ -1,4 +1,4 @@
-//! Activations that are offloaded to the CPU and copied back.
+//! Tests of activations that are offloaded to the CPU and copied back.
 
 use super::*;
 use ringspan_candle::Offload;

@@ -1,4 +1,4 @@
-//! Operations over ranks: attention, decoding and collectives of tensors on a GPU that the ranks share.
+//! Tests of operations over ranks: attention, decoding and collectives of tensors on a GPU that the ranks share.
 
 use crate::{F32, assert_equal, assert_within, bound, gpu, numbers, random, results, rounding};
 use candle_core::{Device, Result, Tensor};
@@ -142,7 +142,7 @@ pub(crate) const MESHES: [(LayoutKind, StrategyKind, (usize, usize)); 7] = [
 ];
 
 #[test]
-fn attention_has_the_results_of_the_cpu_and_no_tensor_crosses() {
+fn attention_matches_the_cpu_and_copies_no_tensor_to_it() {
     let Some(gpu) = gpu() else { return };
     for (kind, strategy, grid) in MESHES {
         let mut tables = None;
@@ -183,7 +183,7 @@ fn what_attention_keeps_may_be_rounded() {
 /// Attention reads its inputs after the work that candle has started on them, even if nothing waited for it, and before later
 /// writes to them.
 #[test]
-fn attention_stands_between_what_candle_does_before_and_afterwards() -> Result<()> {
+fn attention_is_ordered_with_candles_work_before_and_after() -> Result<()> {
     let Some(gpu) = gpu() else { return Ok(()) };
     let run = |device: &RankDevice| -> Vec<Vec<f32>> {
         on_ranks(2, |comm| {
@@ -241,7 +241,7 @@ fn a_kernel_on_the_cpu_takes_tensors_there_and_one_on_another_gpu_refuses_them()
 
 /// Decodes one step over a KV cache with spare room at its end, of which a rank may hold nothing.
 #[test]
-fn a_new_token_meets_a_cache_on_the_gpu_and_no_tensor_crosses() -> Result<()> {
+fn decoding_over_a_cache_on_the_gpu_copies_no_tensor_to_the_cpu() -> Result<()> {
     let Some(gpu) = gpu() else { return Ok(()) };
     for (ranks, held) in [(1, 70), (3, 70), (3, 20)] {
         let mut tables = None;

@@ -1,5 +1,5 @@
-//! The residual sum on a GPU, alone and together with its norm, which one kernel computes, as one kernel computes the
-//! gradients of both.
+//! Tests of the residual sum on a GPU, alone and together with its norm: one kernel computes both, and one kernel their
+//! gradients.
 
 use crate::{assert_within, bound, compare, gpu, numbers, random, rounding};
 use candle_core::{DType, Device, Result, Tensor, Var};
@@ -146,17 +146,17 @@ fn summands_are_read_in_their_strides() {
     });
 }
 
-/// The sum and its norm are concatenated behind other columns, and transposed.
+/// The sum and its norm are concatenated after other columns, and transposed.
 #[test]
-fn gradients_of_parts_of_what_comes_behind() {
+fn gradients_of_slices_and_transposed_outputs() {
     for (before_sum, before_norm) in [(0, 0), (3, 8), (8, 8), (8, 5)] {
         let inputs = [random(&[4, 16], 1), random(&[4, 16], 2), random(&[16], 3), random(&[4, 16], 4)];
-        compare("behind columns", &inputs, |_, x| {
+        compare("after other columns", &inputs, |_, x| {
             let (sum, normed) = residual_norm(&x[0], &x[1], &x[2], EPS)?;
-            let behind = |columns: usize, y: &Tensor| Tensor::cat(&[&x[3].narrow(1, 0, columns)?, y], 1);
-            Tensor::cat(&[behind(before_sum, &sum)?, behind(before_norm, &normed)?], 1)
+            let after = |columns: usize, y: &Tensor| Tensor::cat(&[&x[3].narrow(1, 0, columns)?, y], 1);
+            Tensor::cat(&[after(before_sum, &sum)?, after(before_norm, &normed)?], 1)
         });
-        compare("turned over", &inputs, |_, x| {
+        compare("transposed", &inputs, |_, x| {
             let (sum, normed) = residual_norm(&x[0], &x[1], &x[2], EPS)?;
             let last = Tensor::cat(&[&x[3].t()?, &sum.t()?], 1)?;
             Tensor::cat(&[last, Tensor::cat(&[&normed.t()?, &x[3].t()?], 1)?], 1)
@@ -164,9 +164,9 @@ fn gradients_of_parts_of_what_comes_behind() {
     }
 }
 
-/// A graph can be differentiated more than once: nothing is left over from the first time.
+/// A graph can be differentiated more than once: no state is left over from the first time.
 #[test]
-fn a_second_way_back_has_the_gradients_of_its_own() -> Result<()> {
+fn a_second_backward_pass_has_its_own_gradients() -> Result<()> {
     let Some(gpu) = gpu() else { return Ok(()) };
     for gpu in [gpu.clone(), rounding(&gpu)] {
         let variable = |tensor: Tensor| Var::from_tensor(&gpu.parameter(&tensor)?);

@@ -1,4 +1,4 @@
-//! Experts stacked in one tensor for each parameter, and heads with sinks, give the results of the CPU.
+//! Tests that experts stacked in one tensor for each parameter, and heads with sinks, give the results of the CPU.
 
 use crate::ranks::group;
 use crate::{assert_within, bound, gpu, random, results, rounding};

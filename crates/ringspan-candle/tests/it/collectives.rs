@@ -1,4 +1,4 @@
-//! Collectives and attention as candle operations: values and gradients over ranks equal those of one rank.
+//! Tests of collectives and attention as candle operations: values and gradients over ranks equal those of one rank.
 
 use candle_core::{Device, Tensor, Var};
 use ringspan::attention::Group;

@@ -1,4 +1,4 @@
-//! Everything that attention can do, asked of a context on several meshes, against candle's operations in f64.
+//! Tests of everything that attention can do, through a context on several meshes, against candle's operations in f64.
 
 use crate::support::whole_sequences::{Case, HEADS, Terms, assert_close, distance};
 use ringspan::attention::Wire;
@@ -12,7 +12,8 @@ const GRIDS: [(usize, usize); 8] = [(1, 1), (2, 1), (1, 2), (3, 1), (1, 3), (4, 
 /// The relative error (L2) of f32 against f64.
 const F32: f64 = 1e-5;
 
-/// Documents of several lengths in rows of one length, two of them with padding behind; three ranks hold different numbers.
+/// Documents of several lengths in rows of one length, two of them padded at the end; three ranks hold different
+/// numbers.
 const PACKED: [&[usize]; 3] = [&[7, 4], &[11], &[2, 1, 5]];
 
 #[track_caller]

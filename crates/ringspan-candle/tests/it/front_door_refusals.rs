@@ -1,4 +1,5 @@
-//! What a context refuses, with the numbers that a person needs to mend the call, and what it takes though it looks odd.
+//! Tests of calls that a context refuses, with the numbers that a person needs to fix the call, and of unusual calls
+//! that it accepts.
 
 use crate::support::random;
 use candle_core::{DType, Device, Tensor};
@@ -9,7 +10,7 @@ use ringspan_candle::{AttentionInputs, Context, ContextBuilder};
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
 
-/// Sets one thing of a context.
+/// Changes one setting of a context.
 type Setting = fn(ContextBuilder) -> ContextBuilder;
 
 /// Checks that a call on two ranks fails, and that its message has these parts.

@@ -1,5 +1,5 @@
-//! Contexts of models that know nothing of this project: sharding, attention and gradients against candle's operations on
-//! whole sequences.
+//! Tests of contexts in models of others: sharding, attention and gradients against candle's operations on whole
+//! sequences.
 
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use candle_nn::ops::softmax;

@@ -18,13 +18,13 @@ const V_DIM: usize = 6;
 const BUCKETS: usize = 8;
 const MAX_DISTANCE: usize = 12;
 
-/// What changes a score, besides the mask.
+/// The terms of a score besides the mask.
 #[derive(Clone)]
 pub(crate) struct Terms {
     pub(crate) scale: f32,
     pub(crate) softcap: Option<f32>,
     pub(crate) alibi: bool,
-    /// T5's buckets, for both directions or for keys behind the query.
+    /// T5's buckets: bidirectional or causal.
     pub(crate) buckets: Option<bool>,
     pub(crate) sinks: bool,
     /// The heads of a bias: 1 or all.
@@ -39,7 +39,7 @@ impl Default for Terms {
     }
 }
 
-/// Sequences, who sees whom in them, and tensors for them.
+/// A test case: sequences, the mask between their tokens, and tensors for them.
 pub(crate) struct Case {
     /// The lengths of the documents of each batch row, for queries and for keys.
     queries: (Vec<Vec<usize>>, usize),

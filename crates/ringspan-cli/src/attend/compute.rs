@@ -186,7 +186,7 @@ const TENSORS: [TensorField; 9] = [
     |part| part.gradients.as_mut().map(|of| &mut of.d_bias),
 ];
 
-/// Waits for all ranks, and returns the moment when all have arrived.
+/// Waits at a barrier for all ranks, and returns the time at which all have arrived.
 fn together(comm: &dyn Communicator) -> Result<Instant> {
     comm.barrier()?;
     Ok(Instant::now())

@@ -6,7 +6,7 @@ use ringspan_video::lora::LoraSource;
 use ringspan_video::scheduler::{SchedulerConfig, SchedulerKind};
 use std::path::Path;
 
-/// How a video is denoised.
+/// The flags that say how a video is denoised.
 #[derive(Debug, clap::Args)]
 pub(crate) struct SamplerArgs {
     /// Number of steps
@@ -18,17 +18,18 @@ pub(crate) struct SamplerArgs {
     /// Shift of noise levels [default: the pipeline's if it has that scheduler, else 3]
     #[arg(long, value_name = "S")]
     shift: Option<f64>,
-    /// Factor of the difference that the prompt makes; 1 is without guidance
+    /// Guidance scale: factor of the difference between the velocities with and without the prompt; 1 is without
+    /// guidance
     #[arg(long, default_value_t = 5.0, value_name = "G")]
     guidance: f64,
-    /// The same for a pipeline's second transformer [default: that of the first]
+    /// Guidance scale of a pipeline's second transformer [default: that of the first]
     #[arg(long, value_name = "G")]
     guidance_2: Option<f64>,
     /// Adapters of the transformer: a safetensors file, or a folder with one, with diffusers' names, PEFT's, or those of the
     /// original model; what they add counts SCALE times [default: 1]. May be given more than once
     #[arg(long, value_name = "PATH[=SCALE]")]
     lora: Vec<LoraSource>,
-    /// The same for a pipeline's second transformer, which --lora does not change
+    /// Adapters of a pipeline's second transformer, which --lora does not change
     #[arg(long, value_name = "PATH[=SCALE]")]
     lora_2: Vec<LoraSource>,
 }

@@ -49,8 +49,8 @@ pub(crate) struct GenerateArgs {
     /// End before this text; may be given more than once
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     stop: Vec<String>,
-    /// Guess up to N further tokens by looking up the last ones in the text before, and check them in the same step; the text
-    /// stays the same, and comes faster if it repeats itself
+    /// Speculative decoding by prompt lookup: propose up to N further tokens, found by the last ones in the text
+    /// before, and check them in the same step; the text stays the same, and comes faster if it repeats itself
     #[arg(long, default_value_t = 0, value_name = "N", value_parser = speculative_tokens)]
     num_speculative_tokens: usize,
     #[command(flatten)]

@@ -1,4 +1,4 @@
-//! `ringspan mesh`: which ranks work together on what.
+//! `ringspan mesh`: shows which ranks form the groups of each axis.
 
 mod drawing;
 

@@ -19,8 +19,9 @@ use std::time::Instant;
 
 /// Make a video of a prompt with a WAN pipeline: text encoder, transformers and decoder, over a mesh of ranks
 ///
-/// Each stage's weights are read when it begins and let go when it ends. The same seed gives the same noise, and so the same latents, on
-/// every mesh and with `denoise`. The plan is printed first; what cannot be done is refused before weights are read.
+/// Each stage's weights are read when it begins and freed when it ends. The same seed gives the same noise, and so the
+/// same latents, on every mesh and with `denoise`. The plan is printed first; what cannot be done is refused before
+/// weights are read.
 #[derive(Debug, clap::Args)]
 pub(crate) struct VideoArgs {
     /// A pipeline's folder as diffusers saves it: tokenizer, text_encoder, transformer, vae, scheduler

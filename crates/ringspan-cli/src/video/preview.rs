@@ -1,4 +1,4 @@
-//! The picture of a run that is not finished.
+//! The preview: a picture of an unfinished run.
 
 use crate::files;
 use crate::interrupt::Unfinished;

@@ -1,4 +1,4 @@
-//! The numbers in the report of `attend`.
+//! Tests of the numbers in the report of `attend`.
 
 use crate::support::{Bench, Sizes, Tensor};
 

@@ -1,4 +1,4 @@
-//! The commands for videos, on the smallest models of the video crate's fixtures.
+//! Tests of the video commands, on the smallest models of the video crate's fixtures.
 
 use crate::support::video_fixtures::{copy, fixture, write_pipeline};
 use crate::support::{Bench, Tensor, message, read, relative_l2};

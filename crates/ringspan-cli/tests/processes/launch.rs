@@ -1,4 +1,4 @@
-//! A process that was started as one of several never takes itself for the only one.
+//! Tests that a process that was started as one of several never takes itself for the only one.
 
 use std::process::Command;
 

@@ -1,10 +1,11 @@
-//! The memory of one rank, which is a process of its own here: that of ranks as threads can only be measured together, and they are
-//! not at their peaks at the same time. Needs feature `mpi`.
+//! Tests of the memory of one rank, which is a process of its own here: threads can only be measured together, and
+//! their memory does not peak at the same time. Needs feature `mpi`.
 #![cfg(feature = "mpi")]
 
+use crate::mpi;
 use crate::support::megabytes;
-use crate::{four_bits, mpi};
 use ringspan_models::{Config, Decoder};
+use ringspan_testing::gguf::write_llama_q4_0;
 use safetensors::{Dtype, tensor::TensorView};
 use serde_json::json;
 use std::path::Path;
@@ -19,7 +20,7 @@ fn save_base(folder: &Path) {
     let decoder =
         Decoder::new(serde_json::from_value::<Config>(config.clone()).expect("a configuration")).expect("a model");
     let parameters = decoder.init(3).expect("random weights");
-    four_bits::write(&folder.join("base.gguf"), &config, parameters.into_iter());
+    write_llama_q4_0(&folder.join("base.gguf"), &config, parameters.into_iter());
 }
 
 /// Saves the configuration of a model with latent attention, experts and shared experts as `config.json`.

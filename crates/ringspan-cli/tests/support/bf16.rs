@@ -84,9 +84,9 @@ pub fn a_text_is_one_that_f32_may_draw_and_its_cache_takes_half(devices: &Device
             for (row, token) in logits.chunks_exact(257).skip(prompt.len() - 1).zip(&tokens) {
                 let most = row.iter().copied().fold(f32::MIN, f32::max);
                 let size = (row.iter().map(|x| x * x).sum::<f32>() / 257.0).sqrt();
-                let behind = (most - row[*token as usize]) / size;
+                let below = (most - row[*token as usize]) / size;
                 // Both logits may be off by the bound for all logits, and the greatest ones are off by more than most.
-                assert!(behind <= 6.0 * ROUNDED as f32, "{ring} ranks: token {token} is {behind} behind");
+                assert!(below <= 6.0 * ROUNDED as f32, "{ring} ranks: token {token} is {below} below the greatest");
             }
         }
     }

@@ -78,8 +78,8 @@ pub fn over(comm: &dyn Communicator, gpu: &Gpu, options: Options) -> Result<Arc<
     if let Some(obstacle) = obstacle(comm, gpu, &options)? {
         return Err(failed(obstacle));
     }
-    let link = Link::connect(comm, gpu, options.deadline.min(CONNECT), &failed)?;
-    direct::over(comm, Box::new(link), options.deadline)
+    let channel = NcclChannel::connect(comm, gpu, options.deadline.min(CONNECT), &failed)?;
+    direct::over(comm, Box::new(channel), options.deadline)
 }
 
 /// The version of NCCL on this machine.
@@ -99,7 +99,7 @@ struct Flight {
 }
 
 /// The channel of a rank: an NCCL communicator, and the stream of its flights.
-struct Link {
+struct NcclChannel {
     cuda: Cuda,
     /// The communicator; `None` once it was aborted.
     comm: Option<Comm>,
@@ -110,7 +110,7 @@ struct Link {
     flying: VecDeque<Flight>,
 }
 
-impl Link {
+impl NcclChannel {
     /// Connects all ranks of `comm`.
     fn connect(
         comm: &dyn Communicator,
@@ -137,17 +137,17 @@ impl Link {
             others.iter().map(|other| Ok((*other, words.receive(*other, 0)?))).collect::<Result<Vec<_>>>()?;
         let cuda = Cuda::new(gpu)?;
         cuda.bind()?;
-        let mut link = Self {
+        let mut channel = Self {
             comm: Some(Comm::begin(nccl, id, rank, size).map_err(failed)?),
             cuda,
             waiting: VecDeque::new(),
             starting: None,
             flying: VecDeque::new(),
         };
-        match link.meet(&*words, connected, patience) {
-            Ok(()) => Ok(link),
+        match channel.meet(&*words, connected, patience) {
+            Ok(()) => Ok(channel),
             Err(error) => {
-                link.abort();
+                channel.abort();
                 Err(error)
             }
         }
@@ -262,7 +262,7 @@ impl Link {
     }
 }
 
-impl Channel for Link {
+impl Channel for NcclChannel {
     fn type_code(&self, elements: &dyn OnDevice) -> Result<u64> {
         Ok(match self.source(elements)?.dtype {
             DType::F32 => 0,
@@ -321,7 +321,7 @@ impl Channel for Link {
     }
 }
 
-impl Drop for Link {
+impl Drop for NcclChannel {
     fn drop(&mut self) {
         let Some(comm) = self.comm.take() else { return };
         let (_, start) = (self.cuda.bind(), Instant::now());

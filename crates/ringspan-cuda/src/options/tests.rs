@@ -9,7 +9,7 @@ use std::collections::HashSet;
 /// Maximum shared memory of a block on Hopper, in bytes.
 const HOPPER: usize = 227 * 1024;
 
-/// Even without a GPU this shows that the kernels compile for these architectures, and agree on the size of the job.
+/// Even without a GPU this shows that the kernels compile for these architectures, and agree on the size of the params.
 #[test]
 fn kernels_compile_and_fit_for_every_architecture_since_ampere() {
     if !nvrtc::is_there() {
@@ -37,7 +37,7 @@ fn kernels_compile_and_fit_for_every_architecture_since_ampere() {
         let view = View::stored(Data::Bf16(&widest), 1, 1, widest.len()).expect("its size");
         let inputs = Inputs { q: view, k: view, v: view, heads: &heads, score: &plain, bias: None };
         let options = Options::forward(&inputs, TensorCores::Warps, SHARED_MEMORY);
-        assert!(options.pass == Pass::TensorForward && options.shared_bytes() <= SHARED_MEMORY, "{options:?}");
+        assert!(options.kind == KernelKind::TensorForward && options.shared_bytes() <= SHARED_MEMORY, "{options:?}");
         options.source().compile(architecture).unwrap_or_else(|error| panic!("{error}"));
         for (dim, v_dim) in [(128, 128), (8, 24), (576, 512)] {
             let wide = 2 * dim.max(v_dim);
@@ -94,7 +94,7 @@ fn kernels_compile_for_tensor_cores_whose_sums_stay_in_registers() {
         let passes: HashSet<Options> = passes.into_iter().flatten().collect();
         let narrow = dim <= TENSOR_WIDTHS.backward.min(TENSOR_WIDTHS.by_warpgroups);
         assert_eq!(passes.len(), if narrow { 4 } else { 2 }, "{passes:?}");
-        for options in passes.iter().filter(|options| options.pass != Pass::Backward) {
+        for options in passes.iter().filter(|options| options.kind != KernelKind::Backward) {
             assert!(options.shared_bytes() <= HOPPER, "{options:?}");
             let (binary, said) = options
                 .source()
@@ -122,44 +122,46 @@ fn tensor_cores_take_bf16_of_their_widths() {
     let buckets = Score { relative: Some(Relative::Buckets(buckets)), ..plain.clone() };
     let (f, b) = (vec![0.0; 512], vec![bf16::ZERO; 512]);
     let (floats, halves) = (Data::F32(&f), Data::Bf16(&b));
-    let pass = |data: Data, dim: usize, score: &Score, tensor: TensorCores| {
+    let kinds = |data: Data, dim: usize, score: &Score, tensor: TensorCores| {
         let view = View::stored(data.slice(0..dim), 1, 1, dim).expect("its size");
         let inputs = Inputs { q: view, k: view, v: view, heads: &heads, score, bias: None };
-        let forward = Options::forward(&inputs, tensor, SHARED_MEMORY).pass;
-        (forward, Options::backward(&inputs, &view, tensor, SHARED_MEMORY).pass)
+        let forward = Options::forward(&inputs, tensor, SHARED_MEMORY).kind;
+        (forward, Options::backward(&inputs, &view, tensor, SHARED_MEMORY).kind)
     };
-    use Pass::{Backward, Forward, TensorBackward, TensorForward};
+    use KernelKind::{Backward, Forward, TensorBackward, TensorForward};
     // A single query is too few for a warpgroup.
     for tensor in [TensorCores::Warps, TensorCores::Warpgroups] {
-        assert_eq!(pass(halves, 128, &plain, tensor), (TensorForward, TensorBackward));
-        assert_eq!(pass(halves, 256, &plain, tensor), (TensorForward, Backward));
-        assert_eq!(pass(halves, 64, &buckets, tensor), (TensorForward, Backward));
-        assert_eq!(pass(halves, 264, &plain, tensor), (Forward, Backward));
-        assert_eq!(pass(halves, 128, &flat, tensor), (Forward, Backward));
-        assert_eq!(pass(floats, 128, &plain, tensor), (Forward, Backward));
+        assert_eq!(kinds(halves, 128, &plain, tensor), (TensorForward, TensorBackward));
+        assert_eq!(kinds(halves, 256, &plain, tensor), (TensorForward, Backward));
+        assert_eq!(kinds(halves, 64, &buckets, tensor), (TensorForward, Backward));
+        assert_eq!(kinds(halves, 264, &plain, tensor), (Forward, Backward));
+        assert_eq!(kinds(halves, 128, &flat, tensor), (Forward, Backward));
+        assert_eq!(kinds(floats, 128, &plain, tensor), (Forward, Backward));
     }
-    assert_eq!(pass(halves, 128, &plain, TensorCores::None), (Forward, Backward));
+    assert_eq!(kinds(halves, 128, &plain, TensorCores::None), (Forward, Backward));
 }
 
 #[test]
 fn warpgroups_take_many_queries_of_their_widths() {
     let heads = HeadMap::grouped(1, 1).expect("they divide");
     let (score, data) = (Score::new(1.0), vec![bf16::ZERO; 65 * 136]);
-    let pass = |capability: (i32, i32), queries: usize, dim: usize, shared: usize| {
+    let kinds = |capability: (i32, i32), queries: usize, dim: usize, shared: usize| {
         let view = |tokens| View::stored(Data::Bf16(&data[..tokens * dim]), tokens, 1, dim).expect("its size");
         let (q, k) = (view(queries), view(1));
         let inputs = Inputs { q, k, v: k, heads: &heads, score: &score, bias: None };
         let tensor = TensorCores::of(capability);
-        (Options::forward(&inputs, tensor, shared).pass, Options::backward(&inputs, &q, tensor, shared).pass)
+        (Options::forward(&inputs, tensor, shared).kind, Options::backward(&inputs, &q, tensor, shared).kind)
     };
-    let (by_warpgroups, by_warps) =
-        ((Pass::WarpgroupForward, Pass::WarpgroupBackward), (Pass::TensorForward, Pass::TensorBackward));
+    let (by_warpgroups, by_warps) = (
+        (KernelKind::WarpgroupForward, KernelKind::WarpgroupBackward),
+        (KernelKind::TensorForward, KernelKind::TensorBackward),
+    );
     let all = 227 * 1024;
-    assert_eq!(pass((9, 0), 65, 128, all), by_warpgroups);
-    assert_eq!(pass((9, 0), 64, 128, all), by_warps);
-    assert_eq!(pass((9, 0), 65, 136, all), (Pass::TensorForward, Pass::Backward));
-    assert_eq!(pass((9, 0), 65, 128, SHARED_MEMORY), by_warps);
-    assert_eq!(pass((10, 0), 65, 128, all), by_warps);
-    assert_eq!(pass((8, 0), 65, 128, all), by_warps);
-    assert_eq!(pass((7, 5), 65, 128, all), (Pass::Forward, Pass::Backward));
+    assert_eq!(kinds((9, 0), 65, 128, all), by_warpgroups);
+    assert_eq!(kinds((9, 0), 64, 128, all), by_warps);
+    assert_eq!(kinds((9, 0), 65, 136, all), (KernelKind::TensorForward, KernelKind::Backward));
+    assert_eq!(kinds((9, 0), 65, 128, SHARED_MEMORY), by_warps);
+    assert_eq!(kinds((10, 0), 65, 128, all), by_warps);
+    assert_eq!(kinds((8, 0), 65, 128, all), by_warps);
+    assert_eq!(kinds((7, 5), 65, 128, all), (KernelKind::Forward, KernelKind::Backward));
 }

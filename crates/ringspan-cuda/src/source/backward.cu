@@ -29,38 +29,38 @@ __device__ inline Buffers buffers(float *shared) {
 
 // Computes dq of ROWS queries of one head, or of all heads one after the other if they share a bias; also d_bias and the gradients
 // of bucket terms.
-extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job job) {
+extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Params params) {
     extern __shared__ float shared[];
     const Buffers all = buffers(shared);
     const int block = blockIdx.x;
     const int row = threadIdx.x / SPLIT, lane = threadIdx.x % SPLIT;
     const int first = block * ROWS, token = first + row;
-    const bool in_range = token < job.queries;
-    if (job.parts_of[block] == job.parts_of[block + 1]) {
+    const bool in_range = token < params.queries;
+    if (params.parts_of[block] == params.parts_of[block + 1]) {
         return;
     }
-    for (int head = blockIdx.y; head < job.heads; head += gridDim.y) {
-        const int kv_head = job.kv_of[head], rows = min(ROWS, job.queries - first);
+    for (int head = blockIdx.y; head < params.heads; head += gridDim.y) {
+        const int kv_head = params.kv_of[head], rows = min(ROWS, params.queries - first);
         __syncthreads(); // All threads are done with the previous head.
-        load<Q_TYPE, DIM>(all.q, job.q, first, rows, head);
-        load<D_OUT_TYPE, V_DIM>(all.d_out, job.d_out, first, rows, head);
+        load<Q_TYPE, DIM>(all.q, params.q, first, rows, head);
+        load<D_OUT_TYPE, V_DIM>(all.d_out, params.d_out, first, rows, head);
         float sums[COLUMNS];
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) {
             sums[c] = 0.0f;
         }
-        for (int part = job.parts_of[block]; part < job.parts_of[block + 1]; part++) {
-            const Tile tile = job.tiles[job.parts[part].tile];
-            const int to = job.parts[part].to;
+        for (int part = params.parts_of[block]; part < params.parts_of[block + 1]; part++) {
+            const Tile tile = params.tiles[params.parts[part].tile];
+            const int to = params.parts[part].to;
             const int i = token - tile.q;
             const bool inside = in_range && 0 <= i && i < tile.queries;
             const int low = inside ? tile.k + max(i - tile.hi, 0) : 0;
             const int high = inside ? tile.k + min(i - tile.lo + 1, tile.keys) : 0;
-            for (int base = job.parts[part].from; base < to; base += ROWS) {
+            for (int base = params.parts[part].from; base < to; base += ROWS) {
                 const int count = min(ROWS, to - base);
                 __syncthreads();
-                load<K_TYPE, DIM>(all.k, job.k, base, count, kv_head);
-                load<V_TYPE, V_DIM>(all.v, job.v, base, count, kv_head);
+                load<K_TYPE, DIM>(all.k, params.k, base, count, kv_head);
+                load<V_TYPE, V_DIM>(all.v, params.v, base, count, kv_head);
                 __syncthreads();
                 float products[PAIRS], dp[PAIRS];
 #pragma unroll
@@ -87,31 +87,31 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job
                     const int key = lane + p * SPLIT, j = base + key - tile.k;
                     const bool sees = seen_from <= key && key < seen_to;
                     if (sees) {
-                        const i64 state = (i64)head * job.queries + token;
-                        const Pair got = pair(job, tile, head, i, j, products[p], dp[p], saved(job, state));
+                        const i64 state = (i64)head * params.queries + token;
+                        const Pair got = pair(params, tile, head, i, j, products[p], dp[p], saved(params, state));
                         all.ds[row][key] = got.ds;
 #if BIAS
-                        const i64 bias_row = (i64)token * job.bias_heads + (job.bias_heads == 1 ? 0 : head);
-                        job.d_bias[bias_row * job.bias_keys + tile.key + j * tile.step] += got.term;
+                        const i64 bias_row = (i64)token * params.bias_heads + (params.bias_heads == 1 ? 0 : head);
+                        params.d_bias[bias_row * params.bias_keys + tile.key + j * tile.step] += got.term;
 #endif
 #if BUCKETS
                         all.terms[row][key] = got.term;
 #endif
                     }
 #if BUCKETS
-                    all.buckets[row][key] = sees ? bucket(job, distance(tile, i, j)) : -1;
+                    all.buckets[row][key] = sees ? bucket(params, distance(tile, i, j)) : -1;
 #endif
                 }
                 __syncthreads();
 #if BUCKETS
-                for (int b = threadIdx.x; b < job.buckets; b += THREADS) {
+                for (int b = threadIdx.x; b < params.buckets; b += THREADS) {
                     double sum = 0.0;
                     for (int r = 0; r < ROWS; r++) {
                         for (int key = 0; key < ROWS; key++) {
                             sum += all.buckets[r][key] == b ? all.terms[r][key] : 0.0f;
                         }
                     }
-                    job.d_table[((i64)block * job.heads + head) * job.buckets + b] += sum;
+                    params.d_table[((i64)block * params.heads + head) * params.buckets + b] += sum;
                 }
 #endif
                 for (int key = seen_from; key < seen_to; key++) {
@@ -127,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job
             }
         }
         if (in_range) {
-            float *const dq = job.dq + ((i64)token * job.heads + head) * DIM;
+            float *const dq = params.dq + ((i64)token * params.heads + head) * DIM;
 #pragma unroll
             for (int c = 0; c < COLUMNS; c++) {
                 const int column = lane + c * SPLIT;
@@ -140,18 +140,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job
 }
 
 // Computes dk and dv of ROWS keys of one key-value head. The parts are those of blocks of keys.
-extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job job) {
+extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Params params) {
     extern __shared__ float shared[];
     const Buffers all = buffers(shared);
     const int block = blockIdx.x, kv_head = blockIdx.y;
     const int row = threadIdx.x / SPLIT, lane = threadIdx.x % SPLIT;
-    const int first = block * ROWS, token = first + row, rows = min(ROWS, job.keys - first);
-    const bool in_range = token < job.keys;
-    if (job.parts_of[block] == job.parts_of[block + 1]) {
+    const int first = block * ROWS, token = first + row, rows = min(ROWS, params.keys - first);
+    const bool in_range = token < params.keys;
+    if (params.parts_of[block] == params.parts_of[block + 1]) {
         return;
     }
-    load<K_TYPE, DIM>(all.k, job.k, first, rows, kv_head);
-    load<V_TYPE, V_DIM>(all.v, job.v, first, rows, kv_head);
+    load<K_TYPE, DIM>(all.k, params.k, first, rows, kv_head);
+    load<V_TYPE, V_DIM>(all.v, params.v, first, rows, kv_head);
     float dk[COLUMNS], dv[V_COLUMNS];
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++) {
@@ -161,19 +161,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job jo
     for (int c = 0; c < V_COLUMNS; c++) {
         dv[c] = 0.0f;
     }
-    for (int head = job.heads_of[kv_head]; head < job.heads_of[kv_head + 1]; head++) {
-        for (int part = job.parts_of[block]; part < job.parts_of[block + 1]; part++) {
-            const Tile tile = job.tiles[job.parts[part].tile];
-            const int to = job.parts[part].to;
+    for (int head = params.heads_of[kv_head]; head < params.heads_of[kv_head + 1]; head++) {
+        for (int part = params.parts_of[block]; part < params.parts_of[block + 1]; part++) {
+            const Tile tile = params.tiles[params.parts[part].tile];
+            const int to = params.parts[part].to;
             const int j = token - tile.k;
             const bool inside = in_range && 0 <= j && j < tile.keys;
             const int low = inside ? tile.q + max(j + tile.lo, 0) : 0;
             const int high = inside ? tile.q + min(j + tile.hi + 1, tile.queries) : 0;
-            for (int base = job.parts[part].from; base < to; base += ROWS) {
+            for (int base = params.parts[part].from; base < to; base += ROWS) {
                 const int count = min(ROWS, to - base);
                 __syncthreads();
-                load<Q_TYPE, DIM>(all.q, job.q, base, count, head);
-                load<D_OUT_TYPE, V_DIM>(all.d_out, job.d_out, base, count, head);
+                load<Q_TYPE, DIM>(all.q, params.q, base, count, head);
+                load<D_OUT_TYPE, V_DIM>(all.d_out, params.d_out, base, count, head);
                 __syncthreads();
                 float products[PAIRS], dp[PAIRS];
 #pragma unroll
@@ -200,8 +200,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job jo
                     const int query = lane + p * SPLIT;
                     if (seen_from <= query && query < seen_to) {
                         const int i = base + query - tile.q;
-                        const i64 state = (i64)head * job.queries + base + query;
-                        const Pair got = pair(job, tile, head, i, j, products[p], dp[p], saved(job, state));
+                        const i64 state = (i64)head * params.queries + base + query;
+                        const Pair got = pair(params, tile, head, i, j, products[p], dp[p], saved(params, state));
                         all.weights[row][query] = got.weight;
                         all.ds[row][query] = got.ds;
                     }
@@ -228,8 +228,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job jo
         }
     }
     if (in_range) {
-        float *const to_k = job.dk + ((i64)token * job.kv_heads + kv_head) * DIM;
-        float *const to_v = job.dv + ((i64)token * job.kv_heads + kv_head) * V_DIM;
+        float *const to_k = params.dk + ((i64)token * params.kv_heads + kv_head) * DIM;
+        float *const to_v = params.dv + ((i64)token * params.kv_heads + kv_head) * V_DIM;
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) {
             const int column = lane + c * SPLIT;
@@ -248,14 +248,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job jo
 }
 
 // Adds the bucket gradients of all blocks, in the order of the blocks.
-extern "C" __global__ void __launch_bounds__(THREADS) sum_buckets(const Job job) {
-    const i64 count = (i64)job.heads * job.buckets, at = (i64)blockIdx.x * THREADS + threadIdx.x;
+extern "C" __global__ void __launch_bounds__(THREADS) sum_buckets(const Params params) {
+    const i64 count = (i64)params.heads * params.buckets, at = (i64)blockIdx.x * THREADS + threadIdx.x;
     if (at >= count) {
         return;
     }
     double sum = 0.0;
-    for (int block = 0; block < job.blocks; block++) {
-        sum += job.d_table[block * count + at];
+    for (int block = 0; block < params.blocks; block++) {
+        sum += params.d_table[block * count + at];
     }
-    job.d_table_sum[at] += (float)sum;
+    params.d_table_sum[at] += (float)sum;
 }

@@ -1,11 +1,11 @@
-// Shared by the attention kernels: the job of a launch, reads of tensors, scores, dropout.
+// Shared by the attention kernels: the params of a launch, reads of tensors, scores, dropout.
 //
 // This source follows `element.cu` and is compiled at run time for one set of shapes, by these macros:
 //   DIM, V_DIM           head widths D and Dv
 //   ROWS, THREADS        rows of a block, of queries and of keys; threads of a block, SPLIT of them for each row
 //   Q_TYPE .. OUT_TYPE   types of stored elements: F32, BF16 or F16
 //   SOFTCAP, ALIBI, BUCKETS, BIAS, DROPOUT   whether scores have these terms
-//   JOB_BYTES            size of Job on the host
+//   PARAMS_BYTES            size of Params on the host
 // All sums are f32. A query sees one run of keys of a tile, and a key is seen by one run of queries, so loops over these runs
 // read no invisible key: a NaN there does not spread.
 
@@ -30,7 +30,7 @@ struct TilePart {
     int tile, from, to;
 };
 
-struct Job {
+struct Params {
     View q, k, v, bias, d_out;
     const Tile *tiles;
     const TilePart *parts;
@@ -56,7 +56,7 @@ struct Job {
     float scale, softcap, dropout_scale;
 };
 
-static_assert(sizeof(Job) == JOB_BYTES, "the job as the host fills it");
+static_assert(sizeof(Params) == PARAMS_BYTES, "the params as the host fills it");
 
 // Copies rows first .. first + count of a head to shared memory, with all threads of the block.
 template <int TYPE, int WIDTH>
@@ -71,15 +71,15 @@ __device__ void load(float (*to)[WIDTH + 1], const View &from, int first, int co
 __device__ inline i64 distance(const Tile &tile, int i, int j) { return tile.distance + tile.step * (i - j); }
 
 #if BUCKETS
-__device__ inline int bucket(const Job &job, i64 distance) {
+__device__ inline int bucket(const Params &params, i64 distance) {
     // Each direction has its own buckets, or keys ahead of the query count as distance 0.
-    const int one = job.buckets_of_one;
-    const int before = one < job.buckets && distance < 0 ? one : 0;
-    const i64 size = distance < 0 ? (one < job.buckets ? -distance : 0) : distance;
+    const int one = params.buckets_of_one;
+    const int before = one < params.buckets && distance < 0 ? one : 0;
+    const i64 size = distance < 0 ? (one < params.buckets ? -distance : 0) : distance;
     int low = 0, high = one;
     while (high - low > 1) {
         const int middle = (low + high) / 2;
-        if (job.first[middle] <= size) {
+        if (params.first[middle] <= size) {
             low = middle;
         } else {
             high = middle;
@@ -91,23 +91,23 @@ __device__ inline int bucket(const Job &job, i64 distance) {
 
 // The score of query i and key j of a tile, and its derivative with respect to the scaled product. All passes must compute the
 // same bits, so operations that a compiler might fuse in one pass only are written with explicit rounding.
-__device__ inline float score(const Job &job, const Tile &tile, int head, int i, int j, float product, float &slope) {
-    float s = __fmul_rn(job.scale, product);
+__device__ inline float score(const Params &params, const Tile &tile, int head, int i, int j, float product, float &slope) {
+    float s = __fmul_rn(params.scale, product);
     slope = 1.0f;
 #if SOFTCAP
-    const float share = tanhf(s / job.softcap);
-    s = __fmul_rn(job.softcap, share);
+    const float share = tanhf(s / params.softcap);
+    s = __fmul_rn(params.softcap, share);
     slope = 1.0f - share * share;
 #endif
 #if ALIBI
-    s = __fmaf_rn(-job.terms[head], fabsf((float)distance(tile, i, j)), s);
+    s = __fmaf_rn(-params.terms[head], fabsf((float)distance(tile, i, j)), s);
 #endif
 #if BUCKETS
-    s += job.terms[head * job.buckets + bucket(job, distance(tile, i, j))];
+    s += params.terms[head * params.buckets + bucket(params, distance(tile, i, j))];
 #endif
 #if BIAS
-    const i64 row = (tile.q + i) * job.bias.token_stride + (job.bias_heads == 1 ? 0 : head) * job.bias.head_stride;
-    s += element<BIAS_TYPE>(job.bias.data, row + tile.key + j * tile.step);
+    const i64 row = (tile.q + i) * params.bias.token_stride + (params.bias_heads == 1 ? 0 : head) * params.bias.head_stride;
+    s += element<BIAS_TYPE>(params.bias.data, row + tile.key + j * tile.step);
 #endif
     return s;
 }
@@ -123,14 +123,14 @@ __device__ inline u64 mix(u64 x) {
 #endif
 
 // The factor of dropout for query i and key j, as on the CPU: 0, or 1 / (1 - rate).
-__device__ inline float kept(const Job &job, const Tile &tile, int head, int i, int j) {
+__device__ inline float kept(const Params &params, const Tile &tile, int head, int i, int j) {
 #if DROPOUT
-    const u64 query = job.first_query + (u64)(tile.query + i * tile.step), key = (u64)(tile.key + j * tile.step);
-    const u64 row = mix(mix(job.seed ^ mix((u64)(job.first_head + head) + 1)) ^ query);
+    const u64 query = params.first_query + (u64)(tile.query + i * tile.step), key = (u64)(tile.key + j * tile.step);
+    const u64 row = mix(mix(params.seed ^ mix((u64)(params.first_head + head) + 1)) ^ query);
     u32 x = ((u32)row ^ (u32)mix(key)) * 0x9E3779B1u;
     x = ((x ^ x >> 15) + (u32)(row >> 32)) * 0x85EBCA77u;
     x = (x ^ x >> 13) * 0xC2B2AE3Du;
-    return (x ^ x >> 16) >= job.threshold ? job.dropout_scale : 0.0f;
+    return (x ^ x >> 16) >= params.threshold ? params.dropout_scale : 0.0f;
 #else
     return 1.0f;
 #endif
@@ -150,24 +150,24 @@ struct Saved {
 };
 
 // The saved numbers at index `at` of [H, Tq].
-__device__ inline Saved saved(const Job &job, i64 at) {
+__device__ inline Saved saved(const Params &params, i64 at) {
     // fmaxf ignores NaN, so only the sum shows it.
-    const float sum = job.sum[at];
-    return {sum == sum ? job.max[at] : sum, 1.0f / sum, job.delta[at]};
+    const float sum = params.sum[at];
+    return {sum == sum ? params.max[at] : sum, 1.0f / sum, params.delta[at]};
 }
 
-__device__ inline Pair pair(const Job &job, const Tile &tile, int head, int i, int j, float product, float dp,
+__device__ inline Pair pair(const Params &params, const Tile &tile, int head, int i, int j, float product, float dp,
                             const Saved &query) {
     Pair result = {0.0f, 0.0f, 0.0f};
     if (query.max != NEGATIVE_INFINITY) {
         float slope;
-        const float below = score(job, tile, head, i, j, product, slope) - query.max;
+        const float below = score(params, tile, head, i, j, product, slope) - query.max;
         // It exceeds 0 only if the forward pass used other units (tensor cores) for the product; a NaN stays NaN.
         const float weight = expf(below > 0.0f ? 0.0f : below) * query.inverse_sum;
-        const float kept_part = kept(job, tile, head, i, j);
+        const float kept_part = kept(params, tile, head, i, j);
         result.weight = weight * kept_part;
         result.term = weight * (dp * kept_part - query.delta);
-        result.ds = result.term * slope * job.scale;
+        result.ds = result.term * slope * params.scale;
     }
     return result;
 }

@@ -193,13 +193,13 @@ __device__ inline bool sees_all(const Tile &tile, int first, int queries, int ba
 struct VisibleRows {
     int from[2], to[2];
 
-    __device__ static VisibleRows by_queries(const Job &job, const Tile &tile, int first, int base, int count) {
-        const int queries = min(tile.queries, job.queries - tile.q);
+    __device__ static VisibleRows by_queries(const Params &params, const Tile &tile, int first, int base, int count) {
+        const int queries = min(tile.queries, params.queries - tile.q);
         return VisibleRows(first - tile.q, queries, -tile.hi, -tile.lo, tile.keys, base - tile.k, count);
     }
 
-    __device__ static VisibleRows by_keys(const Job &job, const Tile &tile, int first, int base, int count) {
-        const int keys = min(tile.keys, job.keys - tile.k);
+    __device__ static VisibleRows by_keys(const Params &params, const Tile &tile, int first, int base, int count) {
+        const int keys = min(tile.keys, params.keys - tile.k);
         return VisibleRows(first - tile.k, keys, tile.lo, tile.hi, tile.queries, base - tile.q, count);
     }
 
@@ -279,18 +279,18 @@ __device__ inline void add_rows(float *to, const float (&sums)[TILES_OF][4], int
 struct Chunk {
     int part, base;
 
-    __device__ Chunk(const Job &job, int block) : part(job.parts_of[block]), base(job.parts[part].from) {}
+    __device__ Chunk(const Params &params, int block) : part(params.parts_of[block]), base(params.parts[part].from) {}
 
-    __device__ bool is_there(const Job &job, int block) const { return part < job.parts_of[block + 1]; }
+    __device__ bool is_there(const Params &params, int block) const { return part < params.parts_of[block + 1]; }
 
-    __device__ int count(const Job &job) const { return min(CHUNK, job.parts[part].to - base); }
+    __device__ int count(const Params &params) const { return min(CHUNK, params.parts[part].to - base); }
 
-    __device__ void advance(const Job &job, int block) {
+    __device__ void advance(const Params &params, int block) {
         base += CHUNK;
-        if (base >= job.parts[part].to) {
+        if (base >= params.parts[part].to) {
             part++;
-            if (is_there(job, block)) {
-                base = job.parts[part].from;
+            if (is_there(params, block)) {
+                base = params.parts[part].from;
             }
         }
     }
@@ -298,19 +298,19 @@ struct Chunk {
 
 // Reads the softmax state of the thread's two rows of a head. Each thread sums its own columns.
 template <int TILES_OF>
-__device__ inline void load_state(const Job &job, int head, int first, float (&greatest)[2], float (&sum)[2],
+__device__ inline void load_state(const Params &params, int head, int first, float (&greatest)[2], float (&sum)[2],
                                   float (&values)[TILES_OF][4]) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int token = first + THREAD_ROW + 8 * half;
-        const bool in_range = token < job.queries;
-        const i64 state = (i64)head * job.queries + token;
-        greatest[half] = in_range ? job.max[state] : NEGATIVE_INFINITY;
-        sum[half] = in_range && LANE % 4 == 0 ? job.sum[state] : 0.0f;
+        const bool in_range = token < params.queries;
+        const i64 state = (i64)head * params.queries + token;
+        greatest[half] = in_range ? params.max[state] : NEGATIVE_INFINITY;
+        sum[half] = in_range && LANE % 4 == 0 ? params.sum[state] : 0.0f;
 #pragma unroll
         for (int n = 0; n < TILES_OF; n++) {
             const bool here = in_range && n < V_DIM / 8;
-            const float *const out = job.out + ((i64)token * job.heads + head) * V_DIM + n * 8 + THREAD_COLUMN;
+            const float *const out = params.out + ((i64)token * params.heads + head) * V_DIM + n * 8 + THREAD_COLUMN;
             values[n][2 * half] = here ? out[0] : 0.0f;
             values[n][2 * half + 1] = here ? out[1] : 0.0f;
         }
@@ -319,21 +319,21 @@ __device__ inline void load_state(const Job &job, int head, int first, float (&g
 
 // Writes the softmax state back.
 template <int TILES_OF>
-__device__ inline void store_state(const Job &job, int head, int first, const float (&greatest)[2], const float (&sum)[2],
+__device__ inline void store_state(const Params &params, int head, int first, const float (&greatest)[2], const float (&sum)[2],
                                    const float (&values)[TILES_OF][4]) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int token = first + THREAD_ROW + 8 * half;
         const float whole_sum = of_four(sum[half], false);
-        if (token >= job.queries) {
+        if (token >= params.queries) {
             continue;
         }
         if (LANE % 4 == 0) {
-            const i64 state = (i64)head * job.queries + token;
-            job.max[state] = greatest[half];
-            job.sum[state] = whole_sum;
+            const i64 state = (i64)head * params.queries + token;
+            params.max[state] = greatest[half];
+            params.sum[state] = whole_sum;
         }
-        float *const out = job.out + ((i64)token * job.heads + head) * V_DIM + THREAD_COLUMN;
+        float *const out = params.out + ((i64)token * params.heads + head) * V_DIM + THREAD_COLUMN;
 #pragma unroll
         for (int n = 0; n < V_DIM / 8; n++) {
             out[n * 8] = values[n][2 * half];

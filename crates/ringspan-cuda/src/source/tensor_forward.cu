@@ -1,46 +1,46 @@
 // The forward pass on tensor cores: like `forward.cu`, with products of bf16 (Dao, 2023). Keys of the next chunk and values of
 // this one are copied while products are computed.
 
-extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
+extern "C" __global__ void __launch_bounds__(THREADS) forward(const Params params) {
     extern __shared__ float shared[];
     u16 *const q = (u16 *)shared, *const k = q + ROWS * STRIDE, *const v = k + CHUNK * STRIDE;
 
     // Under causal masks the last queries have the most work, so they start first.
-    const int block = gridDim.x - 1 - blockIdx.x, head = blockIdx.y, kv_head = job.kv_of[head];
-    if (job.parts_of[block] == job.parts_of[block + 1]) {
+    const int block = gridDim.x - 1 - blockIdx.x, head = blockIdx.y, kv_head = params.kv_of[head];
+    if (params.parts_of[block] == params.parts_of[block + 1]) {
         return;
     }
-    const int first = block * ROWS, rows = min(ROWS, job.queries - first);
+    const int first = block * ROWS, rows = min(ROWS, params.queries - first);
     clear_rest<DIM, STRIDE>(q, ROWS);
     clear_rest<DIM, STRIDE>(k, CHUNK);
     clear_rest<V_DIM, V_STRIDE>(v, CHUNK);
-    Chunk chunk(job, block);
-    start_rows<Q_TYPE, DIM, STRIDE, ROWS>(q, job.q, first, rows, head);
-    start_rows<K_TYPE, DIM, STRIDE, CHUNK>(k, job.k, chunk.base, chunk.count(job), kv_head);
+    Chunk chunk(params, block);
+    start_rows<Q_TYPE, DIM, STRIDE, ROWS>(q, params.q, first, rows, head);
+    start_rows<K_TYPE, DIM, STRIDE, CHUNK>(k, params.k, chunk.base, chunk.count(params), kv_head);
     group_copies();
 
     float greatest[2], sum[2], values[V_WIDTH / 8][4];
-    load_state(job, head, first, greatest, sum, values);
+    load_state(params, head, first, greatest, sum, values);
 
-    while (chunk.is_there(job, block)) {
-        const Tile tile = job.tiles[job.parts[chunk.part].tile];
-        const int base = chunk.base, count = chunk.count(job);
+    while (chunk.is_there(params, block)) {
+        const Tile tile = params.tiles[params.parts[chunk.part].tile];
+        const int base = chunk.base, count = chunk.count(params);
         const bool whole = sees_all(tile, first, rows, base, count);
         __syncthreads(); // All threads have used the values before these.
-        start_rows<V_TYPE, V_DIM, V_STRIDE, CHUNK>(v, job.v, base, count, kv_head);
+        start_rows<V_TYPE, V_DIM, V_STRIDE, CHUNK>(v, params.v, base, count, kv_head);
         group_copies();
         wait_copies<1>();
         __syncthreads(); // The keys have been copied.
         float scores[TILES][4];
         products<WIDTH, STRIDE>(scores, q, k);
         __syncthreads(); // All threads have used the keys.
-        chunk.advance(job, block);
-        if (chunk.is_there(job, block)) {
-            start_rows<K_TYPE, DIM, STRIDE, CHUNK>(k, job.k, chunk.base, chunk.count(job), kv_head);
+        chunk.advance(params, block);
+        if (chunk.is_there(params, block)) {
+            start_rows<K_TYPE, DIM, STRIDE, CHUNK>(k, params.k, chunk.base, chunk.count(params), kv_head);
         }
         group_copies();
 
-        const VisibleRows visible = VisibleRows::by_queries(job, tile, first, base, count);
+        const VisibleRows visible = VisibleRows::by_queries(params, tile, first, base, count);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int i = first + THREAD_ROW + 8 * half - tile.q;
@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
                     const int key = n * 8 + THREAD_COLUMN + e;
                     if (visible(half, key)) {
                         float slope, &s = scores[n][2 * half + e];
-                        s = score(job, tile, head, i, base + key - tile.k, s, slope);
+                        s = score(params, tile, head, i, base + key - tile.k, s, slope);
                         most = fmaxf(most, s);
                     }
                 }
@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
                     if (visible(half, key)) {
                         weight = exp2f((scores[n][2 * half + e] - shift) * LOG2_E);
                         sum[half] += weight;
-                        weight *= kept(job, tile, head, i, base + key - tile.k);
+                        weight *= kept(params, tile, head, i, base + key - tile.k);
                     }
                     scores[n][2 * half + e] = weight;
                 }
@@ -87,5 +87,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
         const bool has_special = __syncthreads_or(!whole && has_non_finite<V_DIM, V_STRIDE>(v)); // The values have been copied.
         add_chunk<V_WIDTH, V_STRIDE>(values, scores, v, visible, has_special);
     }
-    store_state(job, head, first, greatest, sum, values);
+    store_state(params, head, first, greatest, sum, values);
 }

@@ -2,18 +2,18 @@
 // `tensor.cu`.
 
 // Numbers that the forward pass saved of the thread's two queries of a head.
-__device__ inline void load_saved(const Job &job, int head, int first, Saved (&queries)[2]) {
+__device__ inline void load_saved(const Params &params, int head, int first, Saved (&queries)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int token = first + THREAD_ROW + 8 * half;
-        const i64 state = (i64)head * job.queries + token;
-        queries[half] = token < job.queries ? saved(job, state) : Saved{NEGATIVE_INFINITY, 0.0f, 0.0f};
+        const i64 state = (i64)head * params.queries + token;
+        queries[half] = token < params.queries ? saved(params, state) : Saved{NEGATIVE_INFINITY, 0.0f, 0.0f};
     }
 }
 
 // For the thread's queries and the keys from row `base` on: replaces unscaled products by their gradients. dp are the gradients
 // of the weights.
-__device__ inline void differentiate_queries(const Job &job, const Tile &tile, const VisibleRows &visible, int head, int first, int base,
+__device__ inline void differentiate_queries(const Params &params, const Tile &tile, const VisibleRows &visible, int head, int first, int base,
                                              const Saved (&queries)[2], float (&products)[TILES][4],
                                              const float (&dp)[TILES][4]) {
 #pragma unroll
@@ -27,7 +27,7 @@ __device__ inline void differentiate_queries(const Job &job, const Tile &tile, c
                 float ds = 0.0f;
                 if (visible(half, key)) {
                     const int j = base + key - tile.k;
-                    ds = pair(job, tile, head, i, j, products[n][at], dp[n][at], queries[half]).ds;
+                    ds = pair(params, tile, head, i, j, products[n][at], dp[n][at], queries[half]).ds;
                 }
                 products[n][at] = ds;
             }
@@ -53,7 +53,7 @@ struct SavedChunk {
 
 // For the thread's keys and the queries from row `base` on: replaces unscaled products by weights, and gradients of weights by
 // gradients of products.
-__device__ inline void differentiate_keys(const Job &job, const Tile &tile, const VisibleRows &visible, int head, int first, int base,
+__device__ inline void differentiate_keys(const Params &params, const Tile &tile, const VisibleRows &visible, int head, int first, int base,
                                           const SavedChunk &queries, float (&products)[TILES][4],
                                           float (&dp)[TILES][4]) {
 #pragma unroll
@@ -68,7 +68,7 @@ __device__ inline void differentiate_keys(const Job &job, const Tile &tile, cons
                 const int j = first + THREAD_ROW + 8 * half - tile.k, at = 2 * half + e;
                 Pair got = {0.0f, 0.0f, 0.0f};
                 if (visible(half, query)) {
-                    got = pair(job, tile, head, i, j, products[n][at], dp[n][at], known);
+                    got = pair(params, tile, head, i, j, products[n][at], dp[n][at], known);
                 }
                 products[n][at] = got.weight;
                 dp[n][at] = got.ds;

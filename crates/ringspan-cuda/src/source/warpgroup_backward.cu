@@ -39,46 +39,46 @@ __device__ inline void multiply_both(float (&scores)[TILES][4], float (&dp)[TILE
 }
 
 // Computes dq of ROWS queries of one head.
-extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job job) {
+extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Params params) {
     extern __shared__ float shared[];
-    const int block = gridDim.x - 1 - blockIdx.x, head = blockIdx.y, kv_head = job.kv_of[head];
-    if (job.parts_of[block] == job.parts_of[block + 1]) {
+    const int block = gridDim.x - 1 - blockIdx.x, head = blockIdx.y, kv_head = params.kv_of[head];
+    if (params.parts_of[block] == params.parts_of[block + 1]) {
         return;
     }
-    const int first = block * ROWS, rows = min(ROWS, job.queries - first);
+    const int first = block * ROWS, rows = min(ROWS, params.queries - first);
     const SharedMemory shared_memory(shared);
     const auto start = [&](const Chunk &chunk, int stage) {
-        const int count = chunk.count(job);
-        start_cores<K_TYPE, DIM, CHUNK>(shared_memory.others + stage * OTHERS, job.k, chunk.base, count, kv_head);
-        start_cores<V_TYPE, V_DIM, CHUNK>(shared_memory.v_others + stage * V_OTHERS, job.v, chunk.base, count, kv_head);
+        const int count = chunk.count(params);
+        start_cores<K_TYPE, DIM, CHUNK>(shared_memory.others + stage * OTHERS, params.k, chunk.base, count, kv_head);
+        start_cores<V_TYPE, V_DIM, CHUNK>(shared_memory.v_others + stage * V_OTHERS, params.v, chunk.base, count, kv_head);
     };
-    start_cores<Q_TYPE, DIM, ROWS>(shared_memory.own, job.q, first, rows, head);
-    start_cores<D_OUT_TYPE, V_DIM, ROWS>(shared_memory.v_own, job.d_out, first, rows, head);
-    Chunk chunk(job, block);
+    start_cores<Q_TYPE, DIM, ROWS>(shared_memory.own, params.q, first, rows, head);
+    start_cores<D_OUT_TYPE, V_DIM, ROWS>(shared_memory.v_own, params.d_out, first, rows, head);
+    Chunk chunk(params, block);
     start(chunk, 0);
     group_copies();
     Saved queries[2];
     float sums[WHOLE_WIDTH / 8][4], scores[TILES][4], dp[TILES][4];
-    load_saved(job, head, first, queries);
+    load_saved(params, head, first, queries);
     clear(sums);
     clear(scores);
     clear(dp);
-    for (int stage = 0; chunk.is_there(job, block); stage ^= 1) {
-        const Tile tile = job.tiles[job.parts[chunk.part].tile];
-        const int base = chunk.base, count = chunk.count(job);
+    for (int stage = 0; chunk.is_there(params, block); stage ^= 1) {
+        const Tile tile = params.tiles[params.parts[chunk.part].tile];
+        const int base = chunk.base, count = chunk.count(params);
         u16 *const k = shared_memory.others + stage * OTHERS;
         const bool whole = sees_all(tile, first, rows, base, count);
         wait_copies<0>();
         share_copies();
         const bool has_special = __syncthreads_or(!whole && has_non_finite_core<DIM>(k));
-        chunk.advance(job, block);
-        if (chunk.is_there(job, block)) {
+        chunk.advance(params, block);
+        if (chunk.is_there(params, block)) {
             start(chunk, stage ^ 1);
         }
         group_copies();
         multiply_both(scores, dp, shared_memory, stage);
-        const VisibleRows visible = VisibleRows::by_queries(job, tile, first, base, count);
-        differentiate_queries(job, tile, visible, head, first, base, queries, scores, dp);
+        const VisibleRows visible = VisibleRows::by_queries(params, tile, first, base, count);
+        differentiate_queries(params, tile, visible, head, first, base, queries, scores, dp);
         u32 weights[STEPS][4];
         pack(weights, scores);
         if (has_special) {
@@ -91,32 +91,32 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job
         wait_products<0>();
         take_sums(sums);
     }
-    add_rows<DIM>(job.dq, sums, first, job.queries, job.heads, head);
+    add_rows<DIM>(params.dq, sums, first, params.queries, params.heads, head);
 }
 
 // Computes dk and dv of ROWS keys of one key-value head. The parts are those of blocks of keys.
-extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job job) {
+extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Params params) {
     extern __shared__ float shared[];
     const int block = blockIdx.x, kv_head = blockIdx.y;
-    if (job.parts_of[block] == job.parts_of[block + 1]) {
+    if (params.parts_of[block] == params.parts_of[block + 1]) {
         return;
     }
-    const int first = block * ROWS, rows = min(ROWS, job.keys - first), end = job.heads_of[kv_head + 1];
+    const int first = block * ROWS, rows = min(ROWS, params.keys - first), end = params.heads_of[kv_head + 1];
     const SharedMemory shared_memory(shared);
     const auto start = [&](const Chunk &chunk, int head, int stage) {
-        const int count = chunk.count(job);
-        start_cores<Q_TYPE, DIM, CHUNK>(shared_memory.others + stage * OTHERS, job.q, chunk.base, count, head);
-        start_cores<D_OUT_TYPE, V_DIM, CHUNK>(shared_memory.v_others + stage * V_OTHERS, job.d_out, chunk.base, count, head);
+        const int count = chunk.count(params);
+        start_cores<Q_TYPE, DIM, CHUNK>(shared_memory.others + stage * OTHERS, params.q, chunk.base, count, head);
+        start_cores<D_OUT_TYPE, V_DIM, CHUNK>(shared_memory.v_others + stage * V_OTHERS, params.d_out, chunk.base, count, head);
         if (threadIdx.x < count) {
-            const i64 state = (i64)head * job.queries + chunk.base + threadIdx.x;
-            shared_memory.queries[stage].store(threadIdx.x, saved(job, state));
+            const i64 state = (i64)head * params.queries + chunk.base + threadIdx.x;
+            shared_memory.queries[stage].store(threadIdx.x, saved(params, state));
         }
     };
-    start_cores<K_TYPE, DIM, ROWS>(shared_memory.own, job.k, first, rows, kv_head);
-    start_cores<V_TYPE, V_DIM, ROWS>(shared_memory.v_own, job.v, first, rows, kv_head);
-    const Chunk begin(job, block);
+    start_cores<K_TYPE, DIM, ROWS>(shared_memory.own, params.k, first, rows, kv_head);
+    start_cores<V_TYPE, V_DIM, ROWS>(shared_memory.v_own, params.v, first, rows, kv_head);
+    const Chunk begin(params, block);
     Chunk chunk = begin;
-    int head = job.heads_of[kv_head];
+    int head = params.heads_of[kv_head];
     if (head < end) {
         start(chunk, head, 0);
     }
@@ -127,8 +127,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job jo
     clear(scores);
     clear(dp);
     for (int stage = 0; head < end; stage ^= 1) {
-        const Tile tile = job.tiles[job.parts[chunk.part].tile];
-        const int base = chunk.base, count = chunk.count(job), this_head = head;
+        const Tile tile = params.tiles[params.parts[chunk.part].tile];
+        const int base = chunk.base, count = chunk.count(params), this_head = head;
         u16 *const q = shared_memory.others + stage * OTHERS, *const d_out = shared_memory.v_others + stage * V_OTHERS;
         const SavedChunk &queries = shared_memory.queries[stage];
         const bool whole = sees_all(tile, base, count, first, rows);
@@ -136,8 +136,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job jo
         share_copies();
         const bool has_special =
             __syncthreads_or(!whole && (has_non_finite_core<DIM>(q) || has_non_finite_core<V_DIM>(d_out)));
-        chunk.advance(job, block);
-        if (!chunk.is_there(job, block)) {
+        chunk.advance(params, block);
+        if (!chunk.is_there(params, block)) {
             chunk = begin;
             head++;
         }
@@ -146,8 +146,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job jo
         }
         group_copies();
         multiply_both(scores, dp, shared_memory, stage);
-        const VisibleRows visible = VisibleRows::by_keys(job, tile, first, base, count);
-        differentiate_keys(job, tile, visible, this_head, first, base, queries, scores, dp);
+        const VisibleRows visible = VisibleRows::by_keys(params, tile, first, base, count);
+        differentiate_keys(params, tile, visible, this_head, first, base, queries, scores, dp);
         u32 weights[STEPS][4], ds[STEPS][4];
         pack(weights, scores);
         pack(ds, dp);
@@ -165,6 +165,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job jo
         take_sums(dv);
         take_sums(dk);
     }
-    add_rows<DIM>(job.dk, dk, first, job.keys, job.kv_heads, kv_head);
-    add_rows<V_DIM>(job.dv, dv, first, job.keys, job.kv_heads, kv_head);
+    add_rows<DIM>(params.dk, dk, first, params.keys, params.kv_heads, kv_head);
+    add_rows<V_DIM>(params.dv, dv, first, params.keys, params.kv_heads, kv_head);
 }

@@ -17,13 +17,13 @@ struct Rows {
 };
 
 // Sets scores of invisible pairs to -inf, and adds the terms of the others.
-__device__ inline void show(const Job &job, const Chunk &chunk, const Tile &tile, int head, int first, int rows_there,
+__device__ inline void show(const Params &params, const Chunk &chunk, const Tile &tile, int head, int first, int rows_there,
                             float (&scores)[TILES][4]) {
-    const int count = chunk.count(job);
+    const int count = chunk.count(params);
     if (PLAIN && count == CHUNK && sees_all(tile, first, rows_there, chunk.base, count)) {
         return;
     }
-    const VisibleRows visible = VisibleRows::by_queries(job, tile, first, chunk.base, count);
+    const VisibleRows visible = VisibleRows::by_queries(params, tile, first, chunk.base, count);
 #pragma unroll
     for (int n = 0; n < TILES; n++) {
 #pragma unroll
@@ -33,18 +33,18 @@ __device__ inline void show(const Job &job, const Chunk &chunk, const Tile &tile
                 scores[n][e] = NEGATIVE_INFINITY;
             } else if (!PLAIN) {
                 float slope;
-                scores[n][e] = score(job, tile, head, i, chunk.base + key - tile.k, scores[n][e], slope);
+                scores[n][e] = score(params, tile, head, i, chunk.base + key - tile.k, scores[n][e], slope);
             }
         }
     }
 }
 
 // Turns scores into weights.
-__device__ inline void soften(const Job &job, const Chunk &chunk, int head, int first, int rows_there,
+__device__ inline void soften(const Params &params, const Chunk &chunk, int head, int first, int rows_there,
                               float (&scores)[TILES][4], Rows &rows) {
-    const Tile tile = job.tiles[job.parts[chunk.part].tile];
-    const float factor = PLAIN ? job.scale : 1.0f;
-    show(job, chunk, tile, head, first, rows_there, scores);
+    const Tile tile = params.tiles[params.parts[chunk.part].tile];
+    const float factor = PLAIN ? params.scale : 1.0f;
+    show(params, chunk, tile, head, first, rows_there, scores);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         float most = NEGATIVE_INFINITY;
@@ -68,7 +68,7 @@ __device__ inline void soften(const Job &job, const Chunk &chunk, int head, int 
                 rows.sum[half] += s;
                 if (DROPOUT) {
                     const int i = first + THREAD_ROW + 8 * half - tile.q;
-                    s *= kept(job, tile, head, i, chunk.base + n * 8 + THREAD_COLUMN + e - tile.k);
+                    s *= kept(params, tile, head, i, chunk.base + n * 8 + THREAD_COLUMN + e - tile.k);
                 }
             }
         }
@@ -77,15 +77,15 @@ __device__ inline void soften(const Job &job, const Chunk &chunk, int head, int 
 
 // Waits for the values of a chunk, and for the other threads. If some values are NaN or infinite, they are added here pair by pair,
 // and replaced by zeros.
-__device__ inline void settle_values(const Job &job, const Chunk &chunk, int first, int rows_there,
+__device__ inline void settle_values(const Params &params, const Chunk &chunk, int first, int rows_there,
                                      float (&values)[WHOLE_V_WIDTH / 8][4], const u32 (&weights)[STEPS][4], u16 *v) {
-    const Tile tile = job.tiles[job.parts[chunk.part].tile];
-    const int count = chunk.count(job);
+    const Tile tile = params.tiles[params.parts[chunk.part].tile];
+    const int count = chunk.count(params);
     wait_copies<0>();
     share_copies();
     const bool whole = sees_all(tile, first, rows_there, chunk.base, count);
     if (__syncthreads_or(!whole && has_non_finite_core<V_DIM>(v))) {
-        add_visible_cores(values, weights, v, VisibleRows::by_queries(job, tile, first, chunk.base, count));
+        add_visible_cores(values, weights, v, VisibleRows::by_queries(params, tile, first, chunk.base, count));
         forget<V_DIM>(v);
     }
 }
@@ -100,35 +100,35 @@ __device__ inline void scale(float (&values)[WHOLE_V_WIDTH / 8][4], const float 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
+extern "C" __global__ void __launch_bounds__(THREADS) forward(const Params params) {
     extern __shared__ float shared[];
     // Two buffers each: one is read while the other is filled.
     u16 *const q = (u16 *)shared, *const k = q + QUERIES, *const v = k + 2 * KEYS;
 
     // Under causal masks the last queries have the most work, so they start first.
-    const int block = gridDim.x - 1 - blockIdx.x, head = blockIdx.y, kv_head = job.kv_of[head];
-    if (job.parts_of[block] == job.parts_of[block + 1]) {
+    const int block = gridDim.x - 1 - blockIdx.x, head = blockIdx.y, kv_head = params.kv_of[head];
+    if (params.parts_of[block] == params.parts_of[block + 1]) {
         return;
     }
-    const int first = block * ROWS, rows_there = min(ROWS, job.queries - first);
+    const int first = block * ROWS, rows_there = min(ROWS, params.queries - first);
     clear_cores<DIM, WIDTH, ROWS>(q);
     for (int stage = 0; stage < 2; stage++) {
         clear_cores<DIM, WIDTH, CHUNK>(k + stage * KEYS);
     }
-    Chunk chunk(job, block), next = chunk;
-    next.advance(job, block);
-    start_cores<Q_TYPE, DIM, ROWS>(q, job.q, first, rows_there, head);
-    start_cores<K_TYPE, DIM, CHUNK>(k, job.k, chunk.base, chunk.count(job), kv_head);
+    Chunk chunk(params, block), next = chunk;
+    next.advance(params, block);
+    start_cores<Q_TYPE, DIM, ROWS>(q, params.q, first, rows_there, head);
+    start_cores<K_TYPE, DIM, CHUNK>(k, params.k, chunk.base, chunk.count(params), kv_head);
     group_copies();
-    start_cores<V_TYPE, V_DIM, CHUNK>(v, job.v, chunk.base, chunk.count(job), kv_head);
-    if (next.is_there(job, block)) {
-        start_cores<K_TYPE, DIM, CHUNK>(k + KEYS, job.k, next.base, next.count(job), kv_head);
+    start_cores<V_TYPE, V_DIM, CHUNK>(v, params.v, chunk.base, chunk.count(params), kv_head);
+    if (next.is_there(params, block)) {
+        start_cores<K_TYPE, DIM, CHUNK>(k + KEYS, params.k, next.base, next.count(params), kv_head);
     }
     group_copies();
 
     Rows rows;
     float values[WHOLE_V_WIDTH / 8][4];
-    load_state(job, head, first, rows.greatest, rows.sum, values);
+    load_state(params, head, first, rows.greatest, rows.sum, values);
     float scores[TILES][4];
     u32 weights[STEPS][4];
     clear(scores);
@@ -140,20 +140,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
     group_products();
     wait_products<0>();
     take_sums(scores);
-    soften(job, chunk, head, first, rows_there, scores, rows);
+    soften(params, chunk, head, first, rows_there, scores, rows);
     pack(weights, scores);
     scale(values, rows.shrink);
 
     int stage = 0;
-    for (; next.is_there(job, block); stage ^= 1) {
+    for (; next.is_there(params, block); stage ^= 1) {
         // The weights of this chunk are computed; its values and the next keys are being copied.
-        settle_values(job, chunk, first, rows_there, values, weights, v + stage * VALUES);
+        settle_values(params, chunk, first, rows_there, values, weights, v + stage * VALUES);
         // They go where the keys of this chunk and the values of the one before were.
         Chunk after = next;
-        after.advance(job, block);
-        start_cores<V_TYPE, V_DIM, CHUNK>(v + (stage ^ 1) * VALUES, job.v, next.base, next.count(job), kv_head);
-        if (after.is_there(job, block)) {
-            start_cores<K_TYPE, DIM, CHUNK>(k + stage * KEYS, job.k, after.base, after.count(job), kv_head);
+        after.advance(params, block);
+        start_cores<V_TYPE, V_DIM, CHUNK>(v + (stage ^ 1) * VALUES, params.v, next.base, next.count(params), kv_head);
+        if (after.is_there(params, block)) {
+            start_cores<K_TYPE, DIM, CHUNK>(k + stage * KEYS, params.k, after.base, after.count(params), kv_head);
         }
         group_copies();
         order_registers();
@@ -163,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
         group_products();
         wait_products<1>();
         take_sums(scores);
-        soften(job, next, head, first, rows_there, scores, rows);
+        soften(params, next, head, first, rows_there, scores, rows);
         wait_products<0>();
         take_sums(values);
         pack(weights, scores);
@@ -171,11 +171,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
         chunk = next;
         next = after;
     }
-    settle_values(job, chunk, first, rows_there, values, weights, v + stage * VALUES);
+    settle_values(params, chunk, first, rows_there, values, weights, v + stage * VALUES);
     order_registers();
     start_sums(values, weights, v + stage * VALUES);
     group_products();
     wait_products<0>();
     take_sums(values);
-    store_state(job, head, first, rows.greatest, rows.sum, values);
+    store_state(params, head, first, rows.greatest, rows.sum, values);
 }

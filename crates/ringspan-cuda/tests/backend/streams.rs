@@ -1,5 +1,5 @@
-//! The order of streams: reads wait for writes, memory is freed after its readers, and loans are ordered with the lender. On a GPU
-//! emulated by the CPU, a stream does nothing until it is waited for.
+//! The order of streams: reads wait for writes, memory is freed after its readers, and borrowed slices are ordered with
+//! their owner's stream. On a GPU emulated by the CPU, a stream does nothing until it is waited for.
 
 use cudarc::driver::CudaContext;
 use half::bf16;
@@ -88,7 +88,7 @@ fn nobody_writes_to_what_belongs_to_another_rank() {
 }
 
 #[test]
-fn a_loan_is_ordered_with_the_lender() {
+fn a_borrowed_slice_is_ordered_with_its_owners_stream() {
     let Some([a, _]) = ranks() else { return };
     let context = CudaContext::new(0).expect("the same GPU");
     let stream = context.new_stream().expect("a stream");
@@ -97,7 +97,7 @@ fn a_loan_is_ordered_with_the_lender() {
     let mut sum = zeros(&a);
     add(&a, &mut sum, lent.data()).expect("added");
     drop(lent);
-    // This is ordered after the loan, although this rank has not begun to read.
+    // This is ordered after the borrow, although this rank has not begun to read.
     stream.memset_zeros(&mut slice).expect("zeros");
     stream.synchronize().expect("over");
     let mut back = stream.alloc_zeros::<f32>(1000).expect("memory");
@@ -120,7 +120,7 @@ fn what_is_handed_over_is_copied_from_where_it_is() {
         let slice = Arc::new(stream.clone_htod(&numbers).expect("a copy"));
         // SAFETY: the owner is the slice, and nobody writes to it.
         let hand = |range| unsafe { SharedSlice::new(&slice, range, slice.clone()) };
-        let error = hand(990..1001).expect_err("behind its end").to_string();
+        let error = hand(990..1001).expect_err("beyond its end").to_string();
         assert!(error.contains("elements 990..1001 of 1000"), "{error}");
         let handed = hand(100..120).expect("handed over");
         assert!(handed.owner().is::<Arc<cudarc::driver::CudaSlice<f32>>>());

@@ -1,4 +1,4 @@
-//! What the routes of conversations have in common: a body becomes a conversation, whose answers are begun.
+//! The common part of all conversation routes: parses a body to a conversation, and starts its answers.
 
 use crate::app::{App, Target};
 use crate::conversation::Conversation;

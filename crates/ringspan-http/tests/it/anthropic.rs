@@ -1,4 +1,4 @@
-//! Anthropic's interface.
+//! Tests of Anthropic's interface.
 
 use crate::client::{start, start_with};
 use ringspan_http::Settings;

@@ -1,4 +1,4 @@
-//! The load generator against the server.
+//! Tests of the load generator against the server.
 
 use crate::client::{start, start_with};
 use ringspan_http::Settings;

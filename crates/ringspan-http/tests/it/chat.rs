@@ -1,4 +1,4 @@
-//! Chat completions.
+//! Tests of chat completions.
 
 use crate::client::{start, start_with};
 use ringspan_http::Settings;

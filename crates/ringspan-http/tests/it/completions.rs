@@ -1,4 +1,4 @@
-//! Text completions, embeddings, and tokens.
+//! Tests of text completions, embeddings, and tokenization.
 
 use crate::client::start;
 use serde_json::{Value, json};

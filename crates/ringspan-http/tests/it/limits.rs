@@ -1,4 +1,4 @@
-//! Limits: bodies, keys, busy engines, clients that leave, and the end.
+//! Tests of limits: sizes of bodies, API keys, busy engines, clients that disconnect, and shutdown.
 
 use crate::client::{read, start, start_with};
 use ringspan_http::Settings;

@@ -1,4 +1,4 @@
-//! The server over real sockets, with an engine whose texts are known.
+//! Tests of the server over real sockets, with an engine whose texts are known.
 
 mod anthropic;
 mod bench;

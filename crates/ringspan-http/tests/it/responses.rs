@@ -1,4 +1,4 @@
-//! OpenAI's Responses interface.
+//! Tests of OpenAI's Responses interface.
 
 use crate::client::{HttpResponse, Running, TEMPLATE, start, start_with};
 use ringspan_http::Settings;

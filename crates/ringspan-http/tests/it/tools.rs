@@ -1,4 +1,4 @@
-//! Calls of tools.
+//! Tests of tool calls.
 
 use crate::client::{start, start_with};
 use ringspan_http::Settings;

@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_ends_behind_dots_and_expressions_are_whole() {
+    fn names_are_suffixes_after_dots_and_expressions_are_whole() {
         for end in ["q_proj", "self_attn.q_proj", "10.self_attn.q_proj", Q] {
             assert!(has(&ends(&["v_proj", end]), Q), "{end}");
         }

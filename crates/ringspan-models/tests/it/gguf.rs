@@ -127,7 +127,7 @@ const MODEL: &str = "llama_tied.gguf";
 
 /// Llama 3.1's divisors of frequencies at a base of 500000 and heads of width 8: fast pairs are kept, slow ones scaled.
 #[test]
-fn the_scaling_of_llama_3_is_found_behind_its_factors() {
+fn the_rope_scaling_of_llama_3_is_found_from_its_factors() {
     let frequencies = [1.0, 500_000f64.powf(-0.25), 500_000f64.powf(-0.5), 500_000f64.powf(-0.75)];
     for factor in [8.0, 32.0] {
         let scaled = |frequency: f64| {

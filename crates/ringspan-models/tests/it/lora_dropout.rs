@@ -1,4 +1,5 @@
-//! Dropout of adapters' inputs dropout the same elements on every mesh, and gradients match the loss with these elements dropped.
+//! Dropout of adapters' inputs drops the same elements on every mesh, and gradients match the loss with these elements
+//! dropped.
 
 use crate::support::{Answer, Batch, TestMesh, adapted, assert_equal, on_ranks, relative_l2};
 use candle_core::Tensor;

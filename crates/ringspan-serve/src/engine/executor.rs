@@ -14,7 +14,7 @@ pub struct KvRowLayout {
     pub dtype: DType,
     /// Numbers W of a token in all layers, on all ranks that share heads and layers: for each layer its keys, then its values.
     pub width: usize,
-    /// The numbers of a row that belong to layers that see the whole sequence.
+    /// The numbers of a row that belong to full-attention layers.
     pub full: RowPart,
     /// Which of them are on each of the ranks that have parts of the same pages: stage by stage, the tensor-parallel ranks. Ranks with equal
     /// parts have the same numbers.
@@ -52,7 +52,8 @@ pub trait Executor {
         None
     }
 
-    /// This rank's part of the first `rows` rows of a page; zeros in layers that see a window, if these have no such page.
+    /// This rank's part of the first `rows` rows of a page; zeros in sliding-window layers, if these have freed the
+    /// page.
     ///
     /// # Errors
     /// A page that does not exist, and caches that cannot be saved.

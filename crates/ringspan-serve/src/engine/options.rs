@@ -19,17 +19,18 @@ pub struct EngineOptions {
     pub max_running: usize,
     /// Largest number of requests that wait.
     pub max_waiting: usize,
-    /// Largest number of prompts' tokens in one step.
+    /// Largest number of prompt tokens in one step.
     pub prefill_chunk: usize,
-    /// The same for steps in which other requests generate: more of them make prompts faster, fewer make the time between the tokens
-    /// of the others shorter. With `None`, the engine measures what steps take, and chooses the number so that a step that reads
-    /// prompts takes about three times as long as one that does not.
+    /// Largest number of prompt tokens in a step in which other requests decode: a larger number prefills prompts
+    /// faster, a smaller one shortens the time between the tokens of decoding requests. With `None`, the engine
+    /// measures its steps, and chooses the number so that a step that also prefills takes about three times as long as
+    /// one that only decodes.
     pub mixed_chunk: Option<usize>,
     /// Keeps the keys and values of texts as long as there is room, so that texts with the same beginning need not compute it
     /// again.
     pub prefix_cache: bool,
-    /// Largest number of tokens that are guessed for a sequence and checked in one step, by looking up its last tokens in its own
-    /// text; 0 for none. Texts do not depend on it.
+    /// Largest number of draft tokens of a sequence in one step of speculative decoding, found by prompt lookup: the
+    /// sequence's last tokens are looked up in its own text. 0 for none. Texts do not depend on it.
     pub num_speculative_tokens: usize,
     /// Longest wait of a client for the answer to a health check or the loading of an adapter.
     pub deadline: Duration,
@@ -42,7 +43,7 @@ pub enum KvCache {
     Bytes(u64),
     /// Share of the machine's free memory, for all ranks of this machine together; from 0 to 1.
     Share(f64),
-    /// Pages on each rank, of layers that see everything, and as many of layers that see a window.
+    /// Pages on each rank for full-attention layers, and as many for sliding-window layers.
     Pages(usize),
     /// What one sequence of `max_model_len` tokens needs, and at most this share of the machine's free memory, for all ranks of this
     /// machine together: where that is less, the sequence may have fewer tokens.
@@ -83,18 +84,18 @@ pub struct EngineSizes {
     pub pp: usize,
     /// Number of ranks on this machine.
     pub local_ranks: usize,
-    /// Bytes of a page on one rank, in all layers that see everything.
+    /// Bytes of a page on one rank, over all full-attention layers.
     pub page_bytes: u64,
-    /// The layers that see a window, if there are some.
+    /// The sliding-window layers, if the model has any.
     pub window: Option<WindowSizes>,
     /// Length of the texts that the model is made for.
     pub trained_length: Option<usize>,
 }
 
-/// The layers of a model that see a window.
+/// The sliding-window layers of a model.
 #[derive(Debug, Clone, Copy)]
 pub struct WindowSizes {
-    /// The largest number of tokens before its own that a token sees.
+    /// The largest number of tokens before its own that a token attends to.
     pub lookback: usize,
     /// Bytes of a page on one rank, in all of these layers.
     pub page_bytes: u64,

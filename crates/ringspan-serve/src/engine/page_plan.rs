@@ -1,15 +1,17 @@
-//! How the memory of the cache is divided between layers that see everything and layers that see a window.
+//! Divides the memory of the cache between full-attention layers and sliding-window layers.
 
 use super::options::{EngineOptions, EngineSizes, KvCache};
 use crate::paged::PerKind;
 
-/// The most pages that say where texts are, in a model all of whose layers see a window: the scheduler lists them.
+/// Upper limit on the pages that take no memory and only record where texts are, in a model that has only
+/// sliding-window layers: the scheduler lists them.
 const MOST_WITHOUT_MEMORY: u64 = 1 << 22;
 
 /// The number of pages of each kind that sequences need on each rank.
 ///
-/// A sequence needs pages for all of its tokens where layers see everything. Where they see a window, it needs the pages of the window
-/// and, while it reads its prompt, those of the chunk; so the longer sequences may be, the larger is the share of the others.
+/// A sequence needs pages for all of its tokens in full-attention layers. In sliding-window layers it needs the pages
+/// of the window and, while it reads its prompt, those of the chunk; so the longer sequences may be, the larger is the
+/// share of the others.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PagePlan {
     page_bytes: PerKind<u64>,

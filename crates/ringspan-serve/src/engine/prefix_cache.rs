@@ -2,7 +2,7 @@
 //!
 //! Rows that are in the tree never change. A sequence that continues from the middle of a page copies its first rows.
 //!
-//! Layers that see a window have pages of their own, which a node may lose before it is removed. A hit ends where the pages that its
+//! Sliding-window layers have pages of their own, which a node may lose before it is removed. A hit ends where the pages that its
 //! next token sees are still there.
 
 use super::pages::Pages;
@@ -15,7 +15,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 #[derive(Debug)]
 pub(super) struct PrefixCache {
     pages: Pages,
-    /// The pages of layers that see a window, if there are such layers.
+    /// The pages of sliding-window layers, if there are such layers.
     window: Option<WindowPages>,
     /// Tokens of a page.
     page: usize,
@@ -49,7 +49,7 @@ pub(super) struct Hit {
     pub(super) node: Option<NodeId>,
     /// The page after them, and the number of its first rows that fit.
     pub(super) partial: Option<(u32, usize)>,
-    /// In layers that see a window, the full pages that the next token sees.
+    /// In sliding-window layers, the full pages that the next token sees.
     pub(super) window: HeldWindow,
     /// The page after them in these layers.
     pub(super) partial_window: Option<u32>,
@@ -70,12 +70,12 @@ impl PrefixCache {
         }
     }
 
-    /// With pages of layers that see a window, `lookback` tokens before their own at most.
+    /// With pages of sliding-window layers, `lookback` tokens before their own at most.
     pub(super) fn with_window(self, pages: Pages, lookback: usize) -> Self {
         Self { window: Some(WindowPages::new(pages, lookback)), ..self }
     }
 
-    /// The pages of layers that see a window, if there are such layers.
+    /// The pages of sliding-window layers, if there are such layers.
     pub(super) fn window(&self) -> Option<&WindowPages> {
         self.window.as_ref()
     }
@@ -123,7 +123,7 @@ impl PrefixCache {
     }
 
     /// Looks up the longest beginning of `tokens` from whose end computation can go on, and holds its pages, the partial one included;
-    /// in layers that see a window, those that the next token sees.
+    /// in sliding-window layers, those that the next token sees.
     pub(super) fn hold_prefix(&mut self, adapter: AdapterSlot, tokens: &[u32]) -> Hit {
         let mut hit = Hit::default();
         let Some(root) = self.tree.find_root(adapter) else { return hit };
@@ -163,7 +163,7 @@ impl PrefixCache {
         }
     }
 
-    /// Holds the page of a node in layers that see a window.
+    /// Holds the page of a node in sliding-window layers.
     fn hold_window(&mut self, node: NodeId) -> Option<u32> {
         let Node { rank, window: page, .. } = self.tree[node];
         if let (Some(window), Some(page)) = (&mut self.window, page) {
@@ -181,7 +181,7 @@ impl PrefixCache {
     }
 
     /// Holds the page that has exactly these tokens after `parent` (`None` at the beginning of a text), if there is one, and if it
-    /// also has its rows of layers that see a window where these are asked for.
+    /// also has its rows of sliding-window layers where these are asked for.
     pub(super) fn hold_child(
         &mut self,
         adapter: AdapterSlot,
@@ -209,7 +209,7 @@ impl PrefixCache {
         }
     }
 
-    /// Releases page `index` of a sequence in layers that see a window.
+    /// Releases page `index` of a sequence in sliding-window layers.
     pub(super) fn release_window(&mut self, index: usize, page: u32) {
         let rank = self.rank_of(index);
         if let Some(window) = &mut self.window {
@@ -240,7 +240,7 @@ impl PrefixCache {
         }
     }
 
-    /// The same for page `index` in layers that see a window; nodes lose theirs for it.
+    /// A page for page `index` in sliding-window layers; if none is free, a node loses its page.
     pub(super) fn allocate_window(&mut self, index: usize) -> Option<u32> {
         let rank = self.rank_of(index);
         let (page, loser) = self.window.as_mut()?.allocate(rank)?;
@@ -290,7 +290,7 @@ impl PrefixCache {
     /// computed; the page may be full or not, but gets no more rows from this sequence.
     ///
     /// If the tree has the same full page already, the sequence holds that one from now on, and its own is released; a node without a
-    /// page in layers that see a window gets the sequence's. Returns the node and page of the sequence then; `None` for a page that
+    /// page in sliding-window layers gets the sequence's. Returns the node and page of the sequence then; `None` for a page that
     /// the tree does not keep.
     pub(super) fn insert(
         &mut self,
@@ -352,7 +352,7 @@ impl PrefixCache {
         Some((node, page))
     }
 
-    /// Gives a node a page in layers that see a window, which a sequence holds.
+    /// Gives a node a page in sliding-window layers, which a sequence holds.
     fn keep_window(&mut self, node: NodeId, page: u32) {
         if let Some(window) = &mut self.window {
             window.keep(self.tree[node].rank, page, node);

@@ -21,7 +21,7 @@ pub(super) struct Node {
     pub(super) tokens: Box<[u32]>,
     pub(super) rank: usize,
     pub(super) page: u32,
-    /// Its page in the layers that see a window, as long as it is there.
+    /// Its page in the sliding-window layers, as long as it is there.
     pub(super) window: Option<u32>,
     /// Index of the page in the text, plus 1; 0 for a root.
     pub(super) depth: usize,

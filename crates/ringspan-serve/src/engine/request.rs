@@ -18,7 +18,8 @@ pub struct Request {
     pub stop_token_ids: Vec<u32>,
     /// Report the log-probability of each generated token, and those of this many most likely tokens.
     pub logprobs: Option<usize>,
-    /// The same for each token of the prompt.
+    /// Report the log-probability of each token of the prompt, and those of this many most likely tokens at its
+    /// position.
     pub prompt_logprobs: Option<usize>,
     /// Name of the LoRA adapter to compute with; `None` for the base model.
     pub adapter: Option<String>,
@@ -133,7 +134,7 @@ pub struct TokenLogprobs {
 /// An event of a request; its variants are in the order in which they come.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Event {
-    /// The first event of a request: its prompt is read from now on.
+    /// The first event of a request: its prefill begins.
     Started {
         /// Number of the prompt's tokens whose keys and values were in the cache already.
         cached_tokens: usize,
@@ -244,12 +245,14 @@ pub struct Limits {
     pub page: usize,
     /// Pages that each rank has.
     pub pages_per_rank: usize,
-    /// Pages that each rank has for layers that see a window; 0 if there are no such layers. [`pages_per_rank`](Self::pages_per_rank)
-    /// are those of the other layers; without any, they take no memory, and only say which tokens are in the cache.
+    /// Pages of each rank for sliding-window layers; 0 if the model has none. [`pages_per_rank`](Self::pages_per_rank)
+    /// counts the pages for full-attention layers; in a model without such layers they take no memory, and only record
+    /// which tokens are in the cache.
     pub window_pages_per_rank: usize,
-    /// The largest number of tokens before its own that a token sees in layers that see a window; `None` if there are none.
+    /// The largest number of tokens before its own that a token attends to in sliding-window layers; `None` if the
+    /// model has none.
     pub window_lookback: Option<usize>,
-    /// Whether there are layers that see the whole sequence.
+    /// Whether the model has full-attention layers.
     pub has_full_layers: bool,
     /// Bytes of the keys and values in the pages of a rank.
     pub cache_bytes: u64,
@@ -261,7 +264,8 @@ impl Limits {
         self.pages_per_rank.saturating_mul(self.cp).saturating_mul(self.page)
     }
 
-    /// Share of the pages of all ranks that running requests hold: of the kind of which there are fewer left.
+    /// Share of the pages of all ranks that running requests hold, for the kind of layers of which fewer pages are
+    /// left.
     pub fn usage(&self, ranks: &[RankMetrics]) -> f64 {
         let share = |used: usize, each: usize| used as f64 / each.saturating_mul(ranks.len()).max(1) as f64;
         let used = share(ranks.iter().map(|rank| rank.pages_used).sum(), self.pages_per_rank);
@@ -284,17 +288,17 @@ pub struct Metrics {
     pub prefix_cache_queries: u64,
     /// Prompt tokens that were found there.
     pub prefix_cache_hits: u64,
-    /// Requests that were put back, to be computed again, because pages ran out.
+    /// Requests that were preempted because pages ran out; they are computed again later.
     pub preemptions: u64,
-    /// Times that tokens of a sequence were guessed.
+    /// Number of times that draft tokens were proposed for a sequence.
     pub spec_decode_drafts: u64,
-    /// Tokens that were guessed.
+    /// Draft tokens that were proposed.
     pub spec_decode_draft_tokens: u64,
-    /// Tokens that were guessed and then drawn.
+    /// Draft tokens that were accepted.
     pub spec_decode_accepted_tokens: u64,
     /// Steps of the engine.
     pub steps: u64,
-    /// For each rank.
+    /// The metrics of each rank.
     pub ranks: Vec<RankMetrics>,
 }
 
@@ -305,9 +309,9 @@ pub struct RankMetrics {
     pub pages_used: usize,
     /// Pages that only the prefix cache holds.
     pub pages_cached: usize,
-    /// The same of the pages of layers that see a window.
+    /// Pages of sliding-window layers that running requests hold.
     pub window_pages_used: usize,
-    /// The same of the pages of layers that see a window.
+    /// Pages of sliding-window layers that only the prefix cache holds.
     pub window_pages_cached: usize,
     /// Bytes that the rank has sent to others.
     pub transfer_bytes: u64,

@@ -50,7 +50,7 @@ pub(super) struct PageTable {
     pub(super) computed: usize,
     /// The pages of the sequence; page i is on rank i mod P.
     pub(super) pages: Vec<u32>,
-    /// The last of them in layers that see a window.
+    /// The last of them in sliding-window layers.
     pub(super) window: WindowPages,
     /// Number of first pages that are in the prefix cache, and the node of the last of them.
     pub(super) inserted: usize,

@@ -184,7 +184,7 @@ fn restore_text(
                 held.push(kept.full);
                 kept.window.into_iter().for_each(|page| cache.release_window(index, page));
                 node = Some(inserted);
-                // Otherwise the page was there without its rows of layers that see a window.
+                // Otherwise the page was there without its rows of sliding-window layers.
                 if kept.full == page.full {
                     restored.tokens += range.len();
                     restored.numbers += (range.len() * reader.format().row_width(has_window)) as u64;

@@ -2,11 +2,12 @@
 //!
 //! Shape letters: N pages, T tokens of all pages, R numbers of all rows. A row has the keys and values of a token.
 //!
-//! Tensors: `parents` `[N]` (the page before in the same text, -1 at a text's beginning; a page comes after its parent), `adapters`
-//! `[N]` (index into the list of adapters, -1 for the base model), `lengths` `[N]` (tokens), `last_used` `[N]`, `in_window` `[N]` (1 if
-//! its rows have all layers, 0 if they have only those that see the whole sequence), `tokens` `[T]`, `rows` `[R]`, page after page,
-//! `checksums` `[N]` (CRC-32 of the rows of each page). The metadata say for which model they were computed, and
-//! have a CRC-32 of the tensors before `rows`. Nothing depends on the ranks or on the size of their pages.
+//! Tensors: `parents` `[N]` (the page before in the same text, -1 at a text's beginning; a page comes after its
+//! parent), `adapters` `[N]` (index into the list of adapters, -1 for the base model), `lengths` `[N]` (tokens),
+//! `last_used` `[N]`, `in_window` `[N]` (1 if its rows have all layers, 0 if they have only full-attention layers),
+//! `tokens` `[T]`, `rows` `[R]`, page after page, `checksums` `[N]` (CRC-32 of the rows of each page). The metadata say
+//! for which model they were computed, and have a CRC-32 of the tensors before `rows`. Nothing depends on the ranks or
+//! on the size of their pages.
 
 use super::row_parts::RowPart;
 use candle_core::DType;
@@ -30,7 +31,7 @@ pub(super) struct RowFormat {
     pub(super) dtype: DType,
     /// Numbers of a token in all layers.
     pub(super) width: usize,
-    /// The numbers of a row that belong to layers that see the whole sequence.
+    /// The numbers of a row that belong to full-attention layers.
     pub(super) full: RowPart,
 }
 
@@ -50,7 +51,7 @@ pub(super) struct SessionPage {
     /// Index of the adapter with which they were computed.
     pub(super) adapter: Option<usize>,
     pub(super) last_used: u64,
-    /// Whether the rows have the layers that see a window, too.
+    /// Whether the rows have the sliding-window layers, too.
     pub(super) in_window: bool,
     pub(super) tokens: Vec<u32>,
 }

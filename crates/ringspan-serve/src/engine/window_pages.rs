@@ -5,7 +5,7 @@ use super::pages::Pages;
 use super::prefix_tree::NodeId;
 use std::collections::{BTreeSet, HashMap};
 
-/// The pages of layers that see a window, on all ranks.
+/// The pages of sliding-window layers, on all ranks.
 #[derive(Debug)]
 pub(super) struct WindowPages {
     pages: Pages,

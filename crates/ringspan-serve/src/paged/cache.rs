@@ -12,8 +12,8 @@ use ringspan::comm::Buffer;
 use ringspan::kernel::{Data, View};
 use std::collections::HashSet;
 
-/// The pages that one rank holds: for each layer, keys `[pages, page, G, D]` and values `[pages, page, G, Dv]`. Layers that see a window
-/// have other pages than those that see everything, and another number of them. A page takes memory when it is first written.
+/// The pages that one rank holds: for each layer, keys `[pages, page, G, D]` and values `[pages, page, G, Dv]`. Sliding-window layers
+/// have other pages than full-attention layers, and another number of them. A page takes memory when it is first written.
 #[derive(Debug)]
 pub struct PagedCache {
     layers: Vec<Layer>,
@@ -278,7 +278,7 @@ impl PagedCache {
         (dtype, self.layers.len() * self.shape.widths().iter().sum::<usize>())
     }
 
-    /// The first rows of a page, `[rows, W]`: for each token and layer its keys, then its values. In layers that see a window they are
+    /// The first rows of a page, `[rows, W]`: for each token and layer its keys, then its values. In sliding-window layers they are
     /// zeros if these have no such page any more.
     pub(crate) fn read_page(&self, page: CachePage, rows: usize) -> Result<Buffer> {
         let first = self.first_rows(page, rows)?;

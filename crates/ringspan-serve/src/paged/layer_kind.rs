@@ -30,9 +30,9 @@ pub fn window_lookback(model: &Model) -> Option<usize> {
 /// Numbers that each kind of layers has: of pages, or of the bytes of one.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct PerKind<T> {
-    /// For the layers that see the whole sequence.
+    /// For full-attention layers.
     pub full: T,
-    /// For the layers that see a window.
+    /// For sliding-window layers.
     pub window: T,
 }
 

@@ -1,7 +1,7 @@
 //! The KV cache in pages, sharded over the ranks, and the execution of one step of the engine.
 //!
 //! Page i of a sequence has the positions `i * page` to `(i + 1) * page` and is on rank `i mod P`, in prefill and decode alike, so
-//! each rank has `1/P` of the cache, give or take a page. The kernels read pages where they are. Layers that see a window have pages
+//! each rank has `1/P` of the cache, give or take a page. The kernels read pages where they are. Sliding-window layers have pages
 //! of their own, of which a sequence has only the last ones.
 //!
 //! Shape letters: T rows of a step on this rank, H query heads, G key-value heads, D and Dv head widths, C hidden size, P ranks.

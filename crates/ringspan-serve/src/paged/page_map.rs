@@ -1,4 +1,5 @@
-//! Where the tokens of a sequence are: the rank of each page, and the rows of this rank's pages.
+//! Maps the tokens of a sequence to their places in the cache: the rank of each page, and the rows of this rank's
+//! pages.
 
 use super::layer_kind::LayerPages;
 use ringspan::Run;

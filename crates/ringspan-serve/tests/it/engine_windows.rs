@@ -34,7 +34,7 @@ fn window_layers_hold_their_window_and_two_pages_on_each_rank_after_a_long_text(
                 }
             }
             assert!(most > 0 && most <= window.div_ceil(4).div_ceil(ring) + 2, "{ring} ranks: {most} pages, {window}");
-            assert!(most_full >= 640 / 4 / ring, "{ring} ranks: {most_full} pages of layers that see everything");
+            assert!(most_full >= 640 / 4 / ring, "{ring} ranks: {most_full} pages of full-attention layers");
             engine.shutdown(true).expect("ended");
         }
     }

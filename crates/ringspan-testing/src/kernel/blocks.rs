@@ -85,8 +85,8 @@ pub fn more_queries_than_a_segment(kernels: &dyn Kernels) {
 
 /// The CPU packs a segment of wide keys at a time, and the last heads into the memory of the first ones.
 pub fn more_keys_than_a_segment(kernels: &dyn Kernels) {
-    let behind = Band { lo: 20 - 4700, hi: i64::MAX };
-    let problem = Problem::new(20, 4700, (5, 5), (352, 352), behind);
+    let band = Band { lo: 20 - 4700, hi: i64::MAX };
+    let problem = Problem::new(20, 4700, (5, 5), (352, 352), band);
     problem.check(kernels, "three segments");
     let mut problem = Problem { storage: Storage::Bf16, ..problem };
     problem.blocks[0].1 = vec![

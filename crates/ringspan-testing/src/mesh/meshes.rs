@@ -123,7 +123,7 @@ pub fn packed_documents_whose_borders_fall_on_and_beside_rank_borders(kernels: &
     }
 }
 
-pub fn documents_with_padding_between_and_behind_them(kernels: &dyn Kernels) {
+pub fn documents_with_padding_between_and_after_them(kernels: &dyn Kernels) {
     let ids: Vec<i32> = (0..96)
         .map(|t| match t {
             0..=4 => 0,
@@ -170,7 +170,7 @@ pub fn documents_in_pieces(kernels: &dyn Kernels) {
     }
 }
 
-pub fn cross_attention_and_queries_behind_a_cache(kernels: &dyn Kernels) {
+pub fn cross_attention_and_queries_after_a_cache(kernels: &dyn Kernels) {
     for (turn, (queries, keys)) in [(5, 77), (77, 5), (30, 31), (1, 64), (0, 9), (9, 0)].into_iter().enumerate() {
         for (side, mask) in [
             Mask::full(),
@@ -187,7 +187,7 @@ pub fn cross_attention_and_queries_behind_a_cache(kernels: &dyn Kernels) {
     }
 }
 
-pub fn keys_hidden_behind_their_length(kernels: &dyn Kernels) {
+pub fn keys_hidden_beyond_their_length(kernels: &dyn Kernels) {
     let mut problem = Problem::new(3, 40, 4, 2, 16, Mask::full());
     problem.k_documents = Documents::padded(&[40, 13, 0], 40).expect("fits");
     on_all_meshes(kernels, &problem, 0);

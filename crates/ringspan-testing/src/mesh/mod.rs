@@ -11,7 +11,7 @@ use ringspan::attention::Wire;
 use ringspan::kernel::{Buckets, Dropout, Relative, reference};
 use ringspan::{Documents, Error, Mask, Score};
 
-/// Attention of documents, with a mask and a score, before anything is said about ranks.
+/// A case of attention of documents, with a mask and a score; it does not depend on ranks.
 pub struct Problem {
     pub name: String,
     pub batch: usize,

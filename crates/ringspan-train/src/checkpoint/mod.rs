@@ -31,7 +31,8 @@ const STATE: &str = "state.json";
 pub struct Identity {
     /// For messages, e.g. "llama, 4 layers, hidden 192, 1.8 M parameters".
     pub summary: String,
-    /// Equal for two models, or two data, if and only if a run can go on from one to the other.
+    /// A hash that is equal for two models, or for two sets of data, if and only if a run of one can be resumed with
+    /// the other.
     pub fingerprint: u64,
 }
 
@@ -49,7 +50,7 @@ impl fmt::Display for Identity {
     }
 }
 
-/// The state of a run but for its tensors.
+/// The state of a run, without its tensors.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Progress {
     /// Version of the format.

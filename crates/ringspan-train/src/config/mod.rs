@@ -170,7 +170,7 @@ pub struct TrainConfig {
     pub moe_dp: Option<usize>,
     /// Whether the ranks of a copy shard its parameters.
     pub sharding: Sharding,
-    /// How queries meet keys.
+    /// The strategy by which keys or queries travel between ranks.
     pub strategy: StrategyKind,
     /// How tokens are distributed over ranks.
     pub layout: LayoutKind,
@@ -190,7 +190,7 @@ pub struct TrainConfig {
     pub recompute: Option<Recompute>,
     /// The type in which the other activations are stored.
     pub activations: Storage,
-    /// Whether stored activations wait in the memory of the CPU, not on the GPU.
+    /// Whether stored activations are offloaded to CPU memory.
     pub offload_activations: bool,
     /// How long a rank waits for another.
     pub deadline: Duration,
@@ -206,7 +206,7 @@ pub struct TrainConfig {
     pub decay: LrDecay,
     /// The learning rates of the run that is resumed, as far as they are known.
     pub lr_before: Option<LrSchedule>,
-    /// Limit of the gradient's L2 norm, to which larger ones are scaled down.
+    /// Largest L2 norm of the gradient; larger gradients are scaled down to it.
     pub grad_clip: Option<f64>,
     /// Number of micro-batches per step.
     pub grad_accumulation: usize,

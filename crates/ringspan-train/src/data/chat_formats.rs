@@ -171,7 +171,7 @@ pub(super) fn without_train_key(message: &Value) -> Value {
     message
 }
 
-/// All strings in a message: its content, its reasoning, the tools that it calls and their arguments.
+/// All strings in a message: its content, its reasoning, and the names and arguments of its tool calls.
 pub(super) fn strings(value: &Value) -> Vec<&str> {
     match value {
         Value::String(text) => vec![text],

@@ -37,7 +37,7 @@ impl<'a> Progress<'a> {
     /// Reports how many bytes are read.
     ///
     /// # Errors
-    /// [`Error::Interrupted`] where the watch ends the reading.
+    /// [`Error::Interrupted`] where the callback ends the reading.
     pub(super) fn report(&self) -> Result<()> {
         match (self.callback)(self.finished_bytes.get() + self.file_bytes.get(), self.bytes) {
             ControlFlow::Continue(()) => Ok(()),

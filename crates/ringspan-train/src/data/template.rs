@@ -1,4 +1,4 @@
-//! Chat templates: turn conversations into text, and find in it what the assistant said.
+//! Chat templates: turn conversations into text, and find the assistant's words in it.
 
 use super::chat_formats;
 use crate::error::{Result, template_error};

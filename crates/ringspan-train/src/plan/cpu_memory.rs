@@ -96,7 +96,7 @@ impl Shape {
                 with(
                     0,
                     &[
-                        ("kept of the layers", kept * layers + last),
+                        ("stored activations", kept * layers + last),
                         ("the head, with its gradient", of_head),
                         decoded_of_head,
                         ("logits of a chunk", chunk * self.vocabulary * of_logit),
@@ -109,7 +109,7 @@ impl Shape {
                 with(
                     held.head_shard,
                     &[
-                        ("kept of the layers", kept_before),
+                        ("stored activations", kept_before),
                         (
                             "a layer, whole, with gradients",
                             layer + moving(if head_shard > 0 { held.head } else { 0 }) + tied,
@@ -184,7 +184,7 @@ impl Shape {
         // tokens.
         let (of_dense, of_experts) = match self.tp {
             1 => (5 * rows, 5 * rows),
-            // Ranks that compute adapters in tiles are not all at their fullest at the same time.
+            // Ranks that compute adapters in tiles do not all reach their peak at the same time.
             _ if self.feed_forward_adapted => (3 * rows + 2 * tokens, 5 * rows),
             _ => (3 * rows + 3 * tokens, 5 * rows),
         };

@@ -98,15 +98,15 @@ impl Experts {
             (true, true) => 3 * gathered * (hidden + self.wide) / 2,
         };
         let even = self.choices(rows) * self.ep / self.all.max(1);
-        // Where only adapters are trained, a rank is at its fullest at the last layer, whose router chooses experts less evenly
-        // than the first layer's.
+        // Where only adapters are trained, a rank's memory peaks at the last layer, whose router chooses experts less
+        // evenly than the first layer's.
         let tokens = if self.has_adapters && !self.adapted { gathered.min(2 * even) } else { even };
         adapted + tokens * (4 * hidden + 5 * self.wide)
     }
 
-    /// Bytes of the feed-forward part's activations on a GPU, where all experts are computed at once, with `width` bytes per
-    /// element: at their fullest, and of candle's graph alone. Tokens and outputs are weighted and added up in f32; adapters add
-    /// `adapted` bytes to the graph per element of a product's result.
+    /// Bytes of the feed-forward part's activations on a GPU, where all experts are computed at once, with `width`
+    /// bytes per element: at their peak, and of candle's graph alone. Tokens and outputs are weighted and added up in
+    /// f32; adapters add `adapted` bytes to the graph per element of a product's result.
     pub(super) fn on_gpu(&self, rows: u64, hidden: u64, width: u64, adapted: u64) -> [u64; 2] {
         const WIDE: u64 = 4;
         let choices = self.choices(rows);

@@ -1,6 +1,6 @@
 //! Predicts the memory of a rank that computes on a GPU: on the GPU, and on the CPU.
 //!
-//! Shape letters are those of `memory.rs`. On a GPU a layer is made of single operations over all tokens, so more is there at
+//! Shape letters are those of `cpu_memory.rs`. On a GPU a layer is made of single operations over all tokens, so more is there at
 //! once than on the CPU. The factors are counts of what candle's graph and its gradients hold, found by the driver's count of its
 //! pool (`ringspan-cli/tests/gpu/gpu_memory.rs` compares them with it).
 
@@ -40,7 +40,8 @@ impl Shape {
         };
         let leaving = |bytes: u64| ("gradients on their way to the CPU", bytes);
         let (of_head, of_layer) = (d_head - tied, width * held.layer_trained);
-        // When the feed-forward part is at its fullest, only its first gradient is known, that of the down projection.
+        // When the memory of the feed-forward part peaks, only its first gradient is known, that of the down
+        // projection.
         let of_down = (self.feed_forward * self.hidden).min(held.layer_trained);
         // A parameter's last gradient is there twice for a moment.
         let largest = (self.hidden * self.feed_forward.max(self.head_counts().0 * self.dim)).min(held.layer_trained);
@@ -49,7 +50,7 @@ impl Shape {
         let blocks = ("blocks of other ranks", self.blocks(tokens)?);
         let stays = if self.offloads { self.statistics(tokens) } else { kept };
         let kept_of =
-            |layers: u64, staying: u64| ("kept of the layers", stays * layers + (kept - stays) * layers.min(staying));
+            |layers: u64, staying: u64| ("stored activations", stays * layers + (kept - stays) * layers.min(staying));
         let mut moments = vec![
             (
                 "at the loss",
@@ -69,7 +70,7 @@ impl Shape {
                 ],
             ),
         ];
-        for (behind, names, layers) in [
+        for (earlier, names, layers) in [
             (of_head, ["in the last layer's feed-forward part", "in the last layer's attention"], self.layers),
             (
                 of_layer,
@@ -80,9 +81,9 @@ impl Shape {
             let kept = kept_of(layers.saturating_sub(1), RESIDENT_LAYERS - 1);
             let fed = activations(self.of_feed_forward(tokens, rows));
             let attended = activations(self.of_attention(tokens, rows));
-            moments.push((names[0], vec![kept, layer(layers, of_down), leaving(behind), fed]));
+            moments.push((names[0], vec![kept, layer(layers, of_down), leaving(earlier), fed]));
             let all = layer(layers, held.layer_trained + largest);
-            moments.push((names[1], vec![kept, all, leaving(behind), attended, blocks]));
+            moments.push((names[1], vec![kept, all, leaving(earlier), attended, blocks]));
         }
         Ok(peak_moment(moments))
     }
@@ -107,7 +108,7 @@ impl Shape {
                 ("optimiser state", self.state),
                 ("gradients", WIDE * gradients),
                 ("units on their way to the GPU and back", 2 * pinned + way),
-                ("kept of the layers", away),
+                ("stored activations", away),
                 ("tokens of the batch", BATCH_BYTES_PER_TOKEN * batch),
             ]
         };
@@ -174,13 +175,13 @@ impl Shape {
         WIDE + self.width()
     }
 
-    /// Bytes of the feed-forward part at its fullest: gate, up, their product, and the gradients of all, some of them twice.
+    /// Peak bytes of the feed-forward part: gate, up, their product, and the gradients of all, some of them twice.
     fn of_feed_forward(&self, tokens: u64, rows: u64) -> u64 {
         let [fullest, _] = self.of_experts(rows);
         fullest.max(8 * self.width() * tokens * self.feed_forward)
     }
 
-    /// Bytes of experts at their fullest, and of their graph alone; 0 for a model without experts.
+    /// Peak bytes of experts, and bytes of their graph alone; 0 for a model without experts.
     fn of_experts(&self, rows: u64) -> [u64; 2] {
         // An adapter's part and the sum are f32; in bf16 there are rounded tensors besides.
         let rounded = if self.width() < WIDE { WIDE + self.width() } else { 0 };

@@ -1,4 +1,4 @@
-//! The plan of a run: what it is about to do, in numbers, before it does it.
+//! The plan of a run: its steps, memory and traffic in numbers, computed before the run begins.
 
 mod cpu_memory;
 mod descriptions;

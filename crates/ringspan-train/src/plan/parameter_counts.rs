@@ -19,7 +19,7 @@ pub(super) struct ParameterCounts {
     /// The rank's partitions: of the largest layer, of that layer's trained parameters, of the head, of the embedding.
     pub(super) layer: u64,
     pub(super) layer_trained: u64,
-    /// The same of the largest layer without experts.
+    /// The rank's partitions of the largest layer without experts.
     pub(super) dense_layer: u64,
     pub(super) dense_layer_trained: u64,
     pub(super) head: u64,
@@ -30,8 +30,8 @@ pub(super) struct ParameterCounts {
     pub(super) dense_layer_copy: u64,
     pub(super) head_copy: u64,
     pub(super) embedding_copy: u64,
-    /// The same of the matrices that stay as they are stored, in bytes; 0 for those that the rank keeps whole. Of the largest layer, of
-    /// the head, of the embedding.
+    /// The gathered copies of matrices that stay as they are stored, in bytes: of the largest layer, of the head, of
+    /// the embedding; 0 for those that the rank keeps whole.
     pub(super) stored_layer: u64,
     pub(super) stored_head: u64,
     pub(super) stored_embedding: u64,

@@ -60,7 +60,7 @@ pub(crate) struct Rank<'a> {
     /// The ranks that write checkpoint files, rising.
     writers: Vec<usize>,
     optimizer: Optimizer,
-    /// Moves stored activations to the CPU and back; none where they stay.
+    /// Offloads stored activations to CPU memory and copies them back; none where they stay on the GPU.
     offload: Option<Offload>,
     checkpoints: Checkpoints,
     /// The checkpoint that is being written.

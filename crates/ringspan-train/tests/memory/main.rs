@@ -3,7 +3,6 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod counting;
-mod four_bits;
 
 mod plan;
 mod quantized_base;

@@ -261,7 +261,8 @@ fn a_run_beside_a_base_in_bf16_takes_what_its_plan_predicts() {
     let (deep, words): (Model, Model) = ((4, 512, 8, 4, 1536, 512, true), (2, 512, 8, 4, 1536, 16384, true));
     let runs = [
         ("bf16", deep, (1, 256), s()),
-        // Ranks are not at their fullest at the same time, so little of their peaks may be of the moments in which tiles are computed.
+        // Ranks do not reach their peaks at the same time, so moments in which tiles are computed may be little of
+        // them.
         ("bf16, ring", deep, (1, 1024), Settings { ring: Some(4), lora_targets: Some("q_proj,v_proj".into()), ..s() }),
         ("bf16, tensor parallel", deep, (1, 512), Settings { tp: Some(4), ..s() }),
         ("bf16, words", words, (1, 256), s()),

@@ -1,8 +1,8 @@
 //! Tests of the memory that plans predict for adapters beside a base in a GGUF file, which stays as it is stored.
 
-use crate::four_bits;
 use crate::plan::{Run, config, saved, take_what_is_predicted_of};
 use ringspan_models::folder;
+use ringspan_testing::gguf::write_llama_q4_0;
 use ringspan_train::Settings;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 fn in_four_bits(root: &Path, json: &Value) -> PathBuf {
     let dense = saved(root, json);
     let path = dense.with_extension("gguf");
-    four_bits::write(&path, json, folder::load(&dense).unwrap().1.into_iter());
+    write_llama_q4_0(&path, json, folder::load(&dense).unwrap().1.into_iter());
     path
 }
 

@@ -41,7 +41,7 @@ fn peak(root: &Path, layers: usize, change: Settings) -> (usize, usize) {
     };
     let peak = counting::peak(settings);
     let of_tokens = |part: &&(&str, u64)| {
-        ["kept of the layers", "a layer's activations and their gradients", "blocks of other ranks"].contains(&part.0)
+        ["stored activations", "a layer's activations and their gradients", "blocks of other ranks"].contains(&part.0)
     };
     let tokens: u64 = peak.plan.memory.iter().filter(of_tokens).map(|(_, bytes)| bytes).sum();
     (peak.most - peak.before, tokens as usize * peak.plan.tokens_per_rank.len())

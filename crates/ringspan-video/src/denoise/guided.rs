@@ -67,7 +67,7 @@ impl<'a> GuidedModel<'a> {
         Ok((&without + ((with_prompt - &without)? * guidance)?)?)
     }
 
-    /// Takes the weights of a stage, and lets those of another go.
+    /// Loads the weights of a stage, and frees those of the stage before.
     fn enter(&mut self, index: usize) -> Result<()> {
         if self.stage.as_ref().is_none_or(|stage| stage.index != index) {
             self.stage = None;

@@ -1,4 +1,4 @@
-//! What a video is made from: embeddings of prompts, latents, and what conditions them.
+//! The inputs of a denoising run: embeddings of prompts, noise, and conditions such as a first frame.
 
 use super::pipeline::DenoiseFolder;
 use crate::error::{Error, Result};
@@ -16,7 +16,8 @@ pub struct DenoiseInputs {
     pub latents: Tensor,
     /// `[B, N, image_dim]`, for models that take an image encoder's embeddings.
     pub image_embeds: Option<Tensor>,
-    /// What is appended to the channels of latents, `[B, in - out, F, H, W]`, or the first latent frame `[B, C, 1, H, W]`.
+    /// The condition: a tensor `[B, in - out, F, H, W]` that is appended to the channels of latents, or the first
+    /// latent frame `[B, C, 1, H, W]`.
     pub condition: Option<Tensor>,
     /// VACE's control `[B, vace_in_channels, F, H, W]`.
     pub control: Option<Tensor>,
@@ -24,7 +25,7 @@ pub struct DenoiseInputs {
     pub control_scale: Option<Vec<f32>>,
 }
 
-/// How a condition enters.
+/// How the transformer takes a condition.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Conditioning {
     None,
@@ -46,7 +47,7 @@ impl DenoiseInputs {
         TokenGrid::new([frames, height, width], folder.transformer(0).config().patch_size)
     }
 
-    /// Checks that the tensors fit the model and each other; returns how the condition enters.
+    /// Checks that the tensors fit the model and each other; returns how the transformer takes the condition.
     pub(super) fn check(&self, folder: &DenoiseFolder) -> Result<Conditioning> {
         let config = folder.transformer(0).config();
         let (inputs, channels) = (config.in_channels, config.out_channels());

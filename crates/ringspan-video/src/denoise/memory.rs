@@ -7,9 +7,10 @@ use ringspan::mesh::Grid;
 
 /// Rows that a feed-forward layer computes at a time.
 const FEED_FORWARD_ROWS: u64 = 1024;
-/// Keys up to which each thread of the attention kernel packs heads of its own.
+/// Up to this many keys, each thread of the attention kernel packs its own heads; with more, all threads share packed
+/// heads.
 const KEYS_OF_A_THREAD: u64 = 1024;
-/// The most bytes that it packs at a time, unless so many keys take more.
+/// Upper limit on the bytes that the kernel packs at a time, unless [`KEYS_OF_A_THREAD`] keys take more.
 const PACKED_BYTES: u64 = 16 << 20;
 const LEAST_KEYS: u64 = 2048;
 /// Heads that the kernel packs at a time where all threads share them.
@@ -60,7 +61,7 @@ impl RunSizes {
         (keys * of_key).min(PACKED_BYTES.max(LEAST_KEYS * of_key))
     }
 
-    /// What is held during a whole run.
+    /// Bytes that are held during a whole run.
     fn of_run(&self, config: &WanConfig, weights: WeightType) -> u64 {
         let (width, blocks) = (config.width() as u64, blocks(config));
         let prompts = self.branches * blocks * 2 * self.batch * self.embeds * width * weights.computed_bytes() as u64;
@@ -71,15 +72,15 @@ impl RunSizes {
         prompts + positions + 4 * self.all_tokens * (LATENTS * element + 2 * appended)
     }
 
-    /// The most that is held at once while a block computes.
+    /// Peak of the bytes that are held while a block computes.
     fn of_block(&self, config: &WanConfig, weights: WeightType) -> u64 {
         let (width, element) = (config.width() as u64, weights.computed_bytes() as u64);
         let rows = self.tokens * width;
         let control = if config.vace_layers.is_some() { 2 * rows * element } else { 0 };
-        // The input, what it attended to, the sum of both, its norm, and queries before and after their norm.
+        // The input, the attention output, the sum of both, its norm, and queries before and after their norm.
         let to_prompt = 6 * rows * element;
-        // The input, what it attended to, the sum, its norm, the output, and the inner width of some rows, before and after the
-        // activation or, in bf16, with its sums in f32.
+        // The input, the attention output, the sum, its norm, the output, and the inner width of some rows, before and
+        // after the activation or, in bf16, with its sums in f32.
         let some = self.tokens.min(FEED_FORWARD_ROWS);
         let inner = some * config.ffn_dim as u64 * (2 * element).max(4 + element);
         let feed_forward = 5 * rows * element + inner + some * width * element;
@@ -107,7 +108,8 @@ impl RunSizes {
         bytes
     }
 
-    /// The head: the stream, its norm, and the patches of all tokens, which are gathered and put together.
+    /// Bytes of the output head: the residual stream, its norm, and the patches of all tokens, which are gathered and
+    /// put together.
     fn of_output(&self, config: &WanConfig) -> u64 {
         let patches = (config.out_channels() * config.patch()) as u64;
         4 * (2 * self.tokens * config.width() as u64 + (self.tokens + 3 * self.all_tokens) * patches)

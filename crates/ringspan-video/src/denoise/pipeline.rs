@@ -22,7 +22,7 @@ pub struct DenoiseFolder {
     /// Pixels of a latent element's side, and frames of a latent frame.
     scale: [usize; 2],
     weight_type: WeightType,
-    /// The weights that are in memory, and whose they are.
+    /// The weights that are in memory, with the number of their stage.
     loaded: Mutex<Option<(usize, Arc<StoredWeights>)>>,
 }
 
@@ -147,7 +147,8 @@ impl DenoiseFolder {
         self.stages[stage].bytes(self.weight_type)
     }
 
-    /// The weights of a stage, which the first rank that asks reads for all of this process. Those of the stage before are let go.
+    /// The weights of a stage, which the first rank that asks reads for all of this process. Those of the stage before
+    /// are freed.
     ///
     /// # Errors
     /// Failures of the file system.
@@ -162,7 +163,7 @@ impl DenoiseFolder {
         Ok(weights)
     }
 
-    /// Lets the weights in memory go.
+    /// Frees the weights in memory.
     pub fn release(&self) {
         *self.loaded.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }

@@ -1,4 +1,4 @@
-//! What a run will do, computed from shapes alone: tokens of each rank, heads, bytes sent, memory of weights.
+//! The plan of a denoising run, computed from shapes alone: tokens of each rank, heads, bytes sent, memory of weights.
 
 use super::memory::RunSizes;
 use super::{DenoiseFolder, DenoiseInputs, DenoiseSettings, VideoMesh};

@@ -1,4 +1,4 @@
-//! Pictures of another size.
+//! Resizes pictures.
 
 use super::error::{Error, Result};
 use super::rgb::RgbFrame;

@@ -1,4 +1,5 @@
-//! What adapters change in a transformer: products beside linear layers, and differences of parameters.
+//! The changes that adapters make to a transformer: products added to the outputs of linear layers, and differences
+//! added to parameters.
 
 use super::LoraSource;
 use super::file::LoraFile;
@@ -15,7 +16,7 @@ pub(crate) struct TransformerChange {
     files: Vec<LoraFile>,
     /// The products of linear layers: several adapters of a layer are one, whose rank is the sum of theirs.
     products: BTreeMap<String, Vec<Product>>,
-    /// What is added to parameters, by their names.
+    /// Tensors that are added to parameters, by the parameters' names.
     differences: BTreeMap<String, Vec<Difference>>,
 }
 
@@ -37,7 +38,7 @@ struct Difference {
 }
 
 impl TransformerChange {
-    /// What the adapters of these sources change in a transformer with these parameters.
+    /// Reads which products and differences the adapters of these sources add to a transformer with these parameters.
     pub(crate) fn open(sources: &[LoraSource], parameters: &ModelParameters) -> Result<Self> {
         let names = ModuleNames::new(parameters);
         let shapes = parameters.iter().map(|parameter| (parameter.name.clone(), parameter.shape.clone())).collect();
@@ -53,7 +54,7 @@ impl TransformerChange {
         Ok(change)
     }
 
-    /// Adds what a file has for a module.
+    /// Adds a file's tensors for a module.
     fn add(
         &mut self,
         file: &LoraFile,
@@ -149,7 +150,7 @@ impl TransformerChange {
         self.differences.contains_key(parameter)
     }
 
-    /// A parameter in f32, with all that is added to it.
+    /// A parameter in f32, with the differences of all adapters added to it.
     pub(crate) fn changed(&self, parameter: &str, mut value: Tensor) -> Result<Tensor> {
         for Difference { file, names, factor } in self.differences.get(parameter).into_iter().flatten() {
             let tensors = &self.files[*file].tensors;

@@ -15,12 +15,12 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-/// A file or folder of adapters, and how much they count.
+/// A file or folder of adapters, and the factor by which their changes are multiplied.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LoraSource {
     /// A safetensors file, or a folder that has one.
     pub path: PathBuf,
-    /// The factor of all that the adapters add.
+    /// The factor of everything that the adapters add.
     pub scale: f64,
 }
 

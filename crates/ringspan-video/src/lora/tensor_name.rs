@@ -1,4 +1,4 @@
-//! What a tensor of an adapter's file is, and of which part of the model.
+//! Parses the names of tensors in adapter files: the role of a tensor, and the module that it belongs to.
 
 use crate::original_names::original_name;
 use ringspan_candle::model::ModelParameters;
@@ -15,9 +15,9 @@ pub(super) enum Role {
     Alpha,
     /// The bias of B, which has the product's factor, too.
     UpBias,
-    /// What is added to a bias.
+    /// A difference that is added to a bias.
     BiasDifference,
-    /// What is added to a weight.
+    /// A difference that is added to a weight.
     Difference,
 }
 
@@ -37,7 +37,7 @@ const ENDS: [(&str, Role); 12] = [
     (".diff", Role::Difference),
 ];
 
-/// What programs put before the names of a model's modules.
+/// Prefixes that programs put before the names of a model's modules.
 const PREFIXES: [&str; 7] =
     ["transformer.", "diffusion_model.", "model.diffusion_model.", "base_model.model.", "pipe.dit.", "lora_unet_", ""];
 

@@ -1,4 +1,4 @@
-//! What images become: the frames that are encoded, and the condition that the transformer takes.
+//! Conditioning on images: the frames that are encoded, and the condition that the transformer takes.
 
 use super::{Images, VideoPipeline, VideoRequest};
 use crate::error::{Error, Result};

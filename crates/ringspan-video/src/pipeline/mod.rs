@@ -1,5 +1,5 @@
-//! From a prompt to the frames of a video: text encoder, transformers and decoder of a pipeline's folder, one after the other on the
-//! same ranks. Each stage's weights are let go before the next stage reads its own.
+//! From a prompt to the frames of a video: text encoder, transformers and decoder of a pipeline's folder, one after the
+//! other on the same ranks. Each stage's weights are freed before the next stage reads its own.
 
 mod condition;
 mod plan;
@@ -31,7 +31,7 @@ pub struct VideoPipeline {
     images: Images,
 }
 
-/// What the pipeline does with images.
+/// How the pipeline uses images.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Images {
     /// It takes none.

@@ -1,4 +1,4 @@
-//! What a run will do, from shapes alone: the mesh, tokens, bytes, operations, and the memory of each stage.
+//! The plan of a video, computed from shapes alone: the mesh, tokens, bytes, operations, and the memory of each stage.
 
 use super::{VideoPipeline, VideoRequest, VideoStage};
 use crate::bytes_text::bytes_text;

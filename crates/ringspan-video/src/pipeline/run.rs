@@ -1,4 +1,4 @@
-//! The stages, one after the other.
+//! Runs the stages of a pipeline, one after the other.
 
 use super::{VideoPipeline, VideoPlan, VideoRequest, VideoStage};
 use crate::denoise::{DenoiseInputs, DenoiseStep, VideoMesh, denoise_in_each_process};
@@ -10,7 +10,7 @@ use candle_core::{DType, Device, Tensor};
 use ringspan::comm::Buffer;
 use ringspan::comm::process_group::ProcessGroup;
 
-/// What happens in a run, told in the process of rank 0.
+/// An event of a run, reported in the process of rank 0.
 #[derive(Debug)]
 pub enum VideoEvent {
     /// A stage begins.
@@ -22,8 +22,9 @@ pub enum VideoEvent {
 }
 
 impl VideoPipeline {
-    /// Makes a video, on all ranks of a mesh; `plan` is that of the same request and mesh. Returns the frames `[1, 3, F, H, W]` in
-    /// [-1, 1], or `None` in a process without rank 0. `told` hears what happens, and its error ends the run.
+    /// Makes a video, on all ranks of a mesh; `plan` is that of the same request and mesh. Returns the frames `[1, 3,
+    /// F, H, W]` in [-1, 1], or `None` in a process without rank 0. `told` is called with each event, and an error of
+    /// it ends the run.
     ///
     /// # Errors
     /// Failures of the file system and of any rank, latents that are not finite, an error of `told`.
@@ -114,7 +115,7 @@ fn video_tensor(latents: &Tensor) -> Result<VideoTensor> {
     VideoTensor::new([batch, channels, frames, height, width], values)
 }
 
-/// What the process of rank 0 has, in every process.
+/// Broadcasts the values of rank 0's process to every process.
 fn from_lead(processes: &ProcessGroup, own: Option<Vec<f32>>) -> Result<Vec<f32>> {
     let Some(comm) = processes.comm() else { return Ok(own.unwrap_or_default()) };
     Ok(comm.broadcast(0, own.map(Buffer::F32))?.f32()?.to_vec())

@@ -170,7 +170,7 @@ mod tests {
         }
     }
 
-    /// Noise levels and time steps to the bit, and the way of a known velocity, with 1 to 50 steps.
+    /// Noise levels and time steps to the bit, and the trajectory of a known velocity, with 1 to 50 steps.
     #[test]
     fn schedules_and_steps_are_those_of_diffusers() -> Result<()> {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/transformer/schedules.json");

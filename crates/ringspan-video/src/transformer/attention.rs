@@ -71,7 +71,7 @@ impl SelfAttention {
         &self.attention
     }
 
-    /// Queries, keys and values `[T, H, D]` of x `[T, C]`, turned by the tokens' positions on the grid.
+    /// Queries, keys and values `[T, H, D]` of x `[T, C]`, rotated by the tokens' positions on the grid.
     pub(super) fn inputs(&self, x: &Tensor, video: &VideoContext, pass: &ForwardPass) -> Result<[Tensor; 3]> {
         let of = &self.projections;
         let q = rope_interleaved(&of.queries(x, pass)?, video.rotary())?;
@@ -79,7 +79,7 @@ impl SelfAttention {
         Ok([q, k, of.heads(&of.v.forward(x, pass)?)?])
     }
 
-    /// The output projection of what was attended to, `[T, C]` each.
+    /// The output projection of the attention output, `[T, C]` each.
     pub(super) fn output(&self, attended: &Tensor, pass: &ForwardPass) -> Result<Tensor> {
         self.projections.out.forward(attended, pass)
     }
@@ -126,7 +126,8 @@ impl CrossAttention {
         Ok(BlockPrompt { text, image })
     }
 
-    /// What x `[T, C]` takes from its prompt, `[T, C]`. The same queries attend to text and to images, apart.
+    /// The output of attention of x `[T, C]` to its prompt, `[T, C]`. The same queries attend to text and to images,
+    /// apart.
     pub(super) fn forward(
         &self,
         x: &Tensor,

@@ -1,4 +1,4 @@
-//! What conditions the blocks: time steps, a prompt, images.
+//! Embeddings of the conditions of the blocks: time steps, a prompt, images.
 
 use super::config::WanConfig;
 use super::video_context::Timesteps;

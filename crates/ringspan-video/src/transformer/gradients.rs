@@ -68,7 +68,7 @@ impl FlowSample {
     }
 }
 
-/// What the embedding unit makes for all blocks, as variables of the graphs of blocks.
+/// Outputs of the embedding unit that all blocks read, as variables of the blocks' graphs.
 struct Conditions {
     times: TimeCondition,
     /// `[B * N, C]`.
@@ -106,8 +106,8 @@ impl WanTransformer {
     /// adapters: head, blocks from the last to the first, embedding.
     ///
     /// # Errors
-    /// As for [`check_sample`](Self::check_sample); missing weights, failures of other ranks, and what `weights` and
-    /// `on_gradients` return.
+    /// As for [`check_sample`](Self::check_sample); missing weights, failures of other ranks, errors of `weights` and
+    /// `on_gradients`.
     pub fn loss_and_gradients<'a>(
         &self,
         weights: &dyn Fn(Unit) -> Result<StoredWeights>,

@@ -21,7 +21,7 @@ pub struct VaeConfig {
     pub num_res_blocks: usize,
     /// Levels with attention; only none is possible.
     pub attn_scales: Vec<f64>,
-    /// Whether the encoder halves time behind each level but the last (the name is spelled as in diffusers).
+    /// Whether the encoder halves time after each level but the last (the name is spelled as in diffusers).
     pub temperal_downsample: Vec<bool>,
     /// Mean of each latent channel.
     pub latents_mean: Vec<f32>,
@@ -44,7 +44,7 @@ pub(crate) struct Level {
     pub(crate) inputs: usize,
     /// Channels of the blocks' outputs.
     pub(crate) outputs: usize,
-    /// Whether the resampling behind the blocks changes time as well; `None` if there is none.
+    /// Whether the resampling after the blocks changes time as well; `None` if there is none.
     pub(crate) resample: Option<bool>,
 }
 

@@ -47,12 +47,13 @@ impl ConvolutionSizes {
         Self { time: 3, ..Self::pointwise(inputs, outputs) }
     }
 
-    /// Rows, or columns, of zeros before the first of a frame. A convolution with a stride has them behind the last alone.
+    /// Rows, or columns, of zeros before the first of a frame. A convolution with a stride has them after the last
+    /// alone.
     pub(crate) fn before(self) -> usize {
         usize::from(self.side > 1 && self.stride == 1)
     }
 
-    /// Rows, or columns, of zeros behind the last of a frame.
+    /// Rows, or columns, of zeros after the last of a frame.
     pub(crate) fn behind(self) -> usize {
         usize::from(self.side > 1)
     }

@@ -11,7 +11,7 @@ pub(crate) struct Delay {
 }
 
 impl Delay {
-    /// Adds the rows of a block behind those that wait, and takes out the rows `rows`, which are the first of them.
+    /// Adds the rows of a block after those that wait, and takes out the rows `rows`, which are the first of them.
     pub(crate) fn push(&mut self, block: Block, rows: Range<usize>) -> Block {
         let waiting = if block.band > 0 { self.waiting.pop_front() } else { None };
         let old = waiting.unwrap_or_else(|| Block { rows: block.rows.start..block.rows.start, ..block.without_data() });

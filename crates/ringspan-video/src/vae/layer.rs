@@ -1,4 +1,4 @@
-//! A layer of the network: what becomes of a block, and of the sizes of a video.
+//! A layer of the network: computes its output for a block, and the sizes of its output for a video.
 
 use super::attention::FrameAttention;
 use super::block::{Block, Shape};

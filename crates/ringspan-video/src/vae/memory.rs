@@ -1,4 +1,5 @@
-//! The memory of a pass, from sizes alone: what is held while each layer computes, and what all layers keep between blocks.
+//! The memory of a pass, computed from sizes alone: buffers of the layer that computes, and state that all layers keep
+//! between blocks.
 
 use super::block::Shape;
 use super::convolution::Convolution;
@@ -49,7 +50,7 @@ pub(super) struct PassMemory {
     tile: Tile,
     /// Elements that layers keep between blocks.
     states: usize,
-    /// The most that is held while a layer computes.
+    /// Peak of the elements that are held while a layer computes.
     peak: usize,
 }
 

@@ -20,7 +20,7 @@ pub(crate) struct Network {
     pub(crate) segments: Vec<Vec<Layer>>,
 }
 
-/// What is taken of a checkpoint's tensors.
+/// Which parts of a checkpoint are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Taken {
     /// Shapes are checked, and layers have their weights.

@@ -1,4 +1,4 @@
-//! Between tensors of callers, `[B, C, F, H, W]`, and the videos of the network, whose channels are last.
+//! Converts between tensors of callers, `[B, C, F, H, W]`, and videos of the network, whose channels are last.
 
 use super::block::{Shape, Video};
 use super::columns_of;

@@ -1,4 +1,4 @@
-//! How a video passes through the network: which segments together, and in which blocks.
+//! Plans how a video passes through the network: which segments are computed together, and in which blocks.
 
 use super::block::{Shape, Video};
 use super::layer::Layer;

@@ -1,4 +1,4 @@
-//! The residual block: two causal convolutions, each behind a norm and SiLU, and a shortcut.
+//! The residual block: two causal convolutions, each after a norm and SiLU, and a shortcut.
 
 use super::block::Block;
 use super::convolution::Convolution;

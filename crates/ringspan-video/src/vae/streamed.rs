@@ -1,10 +1,10 @@
 //! A convolution that receives its input block by block, and keeps what later blocks need of it.
 //!
-//! Blocks come band by band, a band being some rows of all columns, and in a band from the first frame to the last. The state has
-//! two parts. The *tail* is, for each group of frames, the last rows of the band before: a kernel of 3 x 3 cannot compute the last row
-//! of a band until the next one arrives, so its output lags a row behind, and nothing is computed twice. The *history* is the
-//! frames before the current ones, in the rows of this band. Border columns come from the neighbours. So the sums of any tiling and
-//! any number of ranks have the same terms.
+//! Blocks come band by band, a band being some rows of all columns, and in a band from the first frame to the last. The
+//! state has two parts. The *tail* is, for each group of frames, the last rows of the band before: a kernel of 3 x 3
+//! cannot compute the last row of a band until the next one arrives, so its output lags by a row, and nothing is
+//! computed twice. The *history* is the frames before the current ones, in the rows of this band. Border columns come
+//! from the neighbours. So the sums of any tiling and any number of ranks have the same terms.
 
 use super::block::Block;
 use super::convolution::{Convolution, Padded};
@@ -16,7 +16,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// What is done with the values of a block before they are convolved.
+/// The operation that is applied to a block's values before the convolution.
 #[derive(Clone, Copy)]
 pub(crate) enum Source<'a> {
     Plain,
@@ -108,7 +108,7 @@ impl StreamedConvolution {
         self.advance(strip, input, source, add)
     }
 
-    /// Like [`push`](Self::push), behind the history that there is.
+    /// Like [`push`](Self::push), with the stored history.
     pub(crate) fn advance(
         &mut self,
         strip: &Strip,

@@ -220,7 +220,7 @@ fn pipeline_plan_is_made(pipeline: &VideoPipeline, request: &VideoRequest) -> Re
     Ok(())
 }
 
-/// Cuts the data of a safetensors file off, behind its header.
+/// Cuts the data of a safetensors file off, after its header.
 fn truncate(path: &Path) {
     let bytes = std::fs::read(path).expect("a file");
     let header = u64::from_le_bytes(bytes[..8].try_into().expect("8 bytes")) as usize;

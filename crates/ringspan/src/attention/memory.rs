@@ -105,7 +105,7 @@ pub fn backward_bytes(group: &Group, schedule: &Schedule, inputs: &Inputs, d_out
 /// The tensors of a part whose exchange was started, and whether each is transposed when it arrives.
 type PendingInputs = Vec<(ExchangeShape, bool)>;
 
-/// Bytes held now, and at most.
+/// Bytes that are held now, and their peak.
 #[derive(Debug, Default)]
 struct Memory {
     now: u64,

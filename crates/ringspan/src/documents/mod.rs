@@ -48,7 +48,8 @@ pub struct Documents {
     size: usize,
     /// Elements of a batch row, padding included: S.
     row_len: usize,
-    /// The rejected request in words, if it has more elements than can be counted; [`check`](Documents::check) reports it.
+    /// A description of the requested batch, if it has more elements than can be counted; [`check`](Documents::check)
+    /// reports it.
     beyond: Option<String>,
 }
 

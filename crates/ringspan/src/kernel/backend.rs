@@ -1,5 +1,5 @@
-//! The trait that devices with their own memory implement: what they compute, and how the library refers to memory that the
-//! CPU cannot read.
+//! The trait that devices with their own memory implement: their operations, and how the library refers to memory that
+//! the CPU cannot read.
 
 use super::device_array::{DeviceArray, DeviceMemory, DeviceSlice, DeviceSliceMut};
 use super::{DType, Data, Inputs, Progress, RowTarget, Saved, StateShape, Statistics, Sums, TensorSlice, Tile, View};

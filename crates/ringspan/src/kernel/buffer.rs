@@ -54,7 +54,7 @@ impl DerefMut for Aligned {
     }
 }
 
-/// Elements that `write` fills: to write zeros before costs as much as to write a result.
+/// A vector that `write` fills completely, without zeroing it first: that would cost as much as writing the result.
 ///
 /// # Safety
 /// `write` must write all of them; it may read none before.
@@ -71,8 +71,8 @@ pub(super) fn lines(len: usize) -> usize {
     len.next_multiple_of(LINE)
 }
 
-/// Number of elements in the largest buffer that is kept. The calls that need a larger one take so long that its page faults
-/// cost them less than a hundredth, and a rank that trains needs the memory for other things between the calls.
+/// Number of elements in the largest buffer that is kept. In calls that need a larger one, page faults take less than a
+/// hundredth of the time, and a rank that trains needs the memory for other things between the calls.
 pub(super) const LARGEST: usize = 1 << 22;
 
 /// Buffers kept between calls: a fresh buffer costs a page fault per 4 KiB, a tenth of the time of a short call.

@@ -2,7 +2,7 @@
 //!
 //! If products take pairs of bf16 (`S::PAIR` is 2), an element of `a` and `b` is a pair, and `depth` counts pairs.
 
-use super::vector::{Columns, Rows, Simd};
+use super::vector::{LeftOperand, RightOperand, Simd};
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use std::arch::asm;
 
@@ -25,7 +25,7 @@ pub(super) unsafe fn multiply<S: Simd, const R: usize, const V: usize>(
     b_step: usize,
     acc: [[S::V; V]; R],
 ) -> [[S::V; V]; R] {
-    let (a, b) = (Rows { data: a, row: a_row, step: a_step }, Columns { data: b, step: b_step });
+    let (a, b) = (LeftOperand { data: a, row: a_row, step: a_step }, RightOperand { data: b, step: b_step });
     // SAFETY: the contract of the caller.
     unsafe { simd.multiply::<R, V>(depth, a, b, acc) }
 }

@@ -1,4 +1,5 @@
-//! Numbers in blocks with a common factor, such as keys and values of a cache, which kernels convert to f32 when they pack them.
+//! Numbers quantized in blocks with a common factor, such as keys and values of a cache; kernels convert them to f32
+//! when they pack them.
 
 use super::vector::prefetch;
 use half::f16;

@@ -1,5 +1,5 @@
-//! Threads for short calls. They spin for a moment before they sleep: sleeping and waking would take a good part of such a
-//! call, and the system may put a woken thread on the processor of the thread that wakes it.
+//! A team of threads for short calls. They spin for a moment before they sleep: sleeping and waking would take a good
+//! part of such a call, and the system may put a woken thread on the processor of the thread that wakes it.
 
 use std::cell::UnsafeCell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};

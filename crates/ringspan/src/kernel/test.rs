@@ -1,4 +1,4 @@
-//! Tests of what only the CPU's kernels have: buffers that are kept, and messages of a type that is not a tensor's.
+//! Tests of the buffers that CPU kernels keep between calls, and of messages whose type differs from the tensor's.
 
 use super::*;
 use crate::comm::Buffer;

@@ -24,7 +24,7 @@ pub enum Data<'a> {
     Device(DeviceSlice<'a>),
 }
 
-/// Fails a CPU kernel that is given elements on another device, which `Kernel` has to refuse before.
+/// Panics, for a CPU kernel that is given elements on another device; `Kernel` refuses these before.
 #[cold]
 fn elsewhere() -> ! {
     panic!("the CPU was asked for elements in the memory of another device")

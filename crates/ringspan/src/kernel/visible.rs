@@ -1,4 +1,5 @@
-//! Which keys of a block are computed for which queries of a block: for all of them, for a vector of them, or for one.
+//! Finds which keys of a block are computed for which queries of a block: for all of them, for a vector of them, or for
+//! one.
 
 use super::plan::{Plan, TilePart};
 use super::terms::{Bounds, LANES};

@@ -32,7 +32,7 @@
 //! ```
 //! use ringspan::{Documents, Layout, LayoutKind, Run};
 //!
-//! // Two rows of 6 tokens, the second padded behind 3.
+//! // Two rows of 6 tokens, the second with 3 tokens and padding after them.
 //! let documents = Documents::padded(&[6, 3], 6)?;
 //! let layout = Layout::new(LayoutKind::Contiguous, &documents, 2)?;
 //! assert_eq!(layout.runs(1), [

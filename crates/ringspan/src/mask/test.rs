@@ -131,8 +131,8 @@ fn a_mask_says_what_it_is() {
     let words = "causal, window 5 back, 0 ahead, chunks of 16, prefix 7, 2 visible blocks of 8 x 4";
     assert_eq!(mask.to_string(), words);
     assert_eq!(Mask::full().window(None, Some(2)).to_string(), "full, window any back, 2 ahead");
-    let behind = Mask::full_bottom_right().window(Some(9), Some(2));
-    assert_eq!(behind.to_string(), "full-bottom-right, window 9 back, 2 ahead");
+    let bottom_right = Mask::full_bottom_right().window(Some(9), Some(2));
+    assert_eq!(bottom_right.to_string(), "full-bottom-right, window 9 back, 2 ahead");
 }
 
 #[test]

@@ -1,8 +1,8 @@
 //! The plans of decoding: how the ranks' softmax states of the same queries become one.
 //!
-//! In a decoding step every rank has the same few queries, and attends to the keys that it holds. What remains is to merge the
-//! ranks' states of these queries. Each rank does it by a [`Plan`], made of the same steps and transfers as the plans of other
-//! strategies: they are checked, counted and printed alike.
+//! In a decoding step every rank has the same few queries, and attends to the keys that it holds. Then the ranks'
+//! states of these queries are merged. Each rank does this by a [`Plan`], made of the same steps and transfers as the
+//! plans of other strategies: they are checked, counted and printed alike.
 
 use super::display::write_transfers;
 use super::validate::check_messages;
@@ -141,15 +141,15 @@ impl Display for DecodeSchedule {
     }
 }
 
-/// A softmax state on its way through the plans: the ranks whose keys it has seen.
-type Seen = BTreeSet<usize>;
+/// Stands for a softmax state that the plans merge: the ranks whose keys it includes.
+type SeenRanks = BTreeSet<usize>;
 
 /// Carries out the plans with sets of ranks as states.
 fn validate(name: &str, plans: &[Plan]) -> Result<()> {
     let broken = |ring_rank, problem: String| Err(Error::Plan { strategy: name.into(), ring_rank, problem });
     check_messages(name, plans)?;
-    let mut states: Vec<Option<Seen>> = (0..plans.len()).map(|rank| Some([rank].into())).collect();
-    let mut on_the_way: HashMap<(usize, usize, Block), VecDeque<Seen>> = HashMap::new();
+    let mut states: Vec<Option<SeenRanks>> = (0..plans.len()).map(|rank| Some([rank].into())).collect();
+    let mut on_the_way: HashMap<(usize, usize, Block), VecDeque<SeenRanks>> = HashMap::new();
     let (mut next, mut has_sent) = (vec![0; plans.len()], vec![false; plans.len()]);
     while next.iter().zip(plans).any(|(next, plan)| *next < plan.len()) {
         let mut moved = false;

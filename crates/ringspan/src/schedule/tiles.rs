@@ -1,6 +1,6 @@
 //! The tiles between the queries of one ring rank and the keys of another.
 
-use super::stairs::{self, Stair};
+use super::full_blocks::{self, FullBlock};
 use super::{Compute, RowRanges, Schedule};
 use crate::documents::{Documents, Run, Strand};
 use crate::error::Result;
@@ -60,9 +60,9 @@ impl Schedule {
     }
 
     fn joined_tiles(&self, q: usize, k: usize, mut each: impl FnMut(Tile)) {
-        // A run of queries sees several ranges of whole key runs; staircase n collects the n-th range of consecutive runs
-        // of queries.
-        let (mut open, mut run_of, mut number) = (Vec::<Vec<Stair>>::new(), usize::MAX, 0);
+        // A run of queries sees several ranges of whole key runs; list n has the full blocks of the n-th range of
+        // consecutive runs of queries.
+        let (mut open, mut run_of, mut number) = (Vec::<Vec<FullBlock>>::new(), usize::MAX, 0);
         for (q_row, q_run, strand, extents) in self.runs_with_strands(q, k) {
             self.mask.search(q_run, strand.runs(), extents, |seen| match seen {
                 VisiblePairs::BandedTile { run, tile } => {
@@ -74,15 +74,15 @@ impl Schedule {
                     if open.len() == number {
                         open.push(Vec::new());
                     }
-                    let next = Stair { q: moved(&q, q_row), k: strand.rows(&runs) };
-                    if open[number].last().is_some_and(|last| !last.leads_to(&next)) {
-                        stairs::tiles(&std::mem::take(&mut open[number]), &mut |q, k| each(whole(q, k)));
+                    let next = FullBlock { q: moved(&q, q_row), k: strand.rows(&runs) };
+                    if open[number].last().is_some_and(|last| !last.is_followed_by(&next)) {
+                        full_blocks::join(&std::mem::take(&mut open[number]), &mut |q, k| each(whole(q, k)));
                     }
                     open[number].push(next);
                 }
             });
         }
-        open.iter().for_each(|stairs| stairs::tiles(stairs, &mut |q, k| each(whole(q, k))));
+        open.iter().for_each(|blocks| full_blocks::join(blocks, &mut |q, k| each(whole(q, k))));
     }
 
     /// The tile of `banded`, which lies between a run of queries that begins at `q_row` and run number `run` of a strand.

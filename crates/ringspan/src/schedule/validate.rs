@@ -1,4 +1,4 @@
-//! Checks the plans of a strategy: what is computed, and what is sent.
+//! Checks what the plans of a strategy compute and send.
 
 use super::{Block, Compute, Pass, Plan, RowRanges, Schedule, Step, Transfer};
 use crate::error::{Error, Result};

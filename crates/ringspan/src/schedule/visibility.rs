@@ -37,7 +37,7 @@ impl Visibility {
                     });
                 }
             }
-            owners.ones(rank, 0..ranks).for_each(|owner| users.set(owner, rank));
+            owners.set_bits(rank, 0..ranks).for_each(|owner| users.set(owner, rank));
         }
         Self { owners, users }
     }
@@ -49,18 +49,18 @@ impl Visibility {
 
     /// The ranks other than `owner` that see its keys, in ascending ring order.
     pub(super) fn users(&self, owner: usize) -> impl Iterator<Item = usize> {
-        self.users.ones(owner, owner + 1..self.users.len).chain(self.users.ones(owner, 0..owner))
+        self.users.set_bits(owner, owner + 1..self.users.len).chain(self.users.set_bits(owner, 0..owner))
     }
 
     /// The ranks other than `rank` whose keys it sees, in descending ring order.
     pub(super) fn owners(&self, rank: usize) -> impl Iterator<Item = usize> {
-        self.owners.ones(rank, 0..rank).rev().chain(self.owners.ones(rank, rank + 1..self.owners.len).rev())
+        self.owners.set_bits(rank, 0..rank).rev().chain(self.owners.set_bits(rank, rank + 1..self.owners.len).rev())
     }
 
     /// The lowest and the highest rank among `owner` and the ranks that see its keys.
     pub(super) fn reach(&self, owner: usize) -> (usize, usize) {
-        let lowest = self.users.ones(owner, 0..owner).next();
-        let highest = self.users.ones(owner, owner + 1..self.users.len).next_back();
+        let lowest = self.users.set_bits(owner, 0..owner).next();
+        let highest = self.users.set_bits(owner, owner + 1..self.users.len).next_back();
         (lowest.unwrap_or(owner), highest.unwrap_or(owner))
     }
 
@@ -161,32 +161,32 @@ impl Bits {
     }
 
     /// The positions inside `range` whose bits are set in a row.
-    fn ones(&self, row: usize, range: Range<usize>) -> Ones<'_> {
-        Ones { words: &self.words[row * self.width..(row + 1) * self.width], range }
+    fn set_bits(&self, row: usize, range: Range<usize>) -> SetBits<'_> {
+        SetBits { words: &self.words[row * self.width..(row + 1) * self.width], range }
     }
 
     /// The first set bit in row `own` after `from`, wrapping around at the end, up to bit `own`.
     fn after(&self, own: usize, from: usize) -> Option<usize> {
-        let first = |range: Range<usize>| self.ones(own, range).next();
+        let first = |range: Range<usize>| self.set_bits(own, range).next();
         if from < own { first(from + 1..own) } else { first(from + 1..self.len).or_else(|| first(0..own)) }
     }
 
     /// The first set bit in row `own` before `from`, wrapping around at the start, down to bit `own`.
     fn before(&self, own: usize, from: usize) -> Option<usize> {
-        let last = |range: Range<usize>| self.ones(own, range).next_back();
+        let last = |range: Range<usize>| self.set_bits(own, range).next_back();
         if from > own { last(own + 1..from) } else { last(0..from).or_else(|| last(own + 1..self.len)) }
     }
 }
 
 /// Iterates over the positions of set bits, from both ends.
 #[derive(Debug, Clone)]
-struct Ones<'a> {
+struct SetBits<'a> {
     words: &'a [u64],
     /// The range that is not searched yet.
     range: Range<usize>,
 }
 
-impl Iterator for Ones<'_> {
+impl Iterator for SetBits<'_> {
     type Item = usize;
 
     fn next(&mut self) -> Option<usize> {
@@ -203,7 +203,7 @@ impl Iterator for Ones<'_> {
     }
 }
 
-impl DoubleEndedIterator for Ones<'_> {
+impl DoubleEndedIterator for SetBits<'_> {
     fn next_back(&mut self) -> Option<usize> {
         while self.range.start < self.range.end {
             let last = self.range.end - 1;
@@ -237,8 +237,8 @@ mod tests {
             (0..len).filter(|&at| holds(at)).for_each(|at| bits.set(row, at));
             let range = cuts.0.min(cuts.1).min(len)..cuts.0.max(cuts.1).min(len);
             let wanted: Vec<usize> = range.clone().filter(|&at| holds(at)).collect();
-            prop_assert_eq!(bits.ones(row, range.clone()).collect::<Vec<_>>(), wanted.clone());
-            let back: Vec<usize> = bits.ones(row, range).rev().collect();
+            prop_assert_eq!(bits.set_bits(row, range.clone()).collect::<Vec<_>>(), wanted.clone());
+            let back: Vec<usize> = bits.set_bits(row, range).rev().collect();
             prop_assert_eq!(back, wanted.into_iter().rev().collect::<Vec<_>>());
             let from = cuts.1 % len;
             let way = |step: usize| (1..=len).map(|n| (from + n * step) % len).take_while(|&at| at != row).find(|&at| holds(at));

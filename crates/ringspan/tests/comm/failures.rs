@@ -1,4 +1,5 @@
-//! Whatever one rank does wrong, all ranks return at once with an error that names the rank and its operation.
+//! Tests that whatever one rank does wrong, all ranks return at once with an error that names the rank and its
+//! operation.
 
 use ringspan::Error;
 use ringspan::comm::threads::{Options, run};

@@ -1,7 +1,7 @@
 //! Ranks as threads: collectives are correct, failures reach all ranks with the name of the failed rank, and nothing hangs.
 
 use ringspan::Error;
-use ringspan::comm::threads::{Link, Options, memory, run};
+use ringspan::comm::threads::{Options, SimulatedLink, memory, run};
 use ringspan::comm::{Buffer, Communicator};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -201,7 +201,7 @@ fn a_failure_anywhere_in_a_long_conversation_ends_it_for_all() {
 #[test]
 fn over_a_link_messages_arrive_after_their_bytes_and_the_latency() {
     let ms = Duration::from_millis;
-    let link = Some(Link { bandwidth: 1e6, latency: ms(20) });
+    let link = Some(SimulatedLink { bandwidth: 1e6, latency: ms(20) });
     run(2, Options { link, ..Options::default() }, |comm| {
         let peer = 1 - comm.rank();
         // Neither rank sends before both have read the time.
@@ -233,7 +233,7 @@ fn over_a_link_messages_arrive_after_their_bytes_and_the_latency() {
 fn a_link_that_is_too_slow_ends_at_the_deadline_or_is_refused() {
     let options = |bandwidth| Options {
         deadline: Duration::from_millis(50),
-        link: Some(Link { bandwidth, latency: Duration::ZERO }),
+        link: Some(SimulatedLink { bandwidth, latency: Duration::ZERO }),
         ..Options::default()
     };
     let gathered = |bandwidth| run(2, options(bandwidth), |comm| comm.all_gather(Buffer::U8(vec![0; 1000])).map(drop));

@@ -1,4 +1,5 @@
-//! The kernels of the CPU: the checks of any kernel, bits that do not depend on threads, and calls of the progress function.
+//! Tests of the CPU's kernels: the checks of any kernel, bits that do not depend on threads, and calls of the progress
+//! function.
 
 use ringspan::Kernel;
 use ringspan::kernel::Isa;

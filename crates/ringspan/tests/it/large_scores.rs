@@ -17,8 +17,8 @@ struct Plain {
     answer: Answer,
     /// Sums of the absolute values of the terms in each sum.
     sizes: Answer,
-    /// Possible effect of rounding products on sums in which keys with huge scores share a weight. Few pairs of keys are so
-    /// close, so the plain softmax may be exact by luck, which is not required of us.
+    /// Possible effect of rounded products on sums in which keys with huge scores share a weight. Few pairs of keys are
+    /// so close, so the plain softmax may be exact by luck, which is not required of ours.
     doubts: Answer,
 }
 

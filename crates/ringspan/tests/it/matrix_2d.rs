@@ -217,7 +217,7 @@ fn impossible_axes_are_refused_with_the_numbers() {
     }
 }
 
-/// The cases that others run on GPUs, with an eighth of the tokens or heads if these are many.
+/// The cases that other libraries run on GPUs, with an eighth of the tokens or heads if these are many.
 #[test]
 fn hybrid_attention_of_images_and_text() {
     let rows = [

@@ -1,5 +1,5 @@
-//! NaN and infinities in one token reach the tokens that see it, and no others: not by a zero weight, not by a tile that is
-//! computed as a whole, with any strategy and mesh.
+//! Tests that NaN and infinities in one token reach the tokens that see it and no others, whatever the strategy and
+//! mesh: neither by a zero weight, nor by a tile that is computed as a whole.
 
 use ringspan::attention::Wire;
 use ringspan::mesh::Grid;

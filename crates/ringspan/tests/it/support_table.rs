@@ -35,7 +35,7 @@ fn problems(feature: Feature) -> Vec<Problem> {
         Feature::Full => masked(Mask::full()),
         Feature::CausalBottomRight => vec![Problem::cross(2, 11, 37, 4, 2, 16, Mask::causal_bottom_right())],
         Feature::Window => masked(Mask::full().window(Some(6), Some(3))),
-        Feature::WindowBehindCache => {
+        Feature::WindowAfterCache => {
             // 11 queries follow a cache of 26 keys: query i is at the position of key 26 + i.
             let of = |mask, sees| Problem { visible: Some(sees), ..Problem::cross(2, 11, 37, 4, 2, 16, mask) };
             vec![

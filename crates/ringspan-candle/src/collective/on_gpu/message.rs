@@ -86,13 +86,17 @@ pub(super) fn joined(parts: &[Arc<Buffer>], shape: Shape, x: &Tensor) -> Result<
         return Tensor::zeros(shape, x.dtype(), x.device());
     }
     match x.dtype() {
-        DType::F32 => placed::<f32>(parts, shape, x),
-        DType::BF16 => placed::<bf16>(parts, shape, x),
+        DType::F32 => to_tensor::<f32>(parts, shape, x),
+        DType::BF16 => to_tensor::<bf16>(parts, shape, x),
         other => bail!("collectives move tensors of f32 and bf16 on GPUs, given {other:?} on {:?}", x.device()),
     }
 }
 
-fn placed<T: GpuElement + CudaDType + DeviceRepr>(parts: &[Arc<Buffer>], shape: Shape, x: &Tensor) -> Result<Tensor> {
+fn to_tensor<T: GpuElement + CudaDType + DeviceRepr>(
+    parts: &[Arc<Buffer>],
+    shape: Shape,
+    x: &Tensor,
+) -> Result<Tensor> {
     let device = x.device().as_cuda_device()?;
     // SAFETY: the copies below write all elements, or an error is returned and nothing reads them.
     let mut all = unsafe { device.alloc::<T>(shape.elem_count())? };

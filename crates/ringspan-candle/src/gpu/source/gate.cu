@@ -1,14 +1,14 @@
 // The gated activation of a feed-forward layer, act(gate) * up (Shazeer, 2020). This source follows `pack.cu`; GELU is 1 for the
 // tanh form of GELU and 0 for SiLU.
 
-struct Job {
+struct Params {
     // Rows of `width` elements, with a stride each; results are contiguous.
     const void *gate, *up, *d;
     void *out, *d_gate, *d_up;
     i64 count, width, gate_stride, up_stride, d_stride;
 };
 
-static_assert(sizeof(Job) == JOB_BYTES, "the job as the host fills it");
+static_assert(sizeof(Params) == PARAMS_BYTES, "the params as the host fills it");
 
 // Returns x / (1 + e^-u) and its derivative. For GELU, u is sqrt(8 / pi) (x + 0.044715 x^3), for SiLU x.
 __device__ inline float activated(float x, float &slope) {
@@ -27,35 +27,35 @@ __device__ inline float activated(float x, float &slope) {
 __device__ inline i64 first_element() { return ((i64)blockIdx.x * THREADS + threadIdx.x) * AT_ONCE; }
 
 // The position of element `at` in a tensor with this row stride.
-__device__ inline i64 strided(const Job &job, i64 at, i64 stride) {
-    return stride == job.width ? at : at / job.width * stride + at % job.width;
+__device__ inline i64 strided(const Params &params, i64 at, i64 stride) {
+    return stride == params.width ? at : at / params.width * stride + at % params.width;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) gate(const Job job) {
+extern "C" __global__ void __launch_bounds__(THREADS) gate(const Params params) {
     const i64 at = first_element();
-    if (at >= job.count) {
+    if (at >= params.count) {
         return;
     }
     float gate[AT_ONCE], up[AT_ONCE];
-    read<X_TYPE>(gate, job.gate, strided(job, at, job.gate_stride));
-    read<X_TYPE>(up, job.up, strided(job, at, job.up_stride));
+    read<X_TYPE>(gate, params.gate, strided(params, at, params.gate_stride));
+    read<X_TYPE>(up, params.up, strided(params, at, params.up_stride));
 #pragma unroll
     for (int n = 0; n < AT_ONCE; n++) {
         float slope;
         gate[n] = activated(gate[n], slope) * up[n];
     }
-    write<X_TYPE>(job.out, at, gate);
+    write<X_TYPE>(params.out, at, gate);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) gate_backward(const Job job) {
+extern "C" __global__ void __launch_bounds__(THREADS) gate_backward(const Params params) {
     const i64 at = first_element();
-    if (at >= job.count) {
+    if (at >= params.count) {
         return;
     }
     float gate[AT_ONCE], up[AT_ONCE], d[AT_ONCE];
-    read<X_TYPE>(gate, job.gate, strided(job, at, job.gate_stride));
-    read<X_TYPE>(up, job.up, strided(job, at, job.up_stride));
-    read<X_TYPE>(d, job.d, strided(job, at, job.d_stride));
+    read<X_TYPE>(gate, params.gate, strided(params, at, params.gate_stride));
+    read<X_TYPE>(up, params.up, strided(params, at, params.up_stride));
+    read<X_TYPE>(d, params.d, strided(params, at, params.d_stride));
 #pragma unroll
     for (int n = 0; n < AT_ONCE; n++) {
         float slope;
@@ -63,6 +63,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) gate_backward(const Job jo
         gate[n] = d[n] * up[n] * slope;
         up[n] = d[n] * open;
     }
-    write<X_TYPE>(job.d_gate, at, gate);
-    write<X_TYPE>(job.d_up, at, up);
+    write<X_TYPE>(params.d_gate, at, gate);
+    write<X_TYPE>(params.d_up, at, up);
 }

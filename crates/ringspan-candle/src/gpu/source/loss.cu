@@ -3,7 +3,7 @@
 //
 // A block computes one row and reads it once in each kernel. Sums have a fixed order, so the same inputs give the same bits.
 
-struct Job {
+struct Params {
     // Contiguous rows of `width` logits, and their gradient, which may be in the same memory.
     const void *logits;
     void *gradient;
@@ -19,7 +19,7 @@ struct Job {
     float softcap;
 };
 
-static_assert(sizeof(Job) == JOB_BYTES, "the job as the host fills it");
+static_assert(sizeof(Params) == PARAMS_BYTES, "the params as the host fills it");
 
 #define NO_TARGET 0xFFFFFFFFu
 #define WARPS (THREADS / 32)
@@ -64,16 +64,16 @@ __device__ inline float capped(float x, float cap) {
 
 extern __shared__ float shared[];
 
-extern "C" __global__ void __launch_bounds__(THREADS) loss_sums(const Job job) {
-    const i64 row = blockIdx.x, from = row * job.width;
+extern "C" __global__ void __launch_bounds__(THREADS) loss_sums(const Params params) {
+    const i64 row = blockIdx.x, from = row * params.width;
     LogSumExp partial = {NEGATIVE_INFINITY, 0.0f};
     float x[AT_ONCE];
 #pragma unroll 4
-    for (i64 column = threadIdx.x * AT_ONCE; column < job.width; column += THREADS * AT_ONCE) {
-        read<X_TYPE>(x, job.logits, from + column);
+    for (i64 column = threadIdx.x * AT_ONCE; column < params.width; column += THREADS * AT_ONCE) {
+        read<X_TYPE>(x, params.logits, from + column);
 #pragma unroll
         for (int n = 0; n < AT_ONCE; n++) {
-            x[n] = capped(x[n], job.softcap);
+            x[n] = capped(x[n], params.softcap);
         }
         accumulate(partial, x);
     }
@@ -92,29 +92,29 @@ extern "C" __global__ void __launch_bounds__(THREADS) loss_sums(const Job job) {
     for (int warp = 1; warp < WARPS; warp++) {
         partial = merged(partial, {shared[warp], shared[WARPS + warp]});
     }
-    const i64 place = (i64)job.targets[row] - job.first;
-    float *sums = job.sums + row * 3;
+    const i64 place = (i64)params.targets[row] - params.first;
+    float *sums = params.sums + row * 3;
     sums[0] = partial.max;
     sums[1] = partial.sum;
-    sums[2] = 0 <= place && place < job.width ? capped(element<X_TYPE>(job.logits, from + place), job.softcap) : 0.0f;
+    sums[2] = 0 <= place && place < params.width ? capped(element<X_TYPE>(params.logits, from + place), params.softcap) : 0.0f;
 }
 
 // The gradient is scale * (softmax - 1 at the target), with sums over the whole vocabulary, and 0 in rows without a target.
-extern "C" __global__ void __launch_bounds__(THREADS) loss_gradient(const Job job) {
-    const i64 row = blockIdx.x, from = row * job.width;
-    const u32 target = job.targets[row];
-    const i64 place = (i64)target - job.first;
-    const float max = job.sums[row * 3], factor = job.scale / job.sums[row * 3 + 1];
-    for (i64 column = threadIdx.x * AT_ONCE; column < job.width; column += THREADS * AT_ONCE) {
+extern "C" __global__ void __launch_bounds__(THREADS) loss_gradient(const Params params) {
+    const i64 row = blockIdx.x, from = row * params.width;
+    const u32 target = params.targets[row];
+    const i64 place = (i64)target - params.first;
+    const float max = params.sums[row * 3], factor = params.scale / params.sums[row * 3 + 1];
+    for (i64 column = threadIdx.x * AT_ONCE; column < params.width; column += THREADS * AT_ONCE) {
         float x[AT_ONCE];
-        read<X_TYPE>(x, job.logits, from + column);
+        read<X_TYPE>(x, params.logits, from + column);
 #pragma unroll
         for (int n = 0; n < AT_ONCE; n++) {
-            const float y = capped(x[n], job.softcap);
-            const float slope = job.softcap == 0.0f ? 1.0f : 1.0f - (y / job.softcap) * (y / job.softcap);
-            x[n] = (expf(y - max) * factor - (column + n == place ? job.scale : 0.0f)) * slope;
+            const float y = capped(x[n], params.softcap);
+            const float slope = params.softcap == 0.0f ? 1.0f : 1.0f - (y / params.softcap) * (y / params.softcap);
+            x[n] = (expf(y - max) * factor - (column + n == place ? params.scale : 0.0f)) * slope;
             x[n] = target == NO_TARGET ? 0.0f : x[n];
         }
-        write<W_TYPE>(job.gradient, from + column, x);
+        write<W_TYPE>(params.gradient, from + column, x);
     }
 }

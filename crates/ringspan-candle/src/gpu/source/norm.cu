@@ -5,7 +5,7 @@
 //
 // The input may be a residual sum: a layer's input plus the layer's output.
 
-struct Job {
+struct Params {
     // Rows of x, of y, which is added to x, of the gradient of the result, and of a gradient of x to add, or null.
     const void *x, *y, *d, *other_gradient, *weight;
     // Rows of the sum of x and y, and of the result.
@@ -20,7 +20,7 @@ struct Job {
     float eps;
 };
 
-static_assert(sizeof(Job) == JOB_BYTES, "the job as the host fills it");
+static_assert(sizeof(Params) == PARAMS_BYTES, "the params as the host fills it");
 
 extern __shared__ float shared[];
 
@@ -51,100 +51,100 @@ template <int COUNT> __device__ void add_up(float (&sums)[COUNT], int lanes) {
     }
 }
 
-__device__ inline i64 row_of(const Job &job) {
-    return (i64)blockIdx.x * (THREADS / job.lanes) + threadIdx.x / job.lanes;
+__device__ inline i64 row_of(const Params &params) {
+    return (i64)blockIdx.x * (THREADS / params.lanes) + threadIdx.x / params.lanes;
 }
 
-__device__ inline float inverse_root(const Job &job, float squares) {
-    return 1.0f / sqrtf(squares / (float)job.width + job.eps);
+__device__ inline float inverse_root(const Params &params, float squares) {
+    return 1.0f / sqrtf(squares / (float)params.width + params.eps);
 }
 
 // Writes x * inverse * weight, where x is the input or, if ADDS, its sum with y.
-template <bool ADDS> __device__ void normed(const Job &job) {
-    const i64 row = row_of(job), first = threadIdx.x % job.lanes * AT_ONCE, step = job.lanes * AT_ONCE;
-    const i64 width = row < job.rows ? job.width : 0;
+template <bool ADDS> __device__ void normed(const Params &params) {
+    const i64 row = row_of(params), first = threadIdx.x % params.lanes * AT_ONCE, step = params.lanes * AT_ONCE;
+    const i64 width = row < params.rows ? params.width : 0;
     float x[AT_ONCE], w[AT_ONCE], sums[1] = {0.0f};
     for (i64 column = first; column < width; column += step) {
-        read<X_TYPE>(x, job.x, row * job.x_stride + column);
+        read<X_TYPE>(x, params.x, row * params.x_stride + column);
         if (ADDS) {
-            read<X_TYPE>(w, job.y, row * job.y_stride + column);
+            read<X_TYPE>(w, params.y, row * params.y_stride + column);
 #pragma unroll
             for (int n = 0; n < AT_ONCE; n++) {
                 x[n] += w[n];
             }
             // The norm is computed of the sum as it is stored.
             round_to<X_TYPE>(x);
-            write<X_TYPE>(job.sum, row * job.width + column, x);
+            write<X_TYPE>(params.sum, row * params.width + column, x);
         }
 #pragma unroll
         for (int n = 0; n < AT_ONCE; n++) {
             sums[0] += x[n] * x[n];
         }
     }
-    add_up(sums, job.lanes);
-    const float inverse = inverse_root(job, sums[0]);
+    add_up(sums, params.lanes);
+    const float inverse = inverse_root(params, sums[0]);
     for (i64 column = first; column < width; column += step) {
         // A thread reads only elements of the sum that it wrote itself.
-        read<X_TYPE>(x, ADDS ? job.sum : job.x, row * (ADDS ? job.width : job.x_stride) + column);
-        read<W_TYPE>(w, job.weight, column);
+        read<X_TYPE>(x, ADDS ? params.sum : params.x, row * (ADDS ? params.width : params.x_stride) + column);
+        read<W_TYPE>(w, params.weight, column);
 #pragma unroll
         for (int n = 0; n < AT_ONCE; n++) {
             x[n] = x[n] * inverse * w[n];
         }
-        write<X_TYPE>(job.out, row * job.width + column, x);
+        write<X_TYPE>(params.out, row * params.width + column, x);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const Job job) { normed<false>(job); }
+extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const Params params) { normed<false>(params); }
 
-extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_of_sum(const Job job) { normed<true>(job); }
+extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_of_sum(const Params params) { normed<true>(params); }
 
 // The gradient of x is inverse * weight * d - x * inverse^3 * mean(x * weight * d), plus `other_gradient`.
-extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_backward(const Job job) {
-    const i64 row = row_of(job), first = threadIdx.x % job.lanes * AT_ONCE, step = job.lanes * AT_ONCE;
-    const i64 width = row < job.rows ? job.width : 0;
+extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_backward(const Params params) {
+    const i64 row = row_of(params), first = threadIdx.x % params.lanes * AT_ONCE, step = params.lanes * AT_ONCE;
+    const i64 width = row < params.rows ? params.width : 0;
     float x[AT_ONCE], w[AT_ONCE], d[AT_ONCE], sums[2] = {0.0f, 0.0f};
     for (i64 column = first; column < width; column += step) {
-        read<X_TYPE>(x, job.x, row * job.x_stride + column);
-        read<X_TYPE>(d, job.d, row * job.d_stride + column);
-        read<W_TYPE>(w, job.weight, column);
+        read<X_TYPE>(x, params.x, row * params.x_stride + column);
+        read<X_TYPE>(d, params.d, row * params.d_stride + column);
+        read<W_TYPE>(w, params.weight, column);
 #pragma unroll
         for (int n = 0; n < AT_ONCE; n++) {
             sums[0] += x[n] * x[n];
             sums[1] += x[n] * w[n] * d[n];
         }
     }
-    add_up(sums, job.lanes);
-    const float inverse = inverse_root(job, sums[0]);
-    const float along = sums[1] / (float)job.width * inverse * inverse * inverse;
+    add_up(sums, params.lanes);
+    const float inverse = inverse_root(params, sums[0]);
+    const float along = sums[1] / (float)params.width * inverse * inverse * inverse;
     for (i64 column = first; column < width; column += step) {
-        read<X_TYPE>(x, job.x, row * job.x_stride + column);
-        read<X_TYPE>(d, job.d, row * job.d_stride + column);
-        read<W_TYPE>(w, job.weight, column);
+        read<X_TYPE>(x, params.x, row * params.x_stride + column);
+        read<X_TYPE>(d, params.d, row * params.d_stride + column);
+        read<W_TYPE>(w, params.weight, column);
 #pragma unroll
         for (int n = 0; n < AT_ONCE; n++) {
             d[n] = inverse * w[n] * d[n] - x[n] * along;
         }
-        if (job.other_gradient) {
-            read<X_TYPE>(x, job.other_gradient, row * job.width + column);
+        if (params.other_gradient) {
+            read<X_TYPE>(x, params.other_gradient, row * params.width + column);
 #pragma unroll
             for (int n = 0; n < AT_ONCE; n++) {
                 d[n] += x[n];
             }
         }
-        write<X_TYPE>(job.out, row * job.width + column, d);
+        write<X_TYPE>(params.out, row * params.width + column, d);
     }
     if (width > 0 && first == 0) {
-        job.inverse[row] = inverse;
+        params.inverse[row] = inverse;
     }
 }
 
 // Sums columns over rows first .. end with all threads of the block: `lanes` threads share a row, the other threads take later
 // rows. Returns true for the threads that hold the sums.
-template <class Term> __device__ bool add_columns(float (&sums)[AT_ONCE], const Job &job, i64 first, i64 end, Term term) {
-    const int below = threadIdx.x / job.lanes, rows = THREADS / job.lanes;
-    const i64 column = ((i64)blockIdx.x * job.lanes + threadIdx.x % job.lanes) * AT_ONCE;
-    const bool held = column < job.width;
+template <class Term> __device__ bool add_columns(float (&sums)[AT_ONCE], const Params &params, i64 first, i64 end, Term term) {
+    const int below = threadIdx.x / params.lanes, rows = THREADS / params.lanes;
+    const i64 column = ((i64)blockIdx.x * params.lanes + threadIdx.x % params.lanes) * AT_ONCE;
+    const bool held = column < params.width;
 #pragma unroll
     for (int n = 0; n < AT_ONCE; n++) {
         sums[n] = 0.0f;
@@ -164,7 +164,7 @@ template <class Term> __device__ bool add_columns(float (&sums)[AT_ONCE], const 
         if (below < half) {
 #pragma unroll
             for (int n = 0; n < AT_ONCE; n++) {
-                sums[n] += shared[n * THREADS + threadIdx.x + half * job.lanes];
+                sums[n] += shared[n * THREADS + threadIdx.x + half * params.lanes];
             }
         }
     }
@@ -172,36 +172,36 @@ template <class Term> __device__ bool add_columns(float (&sums)[AT_ONCE], const 
 }
 
 // The gradient of the weight from one chunk of rows: the sum of d * x * inverse.
-extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_weight(const Job job) {
-    const i64 first = blockIdx.y * job.chunk, end = min(first + job.chunk, job.rows);
+extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_weight(const Params params) {
+    const i64 first = blockIdx.y * params.chunk, end = min(first + params.chunk, params.rows);
     float sums[AT_ONCE];
     const auto term = [&](float(&sums)[AT_ONCE], i64 row, i64 column) {
         float x[AT_ONCE], d[AT_ONCE];
-        read<X_TYPE>(x, job.x, row * job.x_stride + column);
-        read<X_TYPE>(d, job.d, row * job.d_stride + column);
-        const float inverse = job.inverse[row];
+        read<X_TYPE>(x, params.x, row * params.x_stride + column);
+        read<X_TYPE>(d, params.d, row * params.d_stride + column);
+        const float inverse = params.inverse[row];
 #pragma unroll
         for (int n = 0; n < AT_ONCE; n++) {
             sums[n] += d[n] * x[n] * inverse;
         }
     };
-    if (add_columns(sums, job, first, end, term)) {
-        write<F32>(job.sums, blockIdx.y * job.width + ((i64)blockIdx.x * job.lanes + threadIdx.x) * AT_ONCE, sums);
+    if (add_columns(sums, params, first, end, term)) {
+        write<F32>(params.sums, blockIdx.y * params.width + ((i64)blockIdx.x * params.lanes + threadIdx.x) * AT_ONCE, sums);
     }
 }
 
 // Sums the gradient of the weight over chunks; `rows` is their number.
-extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_weight_sum(const Job job) {
+extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_weight_sum(const Params params) {
     float sums[AT_ONCE];
     const auto term = [&](float(&sums)[AT_ONCE], i64 row, i64 column) {
         float part[AT_ONCE];
-        read<F32>(part, job.sums, row * job.width + column);
+        read<F32>(part, params.sums, row * params.width + column);
 #pragma unroll
         for (int n = 0; n < AT_ONCE; n++) {
             sums[n] += part[n];
         }
     };
-    if (add_columns(sums, job, 0, job.rows, term)) {
-        write<W_TYPE>(job.out, ((i64)blockIdx.x * job.lanes + threadIdx.x) * AT_ONCE, sums);
+    if (add_columns(sums, params, 0, params.rows, term)) {
+        write<W_TYPE>(params.out, ((i64)blockIdx.x * params.lanes + threadIdx.x) * AT_ONCE, sums);
     }
 }

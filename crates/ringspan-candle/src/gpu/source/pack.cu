@@ -2,7 +2,7 @@
 //   X_TYPE, W_TYPE   types of stored elements, F32 or BF16: of the main tensors, and of a second one that each kernel names
 //   AT_ONCE          numbers that a thread reads at once: as many of X_TYPE as 16 bytes hold, or 1 if rows are not aligned
 //   THREADS          threads of a block
-//   JOB_BYTES        size of Job on the host
+//   PARAMS_BYTES        size of Params on the host
 // Arithmetic between reads and writes is in f32.
 
 template <int TYPE> struct Bits {

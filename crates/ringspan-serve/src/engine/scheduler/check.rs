@@ -33,7 +33,7 @@ impl Scheduler {
         assert!(self.running.is_sorted_by_key(|sequence| sequence.arrival));
     }
 
-    /// The same for layers that see a window.
+    /// Checks the page counts of sliding-window layers in the same way.
     fn check_window(&self, pages: &Pages) {
         let mut holders: BTreeMap<(usize, u32), u32> = BTreeMap::new();
         for sequence in &self.running {

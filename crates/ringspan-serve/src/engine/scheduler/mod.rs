@@ -5,7 +5,7 @@
 //! waits while another reads the same beginning, and then finds it in the cache. A sequence holds pages for all of its tokens from its
 //! admission on; if a further page is missing, the youngest sequence is put back into the queue and computed again later, from its
 //! tokens. A sequence that generates may also compute drafts, guesses of its next tokens; they take pages only as long as there are
-//! some. In layers that see a window, a sequence holds the pages that its next tokens see, and those of the tokens that it computes next.
+//! some. In sliding-window layers, a sequence holds the pages that its next tokens see, and those of the tokens that it computes next.
 
 #[cfg(test)]
 mod check;

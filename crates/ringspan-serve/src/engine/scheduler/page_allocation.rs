@@ -7,7 +7,7 @@ use crate::engine::prefix_tree::AdapterSlot;
 use crate::engine::sequence::{CopiedFrom, PageTable, Sequence};
 
 impl Scheduler {
-    /// Gives every running sequence pages for all of its tokens, and in layers that see a window for those that it may compute next; if
+    /// Gives every running sequence pages for all of its tokens, and in sliding-window layers for those that it may compute next; if
     /// they do not suffice, the youngest sequences give theirs.
     pub(super) fn grow(&mut self) {
         let generating = self.running.iter().filter(|sequence| sequence.remaining() == 1).count();
@@ -107,7 +107,7 @@ impl Scheduler {
         false
     }
 
-    /// Whether the ranks have the pages that a sequence lacks for `tokens` tokens, and in layers that see a window for `window_tokens`, and
+    /// Whether the ranks have the pages that a sequence lacks for `tokens` tokens, and in sliding-window layers for `window_tokens`, and
     /// `spare` more each.
     fn has_room(&self, page_table: &PageTable, tokens: usize, window_tokens: usize, spare: usize) -> bool {
         let page = self.bounds.page;
@@ -124,7 +124,7 @@ impl Scheduler {
     }
 }
 
-/// Gives a sequence the pages that it lacks for `tokens` tokens, and in layers that see a window for `window_tokens`, as long as there
+/// Gives a sequence the pages that it lacks for `tokens` tokens, and in sliding-window layers for `window_tokens`, as long as there
 /// are some; returns whether it has all.
 fn extend(cache: &mut PrefixCache, page_table: &mut PageTable, tokens: usize, window_tokens: usize) -> bool {
     let page = cache.page();

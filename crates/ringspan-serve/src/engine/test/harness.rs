@@ -122,7 +122,7 @@ impl Harness {
         Self::with_window(ranks, pages, bounds, prefix_cache, None)
     }
 
-    /// With layers that see a window: the largest number of tokens before its own that a token sees there, and pages of these layers.
+    /// With sliding-window layers: the largest number of tokens before its own that a token sees there, and pages of these layers.
     pub(super) fn with_window(
         ranks: usize,
         pages: u32,

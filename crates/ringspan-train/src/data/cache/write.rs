@@ -275,7 +275,7 @@ fn read_masked_tokens(
     Ok(())
 }
 
-/// A writer that hashes what it writes, as [`Summed`](super::Summed) does on reading.
+/// A writer that hashes what it writes, as [`HashingReader`](super::HashingReader) does on reading.
 struct HashingWriter<'a, W> {
     to: &'a mut W,
     sum: Fingerprint,

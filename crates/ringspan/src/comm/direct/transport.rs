@@ -20,11 +20,11 @@ use std::time::{Duration, Instant};
 const EAGER: u32 = 2000;
 const PAUSE: Duration = Duration::from_micros(100);
 
-/// How long other ranks have to say what they do, once a wait has reached its deadline.
+/// How long other ranks have to report their operation, once a wait has reached its deadline.
 const QUESTION: Duration = Duration::from_secs(1);
 
-/// How long a rank that has finished, or returned its own error, still sends messages that it did not wait for: it must not
-/// wait for a rank that never receives them.
+/// How long a rank that has finished, or returned its own error, still sends messages that nothing waits for. The time
+/// is limited, because a rank may never receive them.
 const FAREWELL: Duration = Duration::from_secs(10);
 
 /// This rank's view of all ranks.

@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
-/// The watch is told of longer waits, so that other ranks can report what this rank does.
+/// Waits longer than this are reported to the watch, so that other ranks can say what this rank does.
 const WORTH_TELLING: Duration = Duration::from_millis(20);
 /// Number of polls without a pause; after that, the longest pause between two polls while nothing moves.
 const EAGER: u32 = 2000;

@@ -15,7 +15,7 @@ const PIECE: usize = 64 << 20;
 const HEADER: c_int = 1;
 const PAYLOAD: c_int = 2;
 
-/// Part of an error that cannot occur, because groups refuse such messages earlier.
+/// The text of an error that cannot occur, because groups refuse such messages earlier.
 const ELSEWHERE: &str = "a message in the memory of a device";
 
 /// The result of an MPI call, with the text of its error.

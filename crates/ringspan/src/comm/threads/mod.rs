@@ -1,8 +1,8 @@
 //! Ranks as threads of one process. The protocol is described in `comm/README.md`.
 
-mod link;
 mod round;
 mod shared;
+mod simulated_link;
 mod transport;
 
 use super::Communicator;
@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use transport::ThreadTransport;
 
-pub use link::Link;
+pub use simulated_link::SimulatedLink;
 
 /// Options for running ranks as threads.
 #[derive(Debug, Clone, Copy)]
@@ -27,7 +27,7 @@ pub struct Options {
     /// Stack size of a rank's thread in bytes. Candle's backward recurses once per operation.
     pub stack_bytes: usize,
     /// Simulated speed of messages; `None` passes them at once.
-    pub link: Option<Link>,
+    pub link: Option<SimulatedLink>,
 }
 
 impl Default for Options {
@@ -71,7 +71,9 @@ pub(crate) fn check(size: usize, options: &Options) -> Result<(), Error> {
     if size == 0 {
         return Err(Error::MeshSize { mesh: "threads".into(), needed: 1, ranks: 0 });
     }
-    if let Some(Link { bandwidth, .. }) = options.link.filter(|link| link.bandwidth.is_nan() || link.bandwidth <= 0.0) {
+    if let Some(SimulatedLink { bandwidth, .. }) =
+        options.link.filter(|link| link.bandwidth.is_nan() || link.bandwidth <= 0.0)
+    {
         let problem = format!("a link of {bandwidth} bytes a second carries nothing; it must be above 0");
         return Err(Error::Communicator { rank: 0, operation: "run".into(), problem });
     }

@@ -1,7 +1,7 @@
 //! The state that the ranks of one process share: messages, collectives in progress, and what each rank does.
 
-use super::link::{Link, SimulatedLinks};
 use super::round::Round;
+use super::simulated_link::{SimulatedLink, SimulatedLinks};
 use crate::comm::Buffer;
 use crate::comm::group::failure::Failure;
 use crate::comm::group::mailbox::{Address, GroupId, Mailbox};
@@ -57,7 +57,7 @@ pub(super) struct Shared {
 
 impl Shared {
     /// The state of ranks that have not done anything yet; `link` simulates the links between them.
-    pub(super) fn new(size: usize, link: Option<Link>) -> Self {
+    pub(super) fn new(size: usize, link: Option<SimulatedLink>) -> Self {
         let idle = Activity { state: RankState::Computes, since: Instant::now(), home: None, threads: false };
         Self {
             mailboxes: HashMap::new(),

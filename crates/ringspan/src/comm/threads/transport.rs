@@ -1,9 +1,9 @@
 //! The transport between threads of one process: waits for others, and wakes the ranks that a message or a failure
 //! concerns.
 
-use super::link::Link;
 use super::round::Round;
 use super::shared::{Awaited, Message, RankState, Shared};
+use super::simulated_link::SimulatedLink;
 use crate::comm::Buffer;
 use crate::comm::group::failure::Failure;
 use crate::comm::group::mailbox::{Address, Mailbox};
@@ -28,7 +28,7 @@ pub(super) struct ThreadTransport {
 }
 
 impl ThreadTransport {
-    pub(super) fn new(size: usize, deadline: Duration, link: Option<Link>) -> Self {
+    pub(super) fn new(size: usize, deadline: Duration, link: Option<SimulatedLink>) -> Self {
         Self {
             shared: Mutex::new(Shared::new(size, link)),
             changed: (0..size).map(|_| Condvar::new()).collect(),

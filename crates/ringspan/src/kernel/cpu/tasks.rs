@@ -16,11 +16,12 @@ pub(super) const ALONE: usize = 4;
 /// worker may still be at the head before.
 const SHARED_SLOTS: usize = 3;
 
-/// The tasks of the workers for one segment of the keys. In short segments a worker does whole heads, so that their keys and
-/// values stay in its cache: each worker has the same number of heads, and the remaining heads are shared. In longer segments
-/// all heads are shared: the workers pack the keys and values of the first head; then for each head they pack those of the
-/// next one and compute its queries while its own are in the cache. The chunks needed for computing were begun long before, by
-/// workers that are still at it, so waits are rare. None is for ever, since a task waits only for tasks that were taken before.
+/// The tasks of the workers for one segment of the keys. In short segments a worker does whole heads, so that their
+/// keys and values stay in its cache: each worker has the same number of heads, and the remaining heads are shared. In
+/// longer segments all heads are shared: the workers pack the keys and values of the first head; then for each head
+/// they pack those of the next one and compute its queries while its own are in the cache. The chunks that a task needs
+/// were begun long before by other workers, so waits are rare. No wait is endless, since a task waits only for tasks
+/// that were taken before it.
 ///
 /// Packed heads are in slots. Each worker has a slot for its whole heads, and shared heads take turns in others.
 pub(super) struct Tasks {

@@ -288,7 +288,7 @@ impl<'a> Plan<'a> {
     }
 }
 
-/// Computes which rows are in any of many ranges, in time that does not depend on the lengths of the ranges.
+/// Finds the rows that are in any of many ranges, in time that does not depend on the lengths of the ranges.
 struct Cover {
     /// For each row, the number of ranges that begin there, minus the number that end there.
     changes: Vec<i32>,

@@ -9,8 +9,8 @@ use super::matrix::{Element, Matrix};
 use super::panels::Panels;
 use std::ops::Range;
 
-/// A factor as lines of contiguous elements. Its *vectors* are the rows of a left factor, or the columns of a right factor;
-/// each has a *term* for every product in a sum.
+/// A factor of a product, as lines of contiguous elements. Its *vectors* are the rows of a left factor, or the columns
+/// of a right factor; each has a *term* for every product in a sum.
 #[derive(Clone, Copy)]
 pub(super) struct Lines<'a> {
     data: Data<'a>,

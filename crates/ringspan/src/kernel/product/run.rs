@@ -39,7 +39,8 @@ pub(super) fn product(code: Code, a: Lines, b: Lines, mut out: Output) {
     product_to(code, a, b, out.target());
 }
 
-/// The same where there are terms to sum: all elements of an output that is not added to are written, and none is read.
+/// Does [`product`] if there are terms to sum: all elements of an output that is not added to are written, and none is
+/// read.
 pub(super) fn product_to(code: Code, a: Lines, b: Lines, target: ProductOutput) {
     let (m, n, k) = (a.vectors, b.vectors, a.terms);
     if m == 0 || n == 0 {

@@ -1,6 +1,6 @@
 //! Vectors of 8 f32 with AVX2.
 
-use super::{Columns, Rows, Simd, exp2_slope};
+use super::{LeftOperand, RightOperand, Simd, exp2_slope};
 use std::arch::asm;
 use std::arch::x86_64::*;
 use std::mem::transmute_copy;
@@ -164,8 +164,8 @@ impl Simd for Avx2 {
     unsafe fn multiply<const R: usize, const V: usize>(
         self,
         depth: usize,
-        a: Rows,
-        b: Columns,
+        a: LeftOperand,
+        b: RightOperand,
         sums: [[__m256; V]; R],
     ) -> [[__m256; V]; R] {
         if (R, V) != (4, 3) || depth == 0 {
@@ -186,7 +186,7 @@ impl Simd for Avx2 {
 /// As for [`Simd::multiply`].
 #[inline]
 #[target_feature(enable = "avx2,fma")]
-unsafe fn multiply_4x3(depth: usize, a: Rows, b: Columns, sums: [[__m256; 3]; 4]) -> [[__m256; 3]; 4] {
+unsafe fn multiply_4x3(depth: usize, a: LeftOperand, b: RightOperand, sums: [[__m256; 3]; 4]) -> [[__m256; 3]; 4] {
     let [
         [mut s00, mut s01, mut s02],
         [mut s10, mut s11, mut s12],

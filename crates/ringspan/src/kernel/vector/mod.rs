@@ -101,8 +101,8 @@ pub(super) trait Simd: Copy {
     unsafe fn multiply<const R: usize, const V: usize>(
         self,
         depth: usize,
-        a: Rows,
-        b: Columns,
+        a: LeftOperand,
+        b: RightOperand,
         sums: [[Self::V; V]; R],
     ) -> [[Self::V; V]; R] {
         // SAFETY: the contract of the caller.
@@ -112,7 +112,7 @@ pub(super) trait Simd: Copy {
 
 /// The left operand of a product: numbers, or pairs of bf16, that are broadcast.
 #[derive(Clone, Copy)]
-pub(super) struct Rows {
+pub(super) struct LeftOperand {
     pub(super) data: *const f32,
     /// Elements from one row to the next.
     pub(super) row: usize,
@@ -122,7 +122,7 @@ pub(super) struct Rows {
 
 /// The right operand of a product: vectors of columns, of numbers or pairs of bf16.
 #[derive(Clone, Copy)]
-pub(super) struct Columns {
+pub(super) struct RightOperand {
     pub(super) data: *const f32,
     /// Elements from one term of the sums to the next.
     pub(super) step: usize,
@@ -136,8 +136,8 @@ pub(super) struct Columns {
 unsafe fn multiply<S: Simd, const R: usize, const V: usize>(
     simd: S,
     depth: usize,
-    mut a: Rows,
-    mut b: Columns,
+    mut a: LeftOperand,
+    mut b: RightOperand,
     mut sums: [[S::V; V]; R],
 ) -> [[S::V; V]; R] {
     for _ in 0..depth {

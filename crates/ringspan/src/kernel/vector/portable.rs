@@ -1,6 +1,6 @@
-//! Vectors as arrays, for any machine; the compiler makes vector instructions of them.
+//! Vectors as arrays, for any machine; the compiler turns loops over them into vector instructions.
 
-use super::{Columns, EXP2, Rows, Simd, multiply};
+use super::{EXP2, LeftOperand, RightOperand, Simd, multiply};
 use std::hint::black_box;
 
 /// Number of vectors of columns in a product of four rows. On x86-64 it fits the registers if each product needs one before
@@ -148,8 +148,8 @@ impl<const N: usize> Simd for Portable<N> {
     unsafe fn multiply<const R: usize, const V: usize>(
         self,
         depth: usize,
-        a: Rows,
-        b: Columns,
+        a: LeftOperand,
+        b: RightOperand,
         sums: [[Self::V; V]; R],
     ) -> [[Self::V; V]; R] {
         // `black_box` separates the loop from the code after it: compiled together, it used vectors that mix the numbers of

@@ -1,4 +1,4 @@
-//! The panel next to the square: what every ring rank holds, and what it computes and sends in each step.
+//! Draws the panel next to the square: the tokens of every ring rank, and its computations and transfers in each step.
 
 use super::svg::{Anchor, INK, LINE, MUTED, Svg, UNSEEN, colours};
 use super::{Point, digits, grouped, unit};

@@ -46,7 +46,7 @@ impl<'a> Square<'a> {
         svg.upwards((x - STRIP.0 - STRIP.1 - 9.0, y + height / 2.0), 12.0, MUTED, "queries");
     }
 
-    /// Draws, behind the bands, lines at which another rank's tokens or another document begins.
+    /// Draws, below the bands, lines at which another rank's tokens or another document begins.
     fn lines(&self, svg: &mut Svg) {
         let (x, y) = self.origin;
         let (rows, columns) = (self.size.0 as f64 * self.scale, self.size.1 as f64 * self.scale);

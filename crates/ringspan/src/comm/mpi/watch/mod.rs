@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 
 /// Time between two heartbeats.
 const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(500);
-/// If this process gives a heartbeat later than this after the previous one, it was stopped or starved of CPU time.
+/// If this process sends a heartbeat later than this after the previous one, it was stopped or starved of CPU time.
 const LATE_HEARTBEAT: Duration = Duration::from_millis(1500);
 /// Longest wait for an answer about another rank.
 const ANSWER: Duration = Duration::from_secs(1);
@@ -40,7 +40,7 @@ struct RankActivity {
     /// The ranks that it waits for.
     waits_for: Vec<usize>,
     since: Instant,
-    /// The time at which the rank was last heard to be at it. A rank that is stopped may have gone on since.
+    /// When the rank last reported this operation. A rank that is stopped may have gone on since.
     heard: Instant,
 }
 
@@ -50,8 +50,8 @@ impl RankActivity {
         Self { operation, waits_for, since: now, heard: now }
     }
 
-    /// Whether the rank has waited for [`STUCK`] by its own words, and has said so just now. Two such ranks have waited at
-    /// the same time: their waits are longer than the time since their words.
+    /// Whether the rank's last report is recent and says that it has waited for [`STUCK`]. Two ranks for which this is
+    /// true have waited at the same time, since each wait is longer than the age of its report.
     fn stuck(&self) -> bool {
         let waited = self.heard.saturating_duration_since(self.since);
         !self.waits_for.is_empty() && waited > STUCK && self.heard.elapsed() < LATE_HEARTBEAT
@@ -241,14 +241,14 @@ impl Watch {
         }
     }
 
-    /// Whether this process itself did not run for a while: then the others' silence proves nothing yet. So a job that is
-    /// suspended as a whole can go on.
+    /// Whether this process itself did not run for a while, so that the silence of others proves nothing yet. Therefore
+    /// a job that is suspended as a whole can go on.
     fn was_stopped(&self) -> bool {
         let known = self.known();
         known.last_heartbeat.elapsed() > LATE_HEARTBEAT || known.late.is_some_and(|late| late.elapsed() < self.silence)
     }
 
-    /// Gives heartbeats, and ends the process if its rank makes no call for some time after a failure.
+    /// Sends heartbeats, and ends the process if its rank makes no call for some time after a failure.
     fn send_heartbeats(&self) {
         let last_look = self.silence / 2;
         loop {

@@ -52,7 +52,7 @@ pub(crate) struct TilePart {
 /// The arguments of attention kernels. Pointers are addresses on the GPU.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Job {
+pub(crate) struct AttentionParams {
     pub(crate) q: View,
     pub(crate) k: View,
     pub(crate) v: View,
@@ -96,7 +96,7 @@ pub(crate) struct Job {
 /// The arguments of the kernels in `source/memory.cu`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Move {
+pub(crate) struct MemoryParams {
     pub(crate) from: u64,
     pub(crate) to: u64,
     pub(crate) rows: u64,
@@ -113,9 +113,9 @@ pub(crate) struct Move {
 }
 
 // SAFETY: the fields are plain numbers, laid out as in C.
-unsafe impl cudarc::driver::DeviceRepr for Job {}
+unsafe impl cudarc::driver::DeviceRepr for AttentionParams {}
 // SAFETY: as above.
-unsafe impl cudarc::driver::DeviceRepr for Move {}
+unsafe impl cudarc::driver::DeviceRepr for MemoryParams {}
 // SAFETY: as above.
 unsafe impl cudarc::driver::DeviceRepr for Tile {}
 // SAFETY: as above.

@@ -11,8 +11,8 @@ use ringspan::Kernel;
 use ringspan::kernel::{Data, Floats, View};
 
 /// The elements of a tensor, f32 or bf16, borrowed by a kernel. Work that is started on the tensor's stream after the end of
-/// a loan runs after the kernels that read it.
-pub(crate) struct Loan<'a> {
+/// the borrow runs after the kernels that read it.
+pub(crate) struct BorrowedTensor<'a> {
     elements: Elements<'a>,
     layout: &'a Layout,
 }
@@ -25,7 +25,7 @@ enum Elements<'a> {
 /// Whether `kernel` reads tensors of this device in place. Others are copied to CPU memory first.
 pub(crate) fn stays(kernel: &Kernel, device: &Device) -> bool {
     if device.is_cuda() {
-        // For a tensor on another GPU, making the loan returns the error.
+        // For a tensor on another GPU, borrowing it returns the error.
         return Gpu::of(kernel).is_some();
     }
     device.is_cpu()
@@ -42,7 +42,7 @@ pub(crate) fn readable(kernel: &Kernel, tensor: &Tensor) -> Result<Tensor> {
     }
 }
 
-impl<'a> Loan<'a> {
+impl<'a> BorrowedTensor<'a> {
     /// Borrows a tensor that [`readable`] returned, given by its storage.
     pub(crate) fn new(kernel: &Kernel, storage: &'a Storage, layout: &'a Layout) -> Result<Self> {
         match storage {

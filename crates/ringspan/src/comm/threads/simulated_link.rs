@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 /// link, a message arrives when earlier messages between the two ranks and its own bytes have been transferred, plus the
 /// latency.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Link {
+pub struct SimulatedLink {
     /// Bytes per second, above 0.
     pub bandwidth: f64,
     /// Time from sending the last byte to its arrival.
@@ -19,13 +19,13 @@ pub struct Link {
 /// The links between all pairs of ranks.
 #[derive(Debug)]
 pub(super) struct SimulatedLinks {
-    link: Link,
+    link: SimulatedLink,
     /// For each pair of sender and receiver, the time at which its link is free again.
     free: HashMap<(usize, usize), Instant>,
 }
 
 impl SimulatedLinks {
-    pub(super) fn new(link: Link) -> Self {
+    pub(super) fn new(link: SimulatedLink) -> Self {
         Self { link, free: HashMap::new() }
     }
 
@@ -50,7 +50,7 @@ mod tests {
     #[test]
     fn messages_of_a_link_follow_each_other_and_links_do_not_wait_for_each_other() {
         let ms = Duration::from_millis;
-        let mut wires = SimulatedLinks::new(Link { bandwidth: 1000.0, latency: ms(5) });
+        let mut wires = SimulatedLinks::new(SimulatedLink { bandwidth: 1000.0, latency: ms(5) });
         let now = Instant::now();
         assert_eq!(wires.arrival(0, 1, 100, now), now + ms(105));
         assert_eq!(wires.arrival(0, 1, 50, now), now + ms(155));

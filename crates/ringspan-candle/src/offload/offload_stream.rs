@@ -13,7 +13,7 @@ use half::bf16;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The stream of copies, and the pinned buffers.
-pub(super) struct Mover {
+pub(super) struct OffloadStream {
     device: CudaDevice,
     copies: Arc<CudaStream>,
     buffers: Mutex<Buffers>,
@@ -49,7 +49,7 @@ impl Buffers {
 
 /// A tensor that is being copied to the CPU, is there, is being copied back, or is back.
 pub(super) struct OffloadTransfer {
-    mover: Arc<Mover>,
+    stream: Arc<OffloadStream>,
     shape: Shape,
     dtype: DType,
     /// The buffer on the CPU; `None` once the tensor is being copied back.
@@ -58,7 +58,7 @@ pub(super) struct OffloadTransfer {
     there: Option<(Tensor, CudaEvent)>,
 }
 
-impl Mover {
+impl OffloadStream {
     pub(super) fn new(device: &CudaDevice) -> Result<Self> {
         let copies = device.cuda_stream().context().new_stream().map_err(failed("make a stream"))?;
         Ok(Self { device: device.clone(), copies, buffers: Mutex::default() })
@@ -79,7 +79,7 @@ impl Mover {
         let (storage, layout) = tensor.storage_and_layout();
         let storage = operand::on_gpu(&storage)?;
         let Some((start, end)) = layout.contiguous_offsets() else {
-            bail!("what layers keep is contiguous, given strides {:?}", layout.stride());
+            bail!("only contiguous activations can be offloaded, given strides {:?}", layout.stride());
         };
         let mut buffer = self.take((end - start) * storage.dtype().size_in_bytes())?;
         let memory = &mut buffer.memory;
@@ -87,7 +87,7 @@ impl Mover {
         let mut start_copy = || match storage.dtype() {
             DType::F32 => memory.copy_from(0, &storage.as_cuda_slice::<f32>()?.slice(start..end), &self.copies),
             DType::BF16 => memory.copy_from(0, &storage.as_cuda_slice::<bf16>()?.slice(start..end), &self.copies),
-            other => bail!("layers keep F32 and BF16 on GPUs, given {other:?}"),
+            other => bail!("only F32 and BF16 activations can be offloaded, given {other:?}"),
         };
         let copied = start_copy();
         let end = match copied.and_then(|()| self.end()) {
@@ -98,7 +98,7 @@ impl Mover {
             }
         };
         Ok(OffloadTransfer {
-            mover: self.clone(),
+            stream: self.clone(),
             shape: layout.shape().clone(),
             dtype: storage.dtype(),
             buffer: Some(buffer),
@@ -128,7 +128,7 @@ impl Mover {
         let memory = match Pinned::new(self.device.cuda_stream().context(), bytes) {
             Ok(memory) => memory,
             Err(error) => bail!(
-                "activations wait in memory of the CPU: {bytes} bytes beside the {} that are held cannot be pinned there: {error}",
+                "cannot allocate {bytes} more bytes of pinned CPU memory for offloaded activations beside the {} in use: {error}",
                 buffers.held
             ),
         };
@@ -156,7 +156,7 @@ impl Mover {
     }
 }
 
-impl Drop for Mover {
+impl Drop for OffloadStream {
     fn drop(&mut self) {
         self.settle();
     }
@@ -174,7 +174,7 @@ impl OffloadTransfer {
     /// Candle's stream, which frees the memory, waits for the copy first.
     fn leave(&mut self) -> Result<()> {
         let Some((tensor, end)) = self.there.take() else { return Ok(()) };
-        let ordered = self.mover.device.cuda_stream().wait(&end).map_err(failed("order streams"));
+        let ordered = self.stream.device.cuda_stream().wait(&end).map_err(failed("order streams"));
         drop(tensor);
         ordered
     }
@@ -184,14 +184,16 @@ impl OffloadTransfer {
         if self.there.is_some() {
             return Ok(());
         }
-        let Some(mut buffer) = self.buffer.take() else { bail!("what a layer kept was lost with an earlier failure") };
+        let Some(mut buffer) = self.buffer.take() else {
+            bail!("an offloaded activation was lost in an earlier failure")
+        };
         let count = self.shape.elem_count();
         let copied = match self.dtype {
-            DType::BF16 => self.mover.copy_back::<bf16>(&mut buffer, count),
-            _ => self.mover.copy_back::<f32>(&mut buffer, count),
+            DType::BF16 => self.stream.copy_back::<bf16>(&mut buffer, count),
+            _ => self.stream.copy_back::<f32>(&mut buffer, count),
         };
-        self.mover.give_back(buffer);
-        let end = self.mover.end()?;
+        self.stream.give_back(buffer);
+        let end = self.stream.end()?;
         self.there = Some((operand::tensor(copied?, &self.shape), end));
         Ok(())
     }
@@ -199,9 +201,9 @@ impl OffloadTransfer {
     /// The tensor, ready to be read on candle's stream.
     pub(super) fn tensor(&mut self) -> Result<Tensor> {
         self.fetch()?;
-        let Some((tensor, end)) = &self.there else { bail!("what a layer kept was lost with an earlier failure") };
+        let Some((tensor, end)) = &self.there else { bail!("an offloaded activation was lost in an earlier failure") };
         if self.buffer.is_none() {
-            self.mover.device.cuda_stream().wait(end).map_err(failed("order streams"))?;
+            self.stream.device.cuda_stream().wait(end).map_err(failed("order streams"))?;
         }
         Ok(tensor.clone())
     }
@@ -212,7 +214,7 @@ impl Drop for OffloadTransfer {
         // A failure of the device is reported by the next call.
         let _ = self.leave();
         if let Some(buffer) = self.buffer.take() {
-            self.mover.give_back(buffer);
+            self.stream.give_back(buffer);
         }
     }
 }
@@ -223,8 +225,8 @@ mod tests {
     use crate::pinned::test::{is_late, unwatched};
     use candle_core::Device;
 
-    fn mover(device: &Device) -> Arc<Mover> {
-        Arc::new(device.as_cuda_device().and_then(Mover::new).expect("a stream"))
+    fn stream(device: &Device) -> Arc<OffloadStream> {
+        Arc::new(device.as_cuda_device().and_then(OffloadStream::new).expect("a stream"))
     }
 
     fn numbers(device: &Device, count: usize) -> Tensor {
@@ -235,17 +237,17 @@ mod tests {
     #[test]
     fn streams_are_ordered_by_what_is_said_here() -> Result<()> {
         let Some(device) = unwatched() else { return Ok(()) };
-        let mover = mover(&device);
+        let stream = stream(&device);
         for count in [1, 1000, 5000] {
             // The second tensor takes over the buffer of the first.
             for first in [false, true] {
                 // With `first`, copies run before all work that they were not told to wait for.
                 let come = || {
                     if first {
-                        mover.settle()
+                        stream.settle()
                     }
                 };
-                let mut moving = mover.send(&numbers(&device, count))?;
+                let mut moving = stream.send(&numbers(&device, count))?;
                 come();
                 moving.free_gpu_memory()?;
                 let other = numbers(&device, count + 1);
@@ -257,10 +259,10 @@ mod tests {
                 assert_eq!(back.to_vec1::<f32>()?, wanted);
             }
             // A tensor that was not freed on the GPU is not copied back either.
-            let mut moving = mover.send(&numbers(&device, count))?;
+            let mut moving = stream.send(&numbers(&device, count))?;
             moving.fetch()?;
             assert_eq!(moving.tensor()?.to_vec1::<f32>()?, numbers(&device, count).to_vec1::<f32>()?);
-            drop(mover.send(&numbers(&device, count))?);
+            drop(stream.send(&numbers(&device, count))?);
         }
         Ok(())
     }
@@ -269,9 +271,9 @@ mod tests {
     #[test]
     fn work_on_the_gpu_waits_for_no_copy() -> Result<()> {
         let Some(device) = unwatched().filter(is_late) else { return Ok(()) };
-        let mover = mover(&device);
+        let stream = stream(&device);
         let under_way = |moving: &OffloadTransfer| moving.there.as_ref().is_some_and(|(_, end)| !end.is_complete());
-        let mut moving = mover.send(&numbers(&device, 3000))?;
+        let mut moving = stream.send(&numbers(&device, 3000))?;
         let computed = numbers(&device, 10).to_vec1::<f32>()?;
         assert!(under_way(&moving), "a copy to the CPU held up {} numbers", computed.len());
         moving.free_gpu_memory()?;

@@ -1,7 +1,7 @@
 //! A rank's operations on GPU tensors besides attention: copies, messages, sums, softmax states.
 
 use crate::cuda::{Cuda, count};
-use crate::job::Move;
+use crate::kernel_params::MemoryParams;
 use crate::options::Options;
 use cudarc::driver::{CudaSlice, result};
 use ringspan::Result;
@@ -84,8 +84,9 @@ impl Cuda {
     }
 
     fn fill(&self, mut to: DeviceSliceMut, value: f32) -> Result<()> {
-        let job = Move { to: self.write(&mut to)?, count: to.len() as i64, value, ..Move::default() };
-        self.launch_move((DType::F32, DType::F32), "fill", &job, to.len())
+        let params =
+            MemoryParams { to: self.write(&mut to)?, count: to.len() as i64, value, ..MemoryParams::default() };
+        self.launch_memory((DType::F32, DType::F32), "fill", &params, to.len())
     }
 
     /// Packs slices of tensors one after the other, converted to one type.
@@ -97,16 +98,16 @@ impl Cuda {
             let TensorSlice { view, heads, rows } = slice;
             let from = self.tensor(view)? + (heads.start * view.head_stride * view.data.dtype().width()) as u64;
             let list = self.rows(rows)?;
-            let job = Move {
+            let params = MemoryParams {
                 from,
                 to: at,
                 width: (heads.len() * view.dim) as i64,
                 dim: view.dim as i64,
                 row_stride: view.token_stride as i64,
                 head_stride: view.head_stride as i64,
-                ..list.job(self)
+                ..list.params(self)
             };
-            self.launch_move((view.data.dtype(), to), "pack", &job, slice.len())?;
+            self.launch_memory((view.data.dtype(), to), "pack", &params, slice.len())?;
             at += (slice.len() * to.width()) as u64;
         }
         Ok(packed)
@@ -131,27 +132,27 @@ impl Cuda {
     /// Adds consecutive rows to the rows of `place`.
     pub(crate) fn add(&self, mut sum: DeviceSliceMut, place: &RowTarget, values: DeviceSlice) -> Result<()> {
         let list = self.rows(place.rows)?;
-        let job = Move {
+        let params = MemoryParams {
             from: self.read(values)?,
             to: self.write(&mut sum)? + 4 * place.offset as u64,
             width: place.width as i64,
             row_stride: place.stride as i64,
-            ..list.job(self)
+            ..list.params(self)
         };
-        self.launch_move((DType::F32, DType::F32), "add", &job, place.len())
+        self.launch_memory((DType::F32, DType::F32), "add", &params, place.len())
     }
 
     /// Transposes a matrix from `[rows, columns]` to `[columns, rows]`.
     pub(crate) fn transpose(&self, values: DeviceSlice, rows: usize, columns: usize) -> Result<DeviceArray> {
         let mut array = self.array(DType::F32, rows * columns)?;
-        let job = Move {
+        let params = MemoryParams {
             from: self.read(values)?,
             to: self.write(&mut array.all_mut())?,
             count: rows as i64,
             width: columns as i64,
-            ..Move::default()
+            ..MemoryParams::default()
         };
-        self.launch_move((DType::F32, DType::F32), "transpose", &job, rows * columns)?;
+        self.launch_memory((DType::F32, DType::F32), "transpose", &params, rows * columns)?;
         Ok(array)
     }
 
@@ -160,8 +161,8 @@ impl Cuda {
         let (rows, mut state) = (shape.rows(), self.filled(shape.len(), 0.0)?);
         let (_, mut statistics) = state.split_at_mut(rows * shape.v_dim);
         let at = self.write(&mut statistics)?;
-        let job = Move { to: at, count: rows as i64, value: f32::NEG_INFINITY, ..Move::default() };
-        self.launch_move((DType::F32, DType::F32), "fill", &job, rows)?;
+        let params = MemoryParams { to: at, count: rows as i64, value: f32::NEG_INFINITY, ..MemoryParams::default() };
+        self.launch_memory((DType::F32, DType::F32), "fill", &params, rows)?;
         Ok(state)
     }
 
@@ -172,15 +173,15 @@ impl Cuda {
         StateShape { tokens, heads, v_dim }: StateShape,
         message: DeviceSlice,
     ) -> Result<()> {
-        let job = Move {
+        let params = MemoryParams {
             from: self.read(message)?,
             to: self.write(&mut state.all_mut())?,
             width: v_dim as i64,
             tokens: tokens as i64,
             heads: heads as i64,
-            ..Move::default()
+            ..MemoryParams::default()
         };
-        self.launch_move((DType::F32, DType::F32), "merge", &job, tokens * heads * LANES)
+        self.launch_memory((DType::F32, DType::F32), "merge", &params, tokens * heads * LANES)
     }
 
     /// Finishes a state: divides the output by the sums, and returns output and statistics.
@@ -191,15 +192,15 @@ impl Cuda {
         sinks: Option<&[f32]>,
     ) -> Result<(DeviceArray, Statistics<DeviceArray>)> {
         let (rows, sinks) = (tokens * heads, sinks.map(|sinks| self.upload_all(sinks)).transpose()?);
-        let job = Move {
+        let params = MemoryParams {
             to: self.write(&mut state.all_mut())?,
             sinks: sinks.as_ref().map_or(0, |sinks| self.at(sinks)),
             width: v_dim as i64,
             tokens: tokens as i64,
             heads: heads as i64,
-            ..Move::default()
+            ..MemoryParams::default()
         };
-        self.launch_move((DType::F32, DType::F32), "finish", &job, rows * LANES)?;
+        self.launch_memory((DType::F32, DType::F32), "finish", &params, rows * LANES)?;
         let statistic = |number: usize| state.part(rows * (v_dim + number)..rows * (v_dim + number + 1));
         Ok((state.part(0..rows * v_dim), Statistics { max: statistic(0), sum: statistic(1) }))
     }
@@ -221,13 +222,19 @@ impl Cuda {
     }
 
     /// Starts a kernel of `source/memory.cu` with `threads` threads, if there are any.
-    fn launch_move(&self, (from, to): (DType, DType), name: &'static str, job: &Move, threads: usize) -> Result<()> {
+    fn launch_memory(
+        &self,
+        (from, to): (DType, DType),
+        name: &'static str,
+        params: &MemoryParams,
+        threads: usize,
+    ) -> Result<()> {
         if threads == 0 {
             return Ok(());
         }
         let options = Options::memory(from, to);
         let blocks = count(threads.div_ceil(options.threads), "blocks of threads")?;
-        self.launch(&options, name, job, (blocks, 1))
+        self.launch(&options, name, params, (blocks, 1))
     }
 }
 
@@ -238,12 +245,12 @@ struct RowList {
 }
 
 impl RowList {
-    fn job(&self, cuda: &Cuda) -> Move {
-        Move {
+    fn params(&self, cuda: &Cuda) -> MemoryParams {
+        MemoryParams {
             rows: self.list.as_ref().map_or(0, |list| cuda.at(list)),
             first: self.first as i64,
             count: self.count as i64,
-            ..Move::default()
+            ..MemoryParams::default()
         }
     }
 }
