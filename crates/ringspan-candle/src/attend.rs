@@ -4,6 +4,7 @@ pub use crate::attention::AttentionInputs;
 use crate::attention::SavedAttention;
 use crate::dropout::InputDropout;
 use crate::experts::Experts;
+use crate::replicated_rows::ReplicatedRows;
 use crate::rope::Rotations;
 use crate::tensor_parallel::TensorParallel;
 use candle_core::{Result, Tensor};
@@ -57,6 +58,12 @@ pub trait Attend {
     /// The tensor-parallel group. A wrapper around another `Attend` returns the group of that one; without tensor parallelism
     /// it is [`NO_TENSOR_PARALLEL`](crate::tensor_parallel::NO_TENSOR_PARALLEL).
     fn tensor_parallel(&self) -> &TensorParallel;
+
+    /// The ranks that all have the rows of this call, and so may share the computation of linear layers; `None` if each rank has rows
+    /// of its own.
+    fn replicated_rows(&self) -> Option<&ReplicatedRows> {
+        None
+    }
 
     /// The dropout of layer inputs; `None` outside training. There is no default implementation, so that a wrapper cannot
     /// forget to pass it on: a model would then train without dropout, and nobody would notice.

@@ -141,6 +141,10 @@ impl CustomOp1 for AllGather {
 
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let all = on_cpu::gather(&*self.comm, message(storage, layout)?)?;
+        let expected: usize = elements(layout.dims(), &self.counts).iter().sum();
+        if on_cpu::count(&all) != expected {
+            bail!("all_gather: expected {expected} elements of all ranks, received {}", on_cpu::count(&all));
+        }
         Ok((all, with_rows(layout.shape(), self.counts.iter().sum())))
     }
 

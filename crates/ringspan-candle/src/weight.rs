@@ -134,6 +134,18 @@ impl Weight {
         }
     }
 
+    /// A range of the matrix's rows, which shares the values.
+    ///
+    /// # Errors
+    /// A range beyond the rows, and a stack of matrices.
+    pub(crate) fn row_range(&self, range: Range<usize>) -> Result<Self> {
+        match self {
+            Self::Dense(tensor) => Ok(Self::Dense(tensor.narrow(0, range.start, range.len())?)),
+            Self::Quantized(matrix) => Ok(Self::Quantized(matrix.rows(range)?)),
+            Self::Stack(_) => self.one_matrix(),
+        }
+    }
+
     /// The same values without the graph that computed them.
     #[must_use]
     pub fn detach(&self) -> Self {

@@ -3,7 +3,10 @@
 //!
 //! Run `cargo bench -p ringspan-serve --bench paged`. Arguments change the settings: `dtype=bf16`, `ranks=2`, `threads=1` (a
 //! rank), `prompt=4096`, `chunk=1024`, `page=16`, `depths=0,4096,16384`, `streams=1,16`, `tokens=16`, `vocabulary=262144`,
-//! `kv=f32|bf16|q8_0`, `generate=yes`.
+//! `kv=f32|bf16|q8_0`, `share=no`, `logits=no`, `model=FILE.gguf`, `generate=yes`.
+//!
+//! With `share=no`, each rank computes every linear layer of decoded tokens, as it does while a prompt waits. With `logits=no`, only the
+//! layers are timed: here rank 0 computes all logits, which ranks of a server share.
 //!
 //! At a depth, the cache holds zeros, which take as long to read as any other keys. With `generate=yes`, the same prompt is read,
 //! and tokens are generated, by `generate` with its contiguous cache.
@@ -11,7 +14,7 @@
 use candle_core::DType;
 use ringspan::Group;
 use ringspan_candle::{Devices, Weight};
-use ringspan_models::{Config, Decoder};
+use ringspan_models::{Config, Decoder, ModelSource};
 use ringspan_serve::engine::step::{Outputs, Step, StepSequence, WindowPages};
 use ringspan_serve::paged::{KvDtype, PagedCache, execute};
 use ringspan_serve::{Mesh, Model, Options, Result, Sampling, generate};
@@ -32,6 +35,9 @@ struct Settings {
     streams: Vec<usize>,
     tokens: usize,
     vocabulary: usize,
+    shares_layers: bool,
+    logits: bool,
+    model: Option<String>,
     generate: bool,
 }
 
@@ -58,11 +64,19 @@ impl Settings {
             streams: list("streams", "1,16"),
             tokens: number("tokens", 16).max(1),
             vocabulary: number("vocabulary", 262_144),
+            shares_layers: word("share").as_deref() != Some("no"),
+            logits: word("logits").as_deref() != Some("no"),
+            model: word("model"),
             generate: word("generate").as_deref() == Some("yes"),
         }
     }
 
     fn model(&self) -> Result<Model> {
+        if let Some(file) = &self.model {
+            let ModelSource::Model(base) = ModelSource::at(file.as_ref())? else { panic!("{file} is an adapter") };
+            let (config, weights) = base.load_stored()?;
+            return Model::new(Decoder::new(config)?, weights);
+        }
         let config = serde_json::json!({
             "model_type": "gemma3_text", "vocab_size": self.vocabulary, "hidden_size": 640, "intermediate_size": 2048,
             "num_hidden_layers": 18, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
@@ -79,10 +93,17 @@ impl Settings {
 }
 
 /// Computes a step, and the logits of its outputs on rank 0 as a server needs them.
-fn step(group: &Arc<Group>, model: &Model, cache: &mut PagedCache, sequences: Vec<StepSequence>) -> Result<Duration> {
+fn step(
+    settings: &Settings,
+    group: &Arc<Group>,
+    model: &Model,
+    cache: &mut PagedCache,
+    sequences: Vec<StepSequence>,
+) -> Result<Duration> {
     let began = Instant::now();
-    let hidden = execute(&group.clone().into(), model, cache, &Step { copies: Vec::new(), sequences })?;
-    if let Some(hidden) = hidden {
+    let step = Step { sequences, shares_layers: settings.shares_layers, ..Step::default() };
+    let hidden = execute(&group.clone().into(), model, cache, &step)?;
+    if let Some(hidden) = hidden.filter(|_| settings.logits) {
         let normed = model.decoder().norm(model.weights(group.rank()), &hidden)?;
         let logits = model.decoder().model().head().logits(&normed, model.weights(group.rank()))?;
         std::hint::black_box(logits.dims());
@@ -111,7 +132,7 @@ fn rank(settings: &Settings, model: &Model, group: &Arc<Group>) -> Result<Vec<St
         let pages = pages(settings, 0, 1, end);
         let window = WindowPages { first: 0, pages: pages.clone() };
         let sequence = StepSequence { start, tokens, pages, window, outputs };
-        time += step(group, model, &mut cache, vec![sequence])?;
+        time += step(settings, group, model, &mut cache, vec![sequence])?;
     }
     let speed = settings.prompt as f64 / time.as_secs_f64();
     lines.push(format!("prefill of {} tokens: {speed:8.1} tokens/s", settings.prompt));
@@ -126,7 +147,7 @@ fn rank(settings: &Settings, model: &Model, group: &Arc<Group>) -> Result<Vec<St
                     window: WindowPages { first: 0, pages: pages(settings, number, *streams, position + 1) },
                     outputs: Outputs::Last,
                 };
-                let step = step(group, model, &mut cache, (0..*streams).map(sequence).collect())?;
+                let step = step(settings, group, model, &mut cache, (0..*streams).map(sequence).collect())?;
                 (shortest, time) = (shortest.min(step), time + step);
             }
             let speed = |time: Duration| *streams as f64 / time.as_secs_f64();

@@ -7,6 +7,9 @@ pub struct Step {
     pub copies: Vec<PageCopy>,
     /// The sequences with new tokens.
     pub sequences: Vec<StepSequence>,
+    /// Whether context-parallel ranks, all of which have the rows of sequences that are decoded, may share linear layers: each computes
+    /// a part of the outputs. A step with a chunk of a prompt cannot.
+    pub shares_layers: bool,
 }
 
 /// New tokens of a sequence.

@@ -38,7 +38,7 @@ fn peak_without_cache(model: &Model, ranks: usize, context: usize) -> usize {
     let tokens = (0..CHUNK as u32).map(|token| token % 97).collect();
     let window = WindowPages { first: 0, pages: pages.clone() };
     let sequence = StepSequence { start: context, tokens, pages, window, outputs: Outputs::Last };
-    let step = Step { copies: Vec::new(), sequences: vec![sequence] };
+    let step = Step { sequences: vec![sequence], ..Step::default() };
     let cached = mesh
         .run(|group| {
             let groups = Groups::from(group.clone());

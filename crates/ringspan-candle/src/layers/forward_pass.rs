@@ -4,6 +4,7 @@ use crate::activation_store::ActivationStore;
 use crate::attend::Attend;
 use crate::lora::Adapters;
 use crate::parameters::StoredWeights;
+use crate::replicated_rows::ReplicatedRows;
 use crate::weight::Weight;
 use candle_core::{Result, Tensor, bail};
 
@@ -75,6 +76,11 @@ impl<'a> ForwardPass<'a> {
             0 => Ok(x.clone()),
             _ => self.attend.tensor_parallel().reduce(x),
         }
+    }
+
+    /// The ranks that have the rows of this pass and share linear layers. Nothing is stored for gradients in such a pass.
+    pub(crate) fn replicated_rows(&self) -> Option<&'a ReplicatedRows> {
+        self.attend.replicated_rows().filter(|_| self.store.is_none())
     }
 
     /// Whether the layer is being recomputed for its gradients.

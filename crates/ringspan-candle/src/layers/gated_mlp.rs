@@ -103,6 +103,9 @@ impl GatedMlp {
             return Ok(x.clone());
         }
         let x = pass.gather(x)?;
+        if self.is_shared(pass)? {
+            return self.whole(&x, true, pass);
+        }
         // With tensor parallelism, the bias is added to the values of the sum over ranks, so these are read.
         let needs_values = needs_values || self.down.has_bias() && !pass.attend().tensor_parallel().is_single_rank();
         if let Some([gate, up, down]) = self.plain_weights(pass)? {
@@ -116,9 +119,23 @@ impl GatedMlp {
         if !gpu::holds(&x) && pass.store().is_none_or(|store| !store.stores_products()) {
             return self.tiled(&x, needs_values, pass);
         }
+        self.whole(&x, needs_values, pass)
+    }
+
+    /// Whether several ranks have the rows of this pass and share the inner or the outer projections.
+    fn is_shared(&self, pass: &ForwardPass) -> Result<bool> {
+        let is_inner_shared = match &self.inner {
+            Inner::Separate(both) => Projection::are_shared(&both.each_ref(), pass),
+            Inner::Stacked(both) => Projection::are_shared(&[both], pass),
+        };
+        Ok(is_inner_shared? || Projection::are_shared(&[&self.down], pass)?)
+    }
+
+    /// The output, computed with the intermediate tensors of all rows.
+    fn whole(&self, x: &Tensor, needs_values: bool, pass: &ForwardPass) -> Result<Tensor> {
         let [gate, up] = match &self.inner {
-            Inner::Separate([gate, up]) => [gate.forward(&x, pass)?, up.forward(&x, pass)?],
-            Inner::Stacked(both) => halves(&both.forward(&x, pass)?, 1)?,
+            Inner::Separate(both) => Projection::forward_all(both.each_ref(), x, pass)?,
+            Inner::Stacked(both) => halves(&both.forward(x, pass)?, 1)?,
         };
         reduced(&self.down, &gated(&gate, &up, self.activation)?, needs_values, pass)
     }

@@ -44,7 +44,9 @@ impl Mlp {
             return Ok(x.clone());
         }
         let x = pass.gather(x)?;
-        if gpu::holds(&x) || pass.store().is_some_and(|store| store.stores_products()) {
+        let is_shared = Projection::are_shared(&[&self.up], pass)? || Projection::are_shared(&[&self.down], pass)?;
+        let is_whole = gpu::holds(&x) || is_shared;
+        if is_whole || pass.store().is_some_and(|store| store.stores_products()) {
             return reduced(&self.down, &activate(&self.up.forward(&x, pass)?, self.activation)?, true, pass);
         }
         let mut rows = MlpRows {

@@ -8,7 +8,7 @@ use crate::parameters::{Init, Scope};
 use crate::residual::residual;
 use crate::shard::{ShardSpec, Split};
 use crate::weight::Weight;
-use candle_core::{Result, Tensor};
+use candle_core::{Result, Tensor, bail};
 use std::borrow::Cow;
 
 /// Computes `x weight^T + bias` and adds the contribution of the adapter, for this rank's shard of the weight.
@@ -103,6 +103,10 @@ impl Projection {
         if x.dim(0)? == 0 {
             return weight.linear(x, bias);
         }
+        if Self::are_shared(&[self], pass)? {
+            let [out] = Self::shared([(self, bias)], x, pass)?;
+            return Ok(out);
+        }
         let adapter = self.adapter(pass)?;
         if let (Some(adapter), Some(frozen)) = (&adapter, FrozenLinear::new(weight, bias)) {
             let narrow = adapter.down(x, self.dropout(pass).as_deref())?;
@@ -119,6 +123,55 @@ impl Projection {
             Some(adapter) => residual(&out, &adapter.delta(x, self.dropout(pass).as_deref())?),
             None => Ok(out),
         }
+    }
+
+    /// The outputs of several layers for the same x `[T, in]`, with their biases: `[T, out]` each.
+    pub(super) fn forward_all<const N: usize>(
+        projections: [&Self; N],
+        x: &Tensor,
+        pass: &ForwardPass,
+    ) -> Result<[Tensor; N]> {
+        if x.dim(0)? > 0 && Self::are_shared(&projections, pass)? {
+            let mut layers = projections.map(|projection| (projection, None));
+            for (projection, bias) in &mut layers {
+                *bias = projection.bias(pass)?;
+            }
+            return Self::shared(layers, x, pass);
+        }
+        let mut outputs = projections.map(|_| x.clone());
+        for (output, projection) in outputs.iter_mut().zip(projections) {
+            *output = projection.forward(x, pass)?;
+        }
+        Ok(outputs)
+    }
+
+    /// Whether several ranks have the rows of this pass and share these layers, which have the same input.
+    pub(super) fn are_shared(projections: &[&Self], pass: &ForwardPass) -> Result<bool> {
+        let Some(ranks) = pass.replicated_rows() else { return Ok(false) };
+        let weights = projections.iter().map(|projection| projection.weight(pass)).collect::<Result<Vec<_>>>()?;
+        Ok(ranks.share(&weights))
+    }
+
+    /// The outputs of several layers with these biases for the same x, computed together with the other ranks that have x. Adapters,
+    /// which are small, are computed by each rank.
+    fn shared<const N: usize>(
+        layers: [(&Self, Option<&Tensor>); N],
+        x: &Tensor,
+        pass: &ForwardPass,
+    ) -> Result<[Tensor; N]> {
+        let Some(ranks) = pass.replicated_rows() else { bail!("no other rank has the rows of this pass") };
+        let mut weights = Vec::with_capacity(N);
+        for (projection, bias) in layers {
+            weights.push((projection.weight(pass)?, bias));
+        }
+        let Ok(weights) = <[_; N]>::try_from(weights) else { bail!("a weight for each of {N} layers") };
+        let mut outputs = ranks.linear(x, weights)?;
+        for (output, (projection, _)) in outputs.iter_mut().zip(layers) {
+            if let Some(adapter) = projection.adapter(pass)? {
+                *output = residual(output, &adapter.delta(x, projection.dropout(pass).as_deref())?)?;
+            }
+        }
+        Ok(outputs)
     }
 
     /// The dropout of the layer's input rows: of this rank's rows if it holds the layer whole, else of all tokens of the

@@ -57,8 +57,8 @@ impl QkvLinear {
         };
         match &self.projections {
             Projections::Separate(projections) => {
-                let [q, k, v] = &**projections;
-                Ok([heads(q.forward(&x, pass)?)?, heads(k.forward(&x, pass)?)?, heads(v.forward(&x, pass)?)?])
+                let [q, k, v] = Projection::forward_all(projections.each_ref(), &x, pass)?;
+                Ok([heads(q)?, heads(k)?, heads(v)?])
             }
             Projections::Stacked(projection) => {
                 let rank = pass.attend().tensor_parallel().rank_and_size();

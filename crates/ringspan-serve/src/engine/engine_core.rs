@@ -148,7 +148,7 @@ impl<'a> EngineCore<'a> {
         let window = WindowPages { first: 0, pages: page.window.into_iter().collect() };
         let sequence =
             StepSequence { start: 0, tokens: vec![0], pages: vec![page.full], window, outputs: Outputs::Last };
-        let step = Step { copies: Vec::new(), sequences: vec![sequence] };
+        let step = Step { sequences: vec![sequence], ..Step::default() };
         ranks.order(&Order::Compute { passes: vec![(None, step)], blocks: Vec::new() })?;
         self.scheduler.give_back(page);
         Ok(())

@@ -131,6 +131,7 @@ impl WordWriter {
             words.0.push(sequence.window.first as u64);
             words.list(&sequence.window.pages, |words, page| words.0.push(u64::from(*page)));
         });
+        self.0.push(u64::from(step.shares_layers));
     }
 }
 
@@ -178,7 +179,7 @@ impl WordReader<'_> {
             let window = WindowPages { first: words.size()?, pages: words.list(Self::number)? };
             Some(StepSequence { start, tokens, pages, window, outputs })
         })?;
-        Some(Step { copies, sequences })
+        Some(Step { copies, sequences, shares_layers: self.next()? == 1 })
     }
 }
 
@@ -198,10 +199,11 @@ mod tests {
             outputs,
         };
         let sequences = [Outputs::None, Outputs::Last, Outputs::All].map(sequence).to_vec();
-        let step = Step { copies, sequences };
+        let step = Step { copies, sequences, shares_layers: false };
+        let shared = Step { shares_layers: true, ..step.clone() };
         for order in [
             Order::Wait,
-            Order::Compute { passes: vec![(None, step.clone()), (Some(3), step)], blocks: vec![64, 1] },
+            Order::Compute { passes: vec![(None, step), (Some(3), shared)], blocks: vec![64, 1] },
             Order::Load { slot: 4, folder: "/tmp/größe".into() },
             Order::Unload { slot: 4 },
             Order::Count,

@@ -11,7 +11,7 @@ use ringspan::kernel::{Data, View};
 use ringspan::{Mask, Score};
 use ringspan_candle::cast::cast;
 use ringspan_candle::rope::Rotations;
-use ringspan_candle::{Attend, AttentionInputs, Experts, InputDropout, TensorParallel};
+use ringspan_candle::{Attend, AttentionInputs, Experts, InputDropout, ReplicatedRows, TensorParallel};
 use std::cell::RefCell;
 
 /// Attention of a step: new keys and values go to the ranks that have their pages, then chunks attend over all ranks by a
@@ -25,7 +25,14 @@ pub(super) struct PagedAttention<'a> {
     /// The most tokens that a sequence may have.
     length: usize,
     rotations: Rotations,
+    /// The context-parallel ranks, if they share linear layers in this step.
+    replicated: Option<ReplicatedRows>,
 }
+
+/// Ranks share linear layers whose weights take at least this many bytes: an exchange takes about as long as reading them. Threads of one
+/// process wake each other sooner than a message passes between processes.
+const LEAST_BYTES_BETWEEN_THREADS: usize = 256 << 10;
+const LEAST_BYTES_BETWEEN_PROCESSES: usize = 2 << 20;
 
 impl<'a> PagedAttention<'a> {
     pub(super) fn new(
@@ -35,7 +42,14 @@ impl<'a> PagedAttention<'a> {
         plan: &'a StepPlan,
     ) -> Self {
         let (group, tensor, length) = (&**groups.cp(), groups.tensor(), cache.max_length().unwrap_or(0));
-        Self { group, tensor, experts, cache: RefCell::new(cache), plan, length, rotations: Rotations::default() }
+        // Ranks pass each other memory, instead of bytes, if they are threads of one process.
+        let least_bytes = match group.cp().passes_device_memory() {
+            true => LEAST_BYTES_BETWEEN_THREADS,
+            false => LEAST_BYTES_BETWEEN_PROCESSES,
+        };
+        let replicated = plan.shares_layers.then(|| ReplicatedRows::new(group.cp().clone(), least_bytes)).flatten();
+        let rotations = Rotations::default();
+        Self { group, tensor, experts, cache: RefCell::new(cache), plan, length, rotations, replicated }
     }
 
     /// Writes the new keys and values to the ranks' pages.
@@ -125,6 +139,10 @@ impl Attend for PagedAttention<'_> {
 
     fn tensor_parallel(&self) -> &TensorParallel {
         self.tensor
+    }
+
+    fn replicated_rows(&self) -> Option<&ReplicatedRows> {
+        self.replicated.as_ref()
     }
 
     fn input_dropout(&self) -> Option<&InputDropout> {

@@ -13,6 +13,8 @@ pub(super) struct StepPlan {
     pub(super) positions: Vec<usize>,
     /// Number of rows that are tokens of chunks.
     pub(super) chunk_rows: usize,
+    /// Whether context-parallel ranks, which all have the rows of this step, share linear layers.
+    pub(super) shares_layers: bool,
     /// Attention in layers of each kind; `None` for a kind that this rank's part of the model has not.
     attention: PerKind<Option<AttentionPlan>>,
     /// For each hidden state that rank 0 needs, in the order of sequences and tokens, a rank that has it and its row there.
@@ -56,7 +58,8 @@ impl StepPlan {
             positions.extend(sequence.start..sequence.start + sequence.tokens.len());
         }
         let outputs = outputs(step, chunks, map.ranks);
-        Ok(Self { tokens, positions, chunk_rows, attention, outputs })
+        let shares_layers = step.shares_layers && chunked.is_empty();
+        Ok(Self { tokens, positions, chunk_rows, shares_layers, attention, outputs })
     }
 
     /// How the tokens attend in layers of a kind.

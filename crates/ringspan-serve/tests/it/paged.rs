@@ -1,5 +1,7 @@
 //! Steps over the paged cache give the hidden states of the whole sequences, whatever the pages, chunks, batch mates and ranks.
 
+mod decoding;
+
 use crate::support::*;
 use candle_core::{DType, Tensor};
 use proptest::prelude::*;
@@ -206,7 +208,7 @@ fn outputs_do_not_depend_on_batch_mates() {
                         let count = 1 + random.below(12);
                         sequences.insert(random.below(2), other.next(count, Outputs::None, pages));
                     }
-                    Step { copies: Vec::new(), sequences }
+                    Step { sequences, ..Step::default() }
                 };
                 (0..12).map(step).collect()
             };
@@ -220,28 +222,6 @@ fn outputs_do_not_depend_on_batch_mates() {
     }
 }
 
-/// A decoding step sends a softmax state of each new token and layer to each other rank, and nothing that grows with the context.
-#[test]
-fn a_decoding_step_sends_as_much_after_a_long_context_as_after_a_short_one() {
-    let model = qwen3();
-    let bytes = |ranks: usize, before: usize, streams: usize| {
-        let mut pages = Pages::new(ranks, 200, 4, &mut Random(3));
-        let mut texts: Vec<Text> = (0..streams).map(|seed| Text::new(before + 1, seed as u64)).collect();
-        let read = texts.iter_mut().map(|text| text.next(before, Outputs::None, &mut pages)).collect();
-        let decode = texts.iter_mut().map(|text| text.next(1, Outputs::Last, &mut pages)).collect();
-        let steps = [read, decode].map(|sequences| Step { copies: Vec::new(), sequences });
-        executed(&model, (ranks, 1), (200, 4), &steps)[1].1.clone()
-    };
-    // 2 layers, 4 heads, values of width 8, a maximum and a sum.
-    let state = 2 * 4 * (8 + 2) * 4;
-    for ranks in [1, 2, 4] {
-        for (before, streams) in [(3, 1), (150, 1), (3, 5), (150, 5)] {
-            let wanted = (ranks - 1) * streams * state;
-            assert_eq!(bytes(ranks, before, streams), vec![wanted as u64; ranks], "{ranks} ranks, {before} before");
-        }
-    }
-}
-
 /// Two sequences begin with the same 10 tokens: the second takes their full pages, and a copy of the page that both go on with.
 #[test]
 fn copied_and_shared_pages_continue_a_common_beginning() {
@@ -251,7 +231,7 @@ fn copied_and_shared_pages_continue_a_common_beginning() {
         let mut first = Text::new(30, 1);
         let mut second = Text::new(34, 2);
         second.tokens[..10].copy_from_slice(&first.tokens[..10]);
-        let read = Step { copies: Vec::new(), sequences: vec![first.next(17, Outputs::None, &mut pages)] };
+        let read = Step { sequences: vec![first.next(17, Outputs::None, &mut pages)], ..Step::default() };
         second.pages = first.pages[..2].to_vec();
         pages.extend(&mut second.pages, 10);
         second.done = 10;
@@ -263,7 +243,12 @@ fn copied_and_shared_pages_continue_a_common_beginning() {
             rows: 2,
         };
         let both = vec![second.next(24, Outputs::Last, &mut pages), first.next(13, Outputs::Last, &mut pages)];
-        let got = executed(&model, (ranks, 1), (60, 4), &[read, Step { copies: vec![copy], sequences: both }]);
+        let got = executed(
+            &model,
+            (ranks, 1),
+            (60, 4),
+            &[read, Step { copies: vec![copy], sequences: both, ..Step::default() }],
+        );
         let wanted: Vec<f32> =
             [&second, &first].iter().flat_map(|text| plain(&model, &text.tokens).pop().expect("tokens")).collect();
         let apart = relative_l2(&got[1].0, &wanted);
@@ -280,7 +265,7 @@ fn steps_that_do_not_fit_are_refused_on_all_ranks() {
     let refused = |change: Change| {
         let (tokens, window) = (vec![1, 2], WindowPages::default());
         let sequence = StepSequence { start: 5, tokens, pages: vec![0, 0], window, outputs: Outputs::Last };
-        let mut step = Step { copies: Vec::new(), sequences: vec![sequence] };
+        let mut step = Step { sequences: vec![sequence], ..Step::default() };
         change(&mut step);
         let result = mesh(2, 1).run(|group| {
             let mut cache = PagedCache::new(&model, 4, 4)?.with_max_length(20);
@@ -319,7 +304,7 @@ fn a_rank_that_fails_is_named() {
     let mut pages = Pages::new(3, 60, 4, &mut Random(5));
     let mut text = Text::new(40, 1);
     let steps = [20, 1, 19]
-        .map(|count| Step { copies: Vec::new(), sequences: vec![text.next(count, Outputs::Last, &mut pages)] });
+        .map(|count| Step { sequences: vec![text.next(count, Outputs::Last, &mut pages)], ..Step::default() });
     for failing in 0..3 {
         for rank_fails_at in 1..3 {
             let errors = Mutex::new(Vec::new());

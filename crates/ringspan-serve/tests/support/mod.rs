@@ -66,6 +66,14 @@ pub fn large() -> Model {
     }))
 }
 
+/// A Qwen3 with layers so wide that ranks share them when they decode.
+pub fn wide() -> Model {
+    model(serde_json::json!({
+        "model_type": "qwen3", "hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "head_dim": 64
+    }))
+}
+
 /// The tiny model of a family, from the fixtures that are compared with Hugging Face.
 pub fn of_fixture(name: &str) -> Model {
     let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../ringspan-models/tests/fixtures");

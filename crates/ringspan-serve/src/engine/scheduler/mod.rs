@@ -41,8 +41,7 @@ pub(super) struct Bounds {
 pub(super) struct Scheduler {
     bounds: Bounds,
     pace: PrefillPace,
-    /// Number of sequences that generate in the last step, and of the prompts' tokens that it reads.
-    last_step: (usize, usize),
+    last_step: StepSize,
     cache: PrefixCache,
     waiting: VecDeque<Sequence>,
     /// In the order of their arrival.
@@ -64,6 +63,17 @@ pub(super) struct Counts {
     pub(super) accepted_tokens: u64,
 }
 
+/// What a step computes, as far as its time depends on that.
+#[derive(Debug, Clone, Copy, Default)]
+struct StepSize {
+    /// Sequences that generate.
+    generating: usize,
+    /// Tokens of prompts.
+    prompt_tokens: usize,
+    /// Whether ranks share linear layers.
+    shares_layers: bool,
+}
+
 /// Sequences of a step that compute with the same weights.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct AdapterPass {
@@ -79,7 +89,7 @@ impl Scheduler {
         Self {
             bounds,
             pace,
-            last_step: (0, 0),
+            last_step: StepSize::default(),
             cache,
             waiting: VecDeque::new(),
             running: Vec::new(),
@@ -151,7 +161,8 @@ impl Scheduler {
         self.grow();
         let mut chunks: Vec<usize> = Vec::with_capacity(self.running.len());
         let generating = self.running.iter().filter(|sequence| sequence.remaining() == 1).count();
-        let mut budget = self.pace.tokens(generating);
+        let allowed = self.pace.tokens(generating);
+        let mut budget = allowed;
         // Tokens of a sequence for which it has pages in layers that see a window.
         let (has_window, page) = (self.cache.window().is_some(), self.bounds.page);
         let in_window = |sequence: &Sequence| match has_window {
@@ -185,8 +196,14 @@ impl Scheduler {
         }
         self.draft();
         let generating = chunks.iter().filter(|tokens| **tokens == 1).count();
-        self.last_step = (generating, chunks.iter().filter(|tokens| **tokens > 1).sum());
-        self.passes(&chunks)
+        let prompt_tokens = chunks.iter().filter(|tokens| **tokens > 1).sum();
+        // While a prompt waits, ranks do not share the layers of steps that only generate, since their time is compared with that of steps
+        // that read the prompt, in which ranks cannot.
+        let waits =
+            self.running.iter().any(|sequence| sequence.remaining() > 1) || allowed == 0 && !self.waiting.is_empty();
+        let shares_layers = self.cache.pages().ranks() > 1 && !waits;
+        self.last_step = StepSize { generating, prompt_tokens, shares_layers };
+        self.passes(&chunks, shares_layers)
     }
 
     /// Looks up drafts for the sequences that generate, and gives them pages if there are any.
@@ -253,7 +270,7 @@ impl Scheduler {
     }
 
     /// Makes the passes of a step in which each running sequence computes `chunks` tokens.
-    fn passes(&self, chunks: &[usize]) -> Vec<AdapterPass> {
+    fn passes(&self, chunks: &[usize], shares_layers: bool) -> Vec<AdapterPass> {
         let mut passes: BTreeMap<AdapterSlot, AdapterPass> = BTreeMap::new();
         let mut copies = Vec::new();
         for (sequence, &chunk) in self.running.iter().zip(chunks).filter(|(_, chunk)| **chunk > 0) {
@@ -272,7 +289,8 @@ impl Scheduler {
             };
             let adapter = sequence.adapter;
             let pass = passes.entry(adapter);
-            let pass = pass.or_insert_with(|| AdapterPass { adapter, step: Step::default(), arrivals: Vec::new() });
+            let step = || Step { shares_layers, ..Step::default() };
+            let pass = pass.or_insert_with(|| AdapterPass { adapter, step: step(), arrivals: Vec::new() });
             pass.arrivals.push(sequence.arrival);
             let number = (end + drafts.len()).div_ceil(self.bounds.page);
             let in_window = window.pages.len().min(number.saturating_sub(window.first));

@@ -3,14 +3,17 @@
 use super::super::request::{Event, FinishReason};
 use super::super::sequence::{CopiedFrom, PageTable, Sequence};
 use super::super::token_sampler::Drawn;
-use super::{AdapterPass, Scheduler};
+use super::{AdapterPass, Scheduler, StepSize};
 use std::time::Duration;
 
 impl Scheduler {
-    /// Records how long the last step took, from which the size of later steps follows.
+    /// Records how long the last step took, from which the size of later steps follows; that of steps that share layers does not, since
+    /// steps that read prompts cannot share them.
     pub(in crate::engine) fn took(&mut self, time: Duration) {
-        let (generating, tokens) = self.last_step;
-        self.pace.measured(generating, tokens, time);
+        let StepSize { generating, prompt_tokens, shares_layers } = self.last_step;
+        if !shares_layers {
+            self.pace.measured(generating, prompt_tokens, time);
+        }
     }
 
     /// Records that a step has been computed: its keys and values are in the cache, and others may use them. Drafts count once they

@@ -102,6 +102,8 @@ pub(super) struct Harness {
     pub(super) clients: Vec<Client>,
     max_model_len: usize,
     bounds: Bounds,
+    /// Tokens of prompts in the last step, and whether ranks share its layers.
+    pub(super) last_step: (usize, bool),
 }
 
 pub(super) struct Client {
@@ -142,6 +144,7 @@ impl Harness {
             clients: Vec::new(),
             max_model_len: ranks * pages as usize * bounds.page,
             bounds,
+            last_step: (0, false),
         }
     }
 
@@ -188,6 +191,12 @@ impl Harness {
                 "{prompts} tokens of prompts delay others"
             );
         }
+        let shares_layers = passes.iter().any(|pass| pass.step.shares_layers);
+        assert!(
+            !shares_layers || prompts == 0 && self.memory.rows.len() > 1,
+            "one rank, or a prompt, shares no layers"
+        );
+        self.last_step = (prompts, shares_layers);
         self.memory.execute(&passes);
         for pass in &passes {
             for (arrival, sequence) in pass.arrivals.iter().zip(&pass.step.sequences) {

@@ -6,6 +6,7 @@ use super::super::scheduler::Bounds;
 use super::harness::{Harness, VOCABULARY, bounds};
 use super::request;
 use proptest::prelude::*;
+use std::time::Duration;
 
 #[derive(Debug, Clone)]
 struct Arrival {
@@ -205,4 +206,37 @@ fn drafts_that_are_drawn_save_steps_and_never_put_a_request_back() {
         assert!(counts.accepted_tokens > 0 && counts.accepted_tokens < counts.draft_tokens, "{counts:?}");
         assert_eq!(steps, 100 - counts.accepted_tokens);
     }
+}
+
+/// Where ranks share layers, steps that only generate take a quarter of the time; a prompt is read in chunks as large as if they did
+/// not, since steps with a prompt cannot share.
+#[test]
+fn a_prompt_is_not_read_slower_where_ranks_share_layers() {
+    let bounds = Bounds { page: 16, max_running: 4, prefill_chunk: 512, mixed_chunk: None, num_speculative_tokens: 0 };
+    let mut harness = Harness::new(4, 100, bounds, true);
+    let step = |harness: &mut Harness| {
+        assert!(harness.step());
+        let (tokens, shares_layers) = harness.last_step;
+        let seconds = if shares_layers { 0.005 } else { 0.02 } + 1e-4 * tokens as f64;
+        harness.scheduler.took(Duration::from_secs_f64(seconds));
+        (tokens, shares_layers)
+    };
+    harness.submit(request(&[1, 2, 3], 300), None, None);
+    assert_eq!(step(&mut harness), (3, false));
+    assert!((0..20).all(|_| step(&mut harness) == (0, true)), "nothing waits");
+    let prompt: Vec<u32> = (0..4000).map(|i| i * i % VOCABULARY).collect();
+    harness.submit(request(&prompt, 100), None, None);
+    let (mut chunks, mut read) = (Vec::new(), 0);
+    while read < prompt.len() {
+        let (tokens, shares_layers) = step(&mut harness);
+        assert!(!shares_layers, "the prompt waits");
+        chunks.push(tokens);
+        read += tokens;
+        assert!(chunks.len() < 100, "the prompt is not read");
+    }
+    // Once the time without a prompt is measured, and that of a token: 3 times as long a step has 400 tokens.
+    assert_eq!(chunks[..2], [0, 64]);
+    assert!(chunks[2..chunks.len() - 1].iter().all(|tokens| tokens.abs_diff(400) < 4), "{chunks:?}");
+    assert!((0..20).all(|_| step(&mut harness) == (0, true)), "the prompt is read");
+    harness.finish();
 }
