@@ -194,7 +194,7 @@ impl BlockNumbers<32> for Q4_0 {
 pub(super) struct Q5_0 {
     scale: [u8; 2],
     /// The fifth bit of each number.
-    high: [[u8; 2]; 2],
+    high: [u8; 4],
     /// The low four bits of each number, laid out as in [`Q4_0`].
     codes: [u8; 16],
 }
@@ -203,10 +203,10 @@ impl BlockNumbers<32> for Q5_0 {
     #[inline(always)]
     fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
         // Subtracting 16 from a code without the fifth bit sets its four high bits.
-        let (codes, less_sixteen) = (l.bytes(self.codes), l.splat_bytes(0xf0));
-        let with_high =
-            |codes, high: [u8; 2]| l.widen(l.or(codes, l.and(l.spread(!u16::from_le_bytes(high)), less_sixteen)));
-        let (first, second) = (with_high(l.low(codes), self.high[0]), with_high(l.high(codes), self.high[1]));
+        let (codes, less_sixteen, [first, second]) =
+            (l.bytes(self.codes), l.splat_bytes(0xf0), l.spread_unset(self.high));
+        let first = l.widen(l.or(l.low(codes), l.and(first, less_sixteen)));
+        let second = l.widen(l.or(l.high(codes), l.and(second, less_sixteen)));
         visitor.take_scaled(l, l.splat_half(self.scale), [first, second]);
     }
 }

@@ -27,6 +27,12 @@ pub(super) trait Lanes: Copy {
     fn choose(self, table: Self::B, codes: Self::B) -> Self::B;
     /// Turns each bit into a byte, all ones if the bit is set, beginning with the lowest bit.
     fn spread(self, bits: u16) -> Self::B;
+    /// Turns each of 32 bits into a byte, all ones if the bit is not set, beginning with the lowest bit of the first byte.
+    #[inline(always)]
+    fn spread_unset(self, bits: [u8; 4]) -> [Self::B; 2] {
+        let [a, b, c, d] = bits;
+        [self.spread(!u16::from_le_bytes([a, b])), self.spread(!u16::from_le_bytes([c, d]))]
+    }
 
     /// Converts signed bytes to numbers.
     fn widen(self, codes: Self::B) -> Self::F;
@@ -233,13 +239,15 @@ impl Lanes for Portable {
 #[inline(always)]
 pub(super) fn f16_to_f32(bytes: [u8; 2]) -> f32 {
     let bits = u32::from(u16::from_le_bytes(bytes));
-    let (sign, size) = (bits << 16 & 0x8000_0000, bits & 0x7fff);
-    // The mantissa has 13 bits fewer than that of f32, and the exponent has a bias of 15 instead of 127.
-    let moved = size << 13;
-    // Nearly all scales are normal numbers, so the processor predicts this branch.
-    if size.wrapping_sub(0x400) < 0x7800 {
-        return f32::from_bits(sign | (moved + (112 << 23)));
+    // Nearly all scales are normal numbers, so the processor predicts this branch: the exponent is neither 0 nor 31.
+    if (bits + 0x400) & 0x7800 != 0 {
+        // The mantissa has 13 bits fewer than that of f32, and the exponent has a bias of 15 instead of 127. The shifted number still has
+        // the sign, above copies of it.
+        let moved = (i32::from(i16::from_le_bytes(bytes)) << 13) as u32 & 0x8fff_ffff;
+        return f32::from_bits(moved + (112 << 23));
     }
+    let (sign, size) = (bits << 16 & 0x8000_0000, bits & 0x7fff);
+    let moved = size << 13;
     let size = if size < 0x400 {
         // Read as if it were normal with the smallest exponent, a subnormal number is too large by 2^-14.
         (f32::from_bits(moved + (113 << 23)) - f32::from_bits(113 << 23)).to_bits()
@@ -276,6 +284,8 @@ mod tests {
                 l.choose(b, l.low(a)),
                 l.high(b),
                 l.spread(0b1010_0111_0001_1100),
+                l.spread_unset([0b0001_1100, 0b1010_0111, 0b1111_0000, 0b0110_1001])[0],
+                l.spread_unset([0b0001_1100, 0b1010_0111, 0b1111_0000, 0b0110_1001])[1],
             ];
             let x: [f32; 16] = std::array::from_fn(|i| i as f32 - 3.5);
             let pairs = |seed: u16| std::array::from_fn(|i| (i as u16 * 4099 + seed).to_le_bytes());

@@ -4,7 +4,7 @@ use super::{Lanes, VectorWork, f16_to_f32};
 use bytemuck::cast;
 use pulp::NullaryFnOnce;
 use pulp::x86::{V3, V4};
-use std::arch::x86_64::{__m128i, __m256, __m256i, __m512};
+use std::arch::x86_64::{__m128i, __m256, __m512};
 
 /// Work together with the token that proves that the machine has the instructions.
 pub(super) struct Compiled<L, W> {
@@ -168,12 +168,20 @@ impl Lanes for V3 {
     bytes!();
 
     #[inline(always)]
+    fn spread_unset(self, bits: [u8; 4]) -> [__m128i; 2] {
+        // Each lane tests its own bit in the byte that contains it; both halves of the vector have all four bytes.
+        let order = cast([[0u8; 8], [1; 8], [2; 8], [3; 8]]);
+        let bytes = self.avx2._mm256_shuffle_epi8(self.avx._mm256_set1_epi32(i32::from_le_bytes(bits)), order);
+        let own = self.avx2._mm256_and_si256(bytes, cast([[1u8, 2, 4, 8, 16, 32, 64, 128]; 4]));
+        cast(self.avx2._mm256_cmpeq_epi8(own, self.avx._mm256_setzero_si256()))
+    }
+
+    #[inline(always)]
     fn widen(self, codes: __m128i) -> [__m256; 2] {
-        let [low, high]: [[u8; 8]; 2] = cast(codes);
-        [low, high].map(|codes| {
-            let codes = cast([codes, [0; 8]]);
-            self.avx._mm256_cvtepi32_ps(self.avx2._mm256_cvtepi8_epi32(codes))
-        })
+        // Not by a closure, which would not be compiled for the instruction set wherever it is not inlined.
+        let high = self.sse2._mm_unpackhi_epi64(codes, codes);
+        let (low, high) = (self.avx2._mm256_cvtepi8_epi32(codes), self.avx2._mm256_cvtepi8_epi32(high));
+        [self.avx._mm256_cvtepi32_ps(low), self.avx._mm256_cvtepi32_ps(high)]
     }
 
     #[inline(always)]
@@ -188,10 +196,8 @@ impl Lanes for V3 {
     #[inline(always)]
     fn widen_bf16(self, numbers: [[u8; 2]; 16]) -> [__m256; 2] {
         let [low, high]: [__m128i; 2] = cast(numbers);
-        [low, high].map(|numbers| {
-            let wide: __m256i = self.avx2._mm256_cvtepu16_epi32(numbers);
-            cast(self.avx2._mm256_slli_epi32::<16>(wide))
-        })
+        let (low, high) = (self.avx2._mm256_cvtepu16_epi32(low), self.avx2._mm256_cvtepu16_epi32(high));
+        [cast(self.avx2._mm256_slli_epi32::<16>(low)), cast(self.avx2._mm256_slli_epi32::<16>(high))]
     }
 
     #[inline(always)]
