@@ -21,9 +21,18 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// Number of key rows in a chunk.
 pub(super) const CHUNK: usize = 1024;
 
-/// Number of rows that are converted to f32 at a time, so that they stay in the L1 cache. It divides CHUNK and is a
-/// multiple of 4.
-const ROWS: usize = 32;
+/// Number of elements that are converted to f32 at a time, so that they stay in the L1 cache with the sums of values.
+const ELEMENTS: usize = 4096;
+
+/// Number of rows of `width` elements that are converted at a time. It divides CHUNK and is a multiple of 4.
+const fn rows_at_a_time(width: usize) -> usize {
+    match ELEMENTS / width {
+        0..8 => 4,
+        8..16 => 8,
+        16..32 => 16,
+        _ => 32,
+    }
+}
 
 /// Maximum number of elements in a vector.
 const MAX_LANES: usize = 16;
@@ -50,10 +59,11 @@ impl Decode<'_> {
     }
 
     /// Number of elements of a worker's scratch: for each head scores of a chunk, the query and the sum of values, then
-    /// ROWS rows.
+    /// rows in f32.
     pub(super) fn scratch(dim: usize, v_dim: usize, group: usize) -> usize {
         let (wide, v_wide) = (dim.next_multiple_of(MAX_LANES), v_dim.next_multiple_of(MAX_LANES));
-        group * (CHUNK + wide + v_wide) + ROWS * wide.max(v_wide)
+        let rows = (rows_at_a_time(wide) * wide).max(rows_at_a_time(v_wide) * v_wide);
+        group * (CHUNK + wide + v_wide) + rows
     }
 
     /// Computes the softmax states of the heads that read `kv`, over at most CHUNK rows of `tile`, which must all be
@@ -79,8 +89,9 @@ impl Decode<'_> {
         let (queries, rest) = rest.split_at_mut(heads.len() * wide);
         let (sums, few) = rest.split_at_mut(heads.len() * v_wide);
         copy(simd, queries, wide, self.scaling.queries, |i| Some(self.q.at(tile.q.start, heads.start + i)));
-        for from in rows.clone().step_by(ROWS) {
-            let few = &mut few[..ROWS * wide];
+        let at_a_time = rows_at_a_time(wide);
+        for from in rows.clone().step_by(at_a_time) {
+            let few = &mut few[..at_a_time * wide];
             copy(simd, few, wide, 1.0, |i| (from + i < rows.end).then(|| self.k.at(from + i, kv)));
             for (query, scores) in queries.chunks_exact(wide).zip(scores.chunks_exact_mut(CHUNK)) {
                 for (four, scores) in few.chunks_exact(4 * wide).zip(scores[from - rows.start..].chunks_exact_mut(4)) {
@@ -119,9 +130,10 @@ impl Decode<'_> {
             }
         }
         sums.fill(0.0);
-        for from in rows.clone().step_by(ROWS) {
-            let few = &mut few[..ROWS * v_wide];
-            let depth = ROWS.min(rows.end - from);
+        let at_a_time = rows_at_a_time(v_wide);
+        for from in rows.clone().step_by(at_a_time) {
+            let few = &mut few[..at_a_time * v_wide];
+            let depth = at_a_time.min(rows.end - from);
             copy(simd, few, v_wide, 1.0, |i| (i < depth).then(|| self.v.at(from + i, kv)));
             let (weights, shape) = (scores[from - rows.start..].as_ptr(), (heads.len(), depth, v_wide));
             let (few, sums) = (few.as_ptr(), sums.as_mut_ptr());

@@ -291,11 +291,36 @@ pub(in super::super) fn copy<'a, S: Simd>(
 ) {
     let factor = simd.splat(factor);
     for (i, to) in to.chunks_exact_mut(width).enumerate() {
+        if S::PAIR == 1 {
+            copy_row(simd, to, factor, row(i).unwrap_or(Data::F32(&[])));
+            continue;
+        }
         for (at, to) in to.chunks_exact_mut(S::LANES).enumerate() {
             let x = load_across(simd, i, at * S::LANES, &row);
-            let x = if S::PAIR == 1 { simd.mul(x, factor) } else { x };
             // SAFETY: the chunk has LANES elements.
             unsafe { simd.store(to.as_mut_ptr(), x) };
         }
+    }
+}
+
+/// Copies a row, padded with zeros: `to = factor * row`. The type of the row is found out once, not for each vector.
+#[inline(always)]
+fn copy_row<S: Simd>(simd: S, to: &mut [f32], factor: S::V, row: Data) {
+    // SAFETY: all callers pass LANES elements.
+    let store = |to: &mut [f32], x: S::V| unsafe { simd.store(to.as_mut_ptr(), simd.mul(x, factor)) };
+    let (vectors, padded) = to.split_at_mut(row.len().min(to.len()) / S::LANES * S::LANES);
+    let vectors_end = vectors.len();
+    let vectors = vectors.chunks_exact_mut(S::LANES);
+    match row {
+        Data::F32(row) => {
+            vectors.zip(row.chunks_exact(S::LANES)).for_each(|(to, x)| store(to, load(simd, Data::F32(x), 0)));
+        }
+        Data::Bf16(row) => {
+            vectors.zip(row.chunks_exact(S::LANES)).for_each(|(to, x)| store(to, load(simd, Data::Bf16(x), 0)));
+        }
+        row => vectors.enumerate().for_each(|(i, to)| store(to, load(simd, row, i * S::LANES))),
+    }
+    for (i, to) in padded.chunks_exact_mut(S::LANES).enumerate() {
+        store(to, load(simd, row, vectors_end + i * S::LANES));
     }
 }
