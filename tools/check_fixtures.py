@@ -44,6 +44,7 @@ SCRIPTS = {
     "make_text_encoder_fixture.py": (VIDEO / "text", ["."]),
     "make_video_vae_fixture.py": (VIDEO / "vae", ["."]),
     "make_video_pipeline_fixture.py": (VIDEO / "pipeline", ["."]),
+    "make_video_gguf_fixture.py": (VIDEO / "gguf", ["."]),
 }
 # This script needs older packages than the others.
 EXPERTS = "make_expert_adapter_fixture.py"

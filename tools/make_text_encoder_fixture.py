@@ -4,7 +4,9 @@
 
 Writes crates/ringspan-video/tests/fixtures/text, or --out: the folders text_encoder and tokenizer of a pipeline, and
 reference.json, which has prompts with their tokens; reference.safetensors has `embeds.N` [T,d], the last states of
-the Nth prompt's tokens, padded to 512 and masked as in diffusers' WanPipeline, which puts zeros after them.
+the Nth prompt's tokens, padded to 512 and masked as in diffusers' WanPipeline, which puts zeros after them. The folder quantized has
+another encoder, with the configuration of transformers and weights in a GGUF file with the names of llama.cpp, and the states
+that transformers computes with these weights.
 """
 
 import argparse
@@ -12,6 +14,8 @@ import json
 import pathlib
 import shutil
 
+import gguf
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -71,10 +75,48 @@ def make(out: pathlib.Path) -> None:
     save_file(embeds, out / "reference.safetensors")
 
 
+# The types of quantized matrices, in turn.
+TYPES = ["Q8_0", "Q4_0", "Q5_0", "F16"]
+
+
+@torch.no_grad()
+def make_quantized(out: pathlib.Path) -> None:
+    torch.manual_seed(6)
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_heads": 2, "num_layers": 2}
+    config = UMT5Config(vocab_size=tokenizer().get_vocab_size(), **sizes, feed_forward_proj="gated-gelu")
+    model = UMT5EncoderModel(config).eval()
+    for name, parameter in model.named_parameters():
+        parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    config.architectures = ["UMT5EncoderModel"]
+    config.save_pretrained(out)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.T5ENCODER, sizes["num_layers"])
+    writer = gguf.GGUFWriter(str(out / "encoder.gguf"), "t5encoder")
+    matrices = 0
+    for name, parameter in sorted(model.named_parameters()):
+        is_matrix = parameter.dim() == 2 and "relative_attention_bias" not in name
+        kind = gguf.GGMLQuantizationType[TYPES[matrices % len(TYPES)] if is_matrix else "F32"]
+        matrices += is_matrix
+        values = gguf.quants.quantize(parameter.numpy().astype(np.float32), kind)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), values, raw_dtype=kind)
+        parameter.copy_(torch.from_numpy(gguf.quants.dequantize(values, kind).astype(np.float32)))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    ids = tokenizer().encode(PROMPTS[2]).ids
+    states = model(torch.tensor([ids])).last_hidden_state[0]
+    (out / "reference.json").write_text(json.dumps({"tokens": ids}))
+    save_file({"states": states.contiguous()}, out / "reference.safetensors")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=pathlib.Path, default=OUT)
-    make(parser.parse_args().out)
+    out = parser.parse_args().out
+    make(out)
+    make_quantized(out / "quantized")
 
 
 if __name__ == "__main__":

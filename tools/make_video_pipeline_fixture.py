@@ -5,7 +5,8 @@
 Writes crates/ringspan-video/tests/fixtures/pipeline, or --out: for each pipeline its transformers, its scheduler and model_index.json
 as diffusers saves them, and reference.safetensors with `noise`, which `ringspan` draws for the seed, `latents` and `frames`. The text
 encoder and the autoencoder are those of the fixtures text and vae. image.png and last.png are given frames; resized.png is the
-first one as diffusers resizes it.
+first one as diffusers resizes it. Pipelines of WAN 2.1 with images have image_encoder and image_processor, too, and their references
+`pixels`, which the encoder takes, and `image_embeds`; `square_embeds` are of square.png, which is not resized.
 """
 
 import argparse
@@ -21,9 +22,10 @@ from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanImageToVideo
 from diffusers.pipelines.wan import pipeline_wan, pipeline_wan_i2v
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast, UMT5EncoderModel
+from transformers import CLIPVisionConfig, CLIPVisionModel, PreTrainedTokenizerFast, UMT5EncoderModel
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from make_video_fixture import saved, transformer
+from make_video_fixture import randomised, saved, transformer
 
 # Without ftfy, which repairs nothing in these prompts, the pipeline of images fails, and that of prompts does without.
 pipeline_wan_i2v.prompt_clean = pipeline_wan.prompt_clean
@@ -93,6 +95,29 @@ def components(vae: str, steps: dict) -> dict:
     }
 
 
+def image_encoder(seed: int, hidden_act: str) -> dict:
+    """An encoder of images of 28 x 28 in 16 patches, with the preprocessing of its images."""
+    sizes = {"hidden_size": 8, "intermediate_size": 20, "num_hidden_layers": 3, "num_attention_heads": 2}
+    config = CLIPVisionConfig(**sizes, image_size=28, patch_size=7, hidden_act=hidden_act)
+    model = randomised(CLIPVisionModel(config), seed)
+    processor = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+    return {"image_encoder": model, "image_processor": processor}
+
+
+def save_image_encoder(folder: pathlib.Path, pipeline, images: list) -> dict[str, torch.Tensor]:
+    """Saves the encoder as released pipelines have it, and returns what it takes and gives."""
+    saved(pipeline.image_encoder, folder / "image_encoder", True)
+    pipeline.image_processor.save_pretrained(folder / "image_processor")
+    config = folder / "image_processor/preprocessor_config.json"
+    settings = json.loads(config.read_text()) | {"image_processor_type": "CLIPImageProcessor"}
+    config.write_text(json.dumps(settings, indent=1) + "\n")
+    square = picture(28, 28, 0.9)
+    square.save(folder / "square.png")
+    pixels = pipeline.image_processor(images=images, return_tensors="pt")["pixel_values"]
+    of_square = {"square_embeds": pipeline.encode_image(square, "cpu")}
+    return {"pixels": pixels, "image_embeds": pipeline.encode_image(images, "cpu")} | of_square
+
+
 def save(folder: pathlib.Path, pipeline, vae: str, **of_call) -> None:
     """Saves what is not in other fixtures, and the latents and frames of four steps."""
     names = [name for name in ("transformer", "transformer_2") if getattr(pipeline, name, None) is not None]
@@ -115,6 +140,9 @@ def save(folder: pathlib.Path, pipeline, vae: str, **of_call) -> None:
     inside = (video.abs() < 1).float().mean()
     assert inside > 0.9, f"only {inside:.0%} of the elements are not clamped, so a test would see little"
     tensors = {"noise": start, "latents": latents, "frames": video}
+    if getattr(pipeline, "image_encoder", None) is not None:
+        images = [of_call[name] for name in ("image", "last_image") if name in of_call]
+        tensors |= save_image_encoder(folder, pipeline, images)
     save_file({name: tensor.float().contiguous() for name, tensor in tensors.items()}, folder / "reference.safetensors")
 
 
@@ -139,6 +167,27 @@ def image_to_video(out: pathlib.Path) -> None:
     save(out / "i2v", pipeline, "tiny", guidance_scale=3.5, **images)
 
 
+def encoded_image(out: pathlib.Path) -> None:
+    """WAN 2.1's conditioning by the embeddings of an image, beside its latents."""
+    sizes = {"in_channels": 36, "out_channels": 16, "text_dim": 20, "freq_dim": 32, "image_dim": 8, "added_kv_proj_dim": 24}
+    pipeline = WanImageToVideoPipeline(
+        **components("tiny", {"flow_shift": 3.0}), **image_encoder(81, "gelu"), transformer=transformer(75, **sizes, num_layers=1)
+    )
+    save(out / "i2v_2.1", pipeline, "tiny", guidance_scale=3.5, image=picture(41, 57, 0.3))
+
+
+def encoded_images(out: pathlib.Path) -> None:
+    """The same with a first and a last image, whose embeddings have positions; one image is upright, the other is not."""
+    sizes = {"in_channels": 36, "out_channels": 16, "text_dim": 20, "freq_dim": 32, "image_dim": 8, "added_kv_proj_dim": 24}
+    model = transformer(76, **sizes, num_layers=1, pos_embed_seq_len=34)
+    pipeline = WanImageToVideoPipeline(
+        **components("tiny", {"flow_shift": 16.0}), **image_encoder(82, "quick_gelu"), transformer=model
+    )
+    images = {"image": picture(41, 57, 0.3), "last_image": picture(61, 40, 2.3)}
+    images["last_image"].save(out / "upright.png")
+    save(out / "flf2v", pipeline, "tiny", guidance_scale=3.5, **images)
+
+
 def first_frame(out: pathlib.Path) -> None:
     """The 5B model's way: the first frame is given, and time steps are those of tokens."""
     model = transformer(74, in_channels=4, out_channels=4, text_dim=20, freq_dim=32, num_layers=1)
@@ -153,7 +202,7 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, default=FIXTURES / "pipeline")
     out = parser.parse_args().out
     shutil.rmtree(out, ignore_errors=True)
-    for make in (text_to_video, image_to_video, first_frame):
+    for make in (text_to_video, image_to_video, encoded_image, encoded_images, first_frame):
         make(out)
 
 

@@ -15,10 +15,11 @@ mod train;
 
 use candle_core::{Device, Tensor};
 use ringspan_video::denoise::{DenoiseSettings, VideoMesh};
+use ringspan_video::encoder_mesh::EncoderMesh;
 use ringspan_video::frames;
 use ringspan_video::pipeline::{VideoEvent, VideoPipeline, VideoRequest};
 use ringspan_video::scheduler::{SchedulerConfig, SchedulerKind};
-use ringspan_video::text_encoder::{PROMPT_ROWS, PromptTokenizer, TextEncoder, TextMesh};
+use ringspan_video::text_encoder::{PROMPT_ROWS, PromptTokenizer, TextEncoder};
 use ringspan_video::transformer::{WanConfig, WeightType};
 use ringspan_video::vae::{Mesh, VideoTensor};
 use serde_json::json;
@@ -140,7 +141,7 @@ fn statistics(videos: &[(usize, Tensor)]) -> Result<[Vec<f32>; 2]> {
 /// The embeddings of all prompts, and of the empty one.
 fn prompts(folder: &Path, mesh: &VideoMesh) -> Result<Vec<Tensor>> {
     let (tokenizer, encoder) = (PromptTokenizer::open(folder)?, TextEncoder::open(folder)?);
-    let ranks = TextMesh {
+    let ranks = EncoderMesh {
         processes: mesh.processes.clone(),
         ring: 1,
         ulysses: 1,
@@ -168,7 +169,7 @@ fn make(folder: &Path, prompt: &str, steps: usize, seed: u64, mesh: &VideoMesh) 
         last_image: None,
         size: [shapes::FRAMES, shapes::SIDE, shapes::SIDE],
         seed,
-        settings: DenoiseSettings { steps, scheduler, guidance: [3.0; 2] },
+        settings: DenoiseSettings { steps, scheduler, guidance: [3.0; 2], cache_threshold: 0.0 },
         memory: None,
         preview: false,
     };

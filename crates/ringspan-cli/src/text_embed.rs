@@ -5,7 +5,8 @@ use crate::mesh::{DEADLINE, MeshArgs};
 use crate::output;
 use anyhow::{Context, Result};
 use ringspan::comm::process_group::ProcessGroup;
-use ringspan_video::text_encoder::{PROMPT_ROWS, PromptTokenizer, TextEncoder, TextMesh};
+use ringspan_video::encoder_mesh::EncoderMesh;
+use ringspan_video::text_encoder::{PROMPT_ROWS, PromptTokenizer, TextEncoder};
 use safetensors::Dtype;
 use std::path::PathBuf;
 use std::time::Instant;
@@ -36,7 +37,7 @@ pub(crate) fn run(args: &TextEmbedArgs, processes: &ProcessGroup) -> Result<()> 
     files::check_output("--out", &args.out)?;
     let (_, threads) = args.mesh.start(processes)?;
     let (ring, ulysses) = (args.mesh.ring, args.mesh.ulysses);
-    let mesh = TextMesh { processes: processes.clone(), ring, ulysses, threads, deadline: DEADLINE };
+    let mesh = EncoderMesh { processes: processes.clone(), ring, ulysses, threads, deadline: DEADLINE };
     let of_model = || format!("--model {}", args.model.display());
     let tokenizer = PromptTokenizer::open(&args.model).with_context(of_model)?;
     let encoder = TextEncoder::open(&args.model).with_context(of_model)?;

@@ -8,9 +8,11 @@ mod joined;
 mod metadata;
 mod model;
 mod rope;
+mod tensors;
 mod tokenizer;
 
 pub use model::GgufModel;
+pub use tensors::GgufTensors;
 pub(crate) use tokenizer::has_tokenizer;
 pub use tokenizer::{ChatTemplate, chat_template, tokenizer};
 

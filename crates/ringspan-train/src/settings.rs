@@ -28,7 +28,8 @@ pub struct TrainArgs {
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Settings {
     /// Model to start from: a folder with config.json, safetensors and tokenizer.json, or a GGUF file; or the folder of an
-    /// adapter, such as PEFT's, whose training goes on [default: a new small byte-level Qwen3]
+    /// adapter, such as PEFT's, whose training goes on; or the folder of a WAN video transformer, of which --lora-rank trains
+    /// adapters [default: a new small byte-level Qwen3]
     #[arg(long, value_name = "PATH", help_heading = "Model and data")]
     pub model: Option<PathBuf>,
     /// Train a new model of this shape instead: a config.json like Hugging Face's, or a folder that has one; weights are drawn by
@@ -42,7 +43,8 @@ pub struct Settings {
     /// Text: a folder of text, a text file, or a .jsonl, .json or .parquet file with `text`, `messages`, `conversations`,
     /// `prompt` and `completion`, or `instruction` and `output`, or a folder of such files with no other text next to them; all
     /// but Parquet also as .gz or .zst. Given more than once, sources are mixed by their sizes, or as PATH=WEIGHT by weights:
-    /// each sequence is of one source [default: the current folder]
+    /// each sequence is of one source. For a video transformer: a safetensors file with `latents` [B,C,F,H,W] and `prompt_embeds`
+    /// [B,N,D], or a folder of such [default: the current folder]
     #[arg(long, value_name = "PATH[=WEIGHT]", help_heading = "Model and data")]
     #[serde(default, skip_serializing_if = "Option::is_none", with = "one_or_several")]
     pub data: Option<Vec<PathBuf>>,
@@ -101,7 +103,8 @@ pub struct Settings {
     #[arg(long, value_name = "ALPHA", help_heading = "LoRA")]
     pub lora_alpha: Option<f64>,
     /// Layers with adapters, separated by commas; each expert has its own [default: q_proj,k_proj,v_proj,o_proj,
-    /// gate_proj,up_proj,down_proj; also possible: gate, the router of experts; or all-linear, all of these that the model has]
+    /// gate_proj,up_proj,down_proj; also possible: gate, the router of experts; or all-linear, all of these that the model has; of a
+    /// video transformer: to_q,to_k,to_v,to_out.0,ffn.net.0.proj,ffn.net.2]
     #[arg(long, value_name = "NAMES", help_heading = "LoRA")]
     pub lora_targets: Option<String>,
     /// Dropout: share of an adapter's input that is dropped in training, the same on every mesh [default: 0]

@@ -3,8 +3,11 @@
 
 mod bytes_text;
 pub mod denoise;
+pub mod encoder_mesh;
 pub mod error;
 pub mod frames;
+mod gguf_folder;
+pub mod image_encoder;
 pub mod lora;
 pub mod noise;
 mod original_names;

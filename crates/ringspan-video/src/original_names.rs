@@ -56,6 +56,14 @@ pub(crate) fn original_name(name: &str) -> String {
     })
 }
 
+/// The original name of a parameter, from its name in diffusers.
+pub(crate) fn original_parameter(name: &str) -> String {
+    match name.rsplit_once('.') {
+        Some((module, end @ ("weight" | "bias"))) => format!("{}.{end}", original_name(module)),
+        _ => original_name(name),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -73,6 +81,15 @@ mod tests {
             ("patch_embedding", "patch_embedding"),
         ] {
             assert_eq!(original_name(name), original);
+        }
+        for (name, original) in [
+            ("blocks.10.ffn.net.0.proj.weight", "blocks.10.ffn.0.weight"),
+            ("blocks.3.attn2.norm_added_k.weight", "blocks.3.cross_attn.norm_k_img.weight"),
+            ("blocks.0.scale_shift_table", "blocks.0.modulation"),
+            ("condition_embedder.image_embedder.pos_embed", "img_emb.emb_pos"),
+            ("condition_embedder.time_proj.bias", "time_projection.1.bias"),
+        ] {
+            assert_eq!(original_parameter(name), original);
         }
     }
 }

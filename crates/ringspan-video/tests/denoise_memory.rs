@@ -57,8 +57,8 @@ fn the_peak_is_what_the_plan_predicts() -> Result<()> {
             control: None,
             control_scale: None,
         };
-        let settings =
-            DenoiseSettings { steps: 3, scheduler: SchedulerConfig::new(SchedulerKind::UniPc), guidance: [5.0; 2] };
+        let scheduler = SchedulerConfig::new(SchedulerKind::UniPc);
+        let settings = DenoiseSettings { steps: 3, scheduler, guidance: [5.0; 2], cache_threshold: 0.0 };
         // Weights are a part of the plan that the files know, so they are in memory before.
         let loaded = folder.weights(0)?;
         for (ring, ulysses) in meshes.iter().copied() {

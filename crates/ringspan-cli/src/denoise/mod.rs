@@ -18,6 +18,7 @@ use ringspan_video::noise::noise;
 use ringspan_video::transformer::WeightType;
 use safetensors::Dtype;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Denoise the latents of a video with a WAN transformer, over a mesh of ranks.
 ///
@@ -27,7 +28,7 @@ use std::path::PathBuf;
 /// on every mesh.
 #[derive(Debug, clap::Args)]
 pub(crate) struct DenoiseArgs {
-    /// A transformer's folder as diffusers saves it, or a pipeline's, with one transformer or two
+    /// A transformer's folder as diffusers saves it, or a pipeline's, with one transformer or two; or a transformer's GGUF file
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
     /// A safetensors file with the embeddings of prompts
@@ -54,8 +55,9 @@ pub(crate) struct DenoiseArgs {
     #[arg(long)]
     cfg_parallel: bool,
     /// Type of weights in memory: f32; bf16, in which the model then computes; as-stored, in which matrices stay in their file's type
-    #[arg(long, default_value_t = WeightType::F32, value_name = "TYPE")]
-    dtype: WeightType,
+    /// [default: f32, or as-stored if the weights are a GGUF file]
+    #[arg(long, value_name = "TYPE")]
+    dtype: Option<WeightType>,
     #[command(flatten)]
     mesh: MeshArgs,
 }
@@ -65,9 +67,10 @@ pub(crate) fn run(args: &DenoiseArgs, processes: &ProcessGroup) -> Result<()> {
     let branches = if args.cfg_parallel { 2 } else { 1 };
     let (_, threads) = args.mesh.start_with(processes, &[(branches, "branches of --cfg-parallel")])?;
     files::check_output("--out", &args.out)?;
-    let folder = DenoiseFolder::open(&args.model, args.dtype).context("--model")?;
-    let loras = args.sampler.loras(&folder, &args.model)?;
-    let folder = folder.with_loras(loras).context("--lora")?;
+    let dtype = args.dtype.unwrap_or_else(|| WeightType::default_of(&args.model));
+    let folder = DenoiseFolder::open(&args.model, dtype).context("--model")?;
+    let [first, second] = args.sampler.loras(&folder, &args.model)?;
+    let folder = folder.with_loras(0, first).context("--lora")?.with_loras(1, second).context("--lora-2")?;
     let settings = args.sampler.settings(&folder, &args.model)?;
     let video = args.frames.zip(args.height.zip(args.width)).map(|(frames, (height, width))| [frames, height, width]);
     let mut inputs = Input::read(&args.embeds)?.with_latents(&folder, video)?;
@@ -82,11 +85,14 @@ pub(crate) fn run(args: &DenoiseArgs, processes: &ProcessGroup) -> Result<()> {
         inputs.latents = noise(args.seed.unwrap_or(0), inputs.latents.dims())?;
     }
     let progress = Progress::new(settings.steps, plan.operations());
+    let skipped = AtomicUsize::new(0);
     let stepped = |step: &DenoiseStep| {
         progress.stepped(step.number);
+        skipped.fetch_add(step.skipped.into(), Ordering::Relaxed);
         Ok(())
     };
     let Some(latents) = denoise(&folder, &mesh, &inputs, &settings, stepped)? else { return Ok(()) };
+    args.sampler.say_skipped(skipped.into_inner());
     let values = latents.flatten_all()?.to_vec1::<f32>()?;
     ensure!(values.iter().all(|x| x.is_finite()), "the latents are not finite: {} is not written", args.out.display());
     files::write_tensors(&args.out, &[OutputTensor::new("latents", Dtype::F32, latents.dims().to_vec(), values)])?;

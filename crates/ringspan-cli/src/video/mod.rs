@@ -15,6 +15,7 @@ use ringspan_video::pipeline::{VideoEvent, VideoPipeline, VideoRequest, VideoSta
 use ringspan_video::transformer::WeightType;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 /// Make a video of a prompt with a WAN pipeline: text encoder, transformers and decoder, over a mesh of ranks
@@ -64,9 +65,9 @@ pub(crate) struct VideoArgs {
     #[arg(long, value_name = "BYTES", value_parser = crate::serve::bytes)]
     memory: Option<u64>,
     /// Type of the transformer's weights in memory: f32; bf16, in which it then computes; as-stored, in which matrices stay in their
-    /// file's type
-    #[arg(long, default_value_t = WeightType::F32, value_name = "TYPE")]
-    dtype: WeightType,
+    /// file's type [default: f32, or as-stored if the weights are a GGUF file]
+    #[arg(long, value_name = "TYPE")]
+    dtype: Option<WeightType>,
     /// Where the frames go: a folder of PNG files (made if it is missing), FILE.gif, or FILE.safetensors with `frames`
     /// [1,3,F,H,W] f32 in [-1,1]
     #[arg(long, value_name = "OUT")]
@@ -82,9 +83,10 @@ pub(crate) fn run(args: &VideoArgs, processes: &ProcessGroup) -> Result<()> {
     let destination = Destination::of(&args.out)?;
     let preview =
         args.preview.as_ref().map(|path| Preview::new(path, args.image.iter().chain(&args.last_image))).transpose()?;
-    let pipeline = VideoPipeline::open(&args.model, args.dtype).context("--model")?;
-    let loras = args.sampler.loras(pipeline.denoiser(), &args.model)?;
-    let pipeline = pipeline.with_loras(loras).context("--lora")?;
+    let dtype = args.dtype.unwrap_or_else(|| WeightType::default_of(&args.model));
+    let pipeline = VideoPipeline::open(&args.model, dtype).context("--model")?;
+    let [first, second] = args.sampler.loras(pipeline.denoiser(), &args.model)?;
+    let pipeline = pipeline.with_loras(0, first).context("--lora")?.with_loras(1, second).context("--lora-2")?;
     let request = args.request(&pipeline)?;
     let (ring, ulysses, cfg_parallel) = (args.mesh.ring, args.mesh.ulysses, args.cfg_parallel);
     let mesh = VideoMesh { ring, ulysses, cfg_parallel, threads, deadline: DEADLINE, processes: processes.clone() };
@@ -99,7 +101,7 @@ pub(crate) fn run(args: &VideoArgs, processes: &ProcessGroup) -> Result<()> {
     }
     let began = Instant::now();
     // The time of steps begins with the stage that takes them.
-    let progress = OnceLock::new();
+    let (progress, skipped) = (OnceLock::new(), AtomicUsize::new(0));
     let told = |event: VideoEvent| {
         match event {
             VideoEvent::Began(stage) => {
@@ -109,6 +111,9 @@ pub(crate) fn run(args: &VideoArgs, processes: &ProcessGroup) -> Result<()> {
                 }
             }
             VideoEvent::Stepped(step) => progress.get().into_iter().for_each(|progress| progress.stepped(step)),
+            VideoEvent::Skipped(_) => {
+                skipped.fetch_add(1, Ordering::Relaxed);
+            }
             VideoEvent::Preview(frame) => {
                 if let Some(preview) = &preview {
                     let failed = |error| ringspan_video::Error::Caller(output::with_causes(&error));
@@ -120,6 +125,7 @@ pub(crate) fn run(args: &VideoArgs, processes: &ProcessGroup) -> Result<()> {
         Ok(())
     };
     let Some(frames) = pipeline.run(&request, &mesh, &plan, told)? else { return Ok(()) };
+    args.sampler.say_skipped(skipped.into_inner());
     let [_, _, count, height, width] = frames.shape();
     destination.write(frames)?;
     if let Some(preview) = &preview {

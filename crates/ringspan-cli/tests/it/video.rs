@@ -1,6 +1,6 @@
 //! Tests of the video commands, on the smallest models of the video crate's fixtures.
 
-use crate::support::video_fixtures::{copy, fixture, write_pipeline};
+use crate::support::video_fixtures::{copy, fixture, write_pipeline, write_pipeline_of};
 use crate::support::{Bench, Tensor, message, read, relative_l2};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -96,6 +96,63 @@ fn denoise_with_an_adapter_is_the_loop_of_diffusers_on_every_mesh() {
 }
 
 #[test]
+fn denoise_says_how_many_steps_were_skipped() {
+    let video = Video::denoise();
+    let flags = "--embeds in.safetensors --steps 9 --scheduler euler";
+    let run = |more: &str| {
+        let said = video.succeeds(&format!("{flags} {more} --out out.safetensors"));
+        (said, read(&video.bench.path("out.safetensors")))
+    };
+    let (said, all) = run("");
+    assert!(!said.contains("cache"), "{said}");
+    let (_, zero) = run("--cache-threshold 0");
+    assert_eq!(zero, all);
+    let (said, some) = run("--cache-threshold 1e6 --ring 2");
+    for words in ["blocks are skipped in up to 7 steps", "blocks were skipped in 7 of 9 steps (threshold 1000000)"] {
+        assert!(said.contains(words), "{said}");
+    }
+    assert!(distance(&some["latents"], &all["latents"].values()) > 1e-3);
+    let flags = "--embeds in.safetensors --out new.safetensors --scheduler euler";
+    video.refused(&format!("{flags} --steps 2 --cache-threshold 0.1"), &["cache threshold 0.1 has no effect", "[2]"]);
+    video.refused(&format!("{flags} --steps 4 --cache-threshold=-1"), &["cache threshold -1", "at least 0"]);
+}
+
+#[test]
+fn denoise_takes_a_gguf_file_whose_matrices_stay_quantized() {
+    let tensors = read(&fixture("gguf/reference.safetensors"));
+    let inputs = [("latents", "hidden_states"), ("prompt_embeds", "encoder_hidden_states")];
+    let inputs = inputs.map(|(name, of)| (name, tensors[of].clone()));
+    let video = Video { bench: Bench::new(&inputs), command: "denoise", model: fixture("gguf/wan.gguf") };
+    let flags = "--embeds in.safetensors --steps 2 --scheduler euler --guidance 1";
+    let said = video.succeeds(&format!("{flags} --out out.safetensors"));
+    let stored = read(&video.bench.path("out.safetensors"));
+    let bytes = |said: &str| -> u64 {
+        let line = said.lines().find_map(|line| line.strip_prefix("weights   ")).expect("a line about weights");
+        line.split(' ').next().and_then(|bytes| bytes.parse().ok()).expect("a number")
+    };
+    let decoded = video.succeeds(&format!("{flags} --dtype f32 --out f32.safetensors"));
+    assert!(bytes(&said) * 3 < bytes(&decoded), "{said}{decoded}");
+    let f32 = read(&video.bench.path("f32.safetensors"));
+    assert!(distance(&f32["latents"], &stored["latents"].values()) < 1e-4);
+    let two = video.results(&format!("{flags} --ring 2"));
+    assert!(distance(&two["latents"], &stored["latents"].values()) < 1e-5);
+    std::fs::write(video.bench.path("bad.gguf"), "GGUF").expect("written");
+    let bad = Video { model: video.bench.path("bad.gguf"), ..video };
+    bad.refused(&format!("{flags} --out new.safetensors"), &["--model", "bad.gguf", "not a whole GGUF file"]);
+}
+
+#[test]
+fn the_help_of_train_names_what_a_video_transformer_takes() {
+    let help = Bench::new(&[]).command("train").arg("--help").output().expect("the binary runs");
+    let help = String::from_utf8_lossy(&help.stdout).split_whitespace().collect::<Vec<_>>().join(" ");
+    for words in
+        ["WAN video transformer", "`latents` [B,C,F,H,W] and `prompt_embeds` [B,N,D]", "to_out.0,ffn.net.0.proj"]
+    {
+        assert!(help.contains(words), "{words} is not in: {help}");
+    }
+}
+
+#[test]
 fn train_makes_an_adapter_that_denoise_takes() {
     let tensors = read(&fixture("training/data.safetensors"));
     let inputs = ["latents", "prompt_embeds"].map(|name| (name, tensors[name].clone()));
@@ -105,6 +162,15 @@ fn train_makes_an_adapter_that_denoise_takes() {
     train.refused(&format!("{flags} --out new --sequence-length 8"), &["--sequence-length has no effect", "lora-rank"]);
     train.refused("--data in.safetensors --out new", &["--lora-rank is missing"]);
     train.refused("--lora-rank 2 --out new", &["--data is missing"]);
+    train.refused(
+        &flags.replace("in.safetensors", "in.safetensors=0.5"),
+        &["--data in.safetensors", "a weight has no effect"],
+    );
+    let found = message(&train.run(&format!("{flags} --out new --lora-targets q_proj")));
+    for name in ["'q_proj'", "attn1.to_q, ", "ffn.net.0.proj, ", "condition_embedder.time_proj, "] {
+        assert!(found.contains(name), "{name} is not in: {found}");
+    }
+    assert!(!found.contains("blocks."), "names are those of every block: {found}");
     let other = train.bench.path("other");
     copy(&fixture("lora/diffusers"), &other);
     let adapter = std::fs::read(other.join("pytorch_lora_weights.safetensors")).expect("an adapter");
@@ -144,6 +210,13 @@ fn denoise_refuses_what_it_cannot_do_and_leaves_nothing() {
     video.refused(&format!("{flags} --lora-2 a.safetensors"), &["--lora-2 has no effect"]);
     video.refused(&format!("{flags} --lora none.safetensors"), &["--lora", "none.safetensors"]);
     video.refused("--embeds none.safetensors --out new.safetensors --steps 1 --scheduler euler", &["none.safetensors"]);
+    // Of several adapters the one that is wrong is named, and by its flag.
+    let [good, other] = ["lora/original.safetensors", "vae/tiny/reference.safetensors"].map(fixture);
+    let both = format!("--lora {} --lora {}", good.display(), other.display());
+    video.refused(&format!("{flags} {both}"), &["--lora: ", "vae/tiny/reference.safetensors", "has no effect"]);
+    let pipeline = pipeline();
+    let flags = format!("{FLAGS} --out new.gif --lora-2 {}", other.display());
+    pipeline.refused(&flags, &["--lora-2: ", "vae/tiny/reference.safetensors", "has no effect"]);
 }
 
 #[test]
@@ -238,6 +311,22 @@ fn a_video_is_what_its_stages_make_one_by_one() {
     let gif = video.bench.path("a.gif");
     video.succeeds(&format!("{FLAGS} --cfg-parallel --out {}", gif.display()));
     assert!(std::fs::read(gif).expect("a GIF").starts_with(b"GIF89a"));
+}
+
+#[test]
+fn a_video_between_two_images_needs_both() {
+    let video = Video { bench: Bench::new(&[]), command: "video", model: PathBuf::from("model") };
+    write_pipeline_of("flf2v", &video.bench.path("model"));
+    let [first, last] = ["image.png", "upright.png"].map(|name| fixture("pipeline").join(name));
+    let flags = "--prompt cat --frames 5 --height 32 --width 48 --steps 3 --guidance 1 --out out.safetensors";
+    let both = format!("{flags} --image {} --last-image {}", first.display(), last.display());
+    let said = video.succeeds(&format!("{both} --ring 2 --cache-threshold 1e6"));
+    for words in ["text begins", "image begins", "encode begins", "blocks were skipped in 1 of 3 steps"] {
+        assert!(said.contains(words), "{words} is not in: {said}");
+    }
+    assert_eq!(read(&video.bench.path("out.safetensors"))["frames"].shape, [1, 3, 5, 32, 48]);
+    video.refused(&format!("{flags} --image {}", first.display()), &["no last image"]);
+    video.refused(flags, &["videos of an image, and none is given"]);
 }
 
 #[test]

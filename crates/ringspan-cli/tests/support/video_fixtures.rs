@@ -16,13 +16,18 @@ pub fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// Puts a whole pipeline into a folder, from the files of several fixtures.
+/// Puts a whole pipeline for text into a folder.
 pub fn write_pipeline(folder: &Path) {
+    write_pipeline_of("t2v", folder);
+}
+
+/// Puts a whole pipeline of a kind into a folder, from the files of several fixtures.
+pub fn write_pipeline_of(kind: &str, folder: &Path) {
     for (from, name) in [
         ("text/text_encoder", "text_encoder"),
         ("text/tokenizer", "tokenizer"),
         ("vae/tiny", "vae"),
-        ("pipeline/t2v", "."),
+        (&format!("pipeline/{kind}"), "."),
     ] {
         copy(&fixture(from), &folder.join(name));
     }

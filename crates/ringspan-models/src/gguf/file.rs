@@ -19,7 +19,6 @@ use std::path::{Path, PathBuf};
 /// An open GGUF file with its parsed header.
 pub(super) struct GgufFile {
     path: PathBuf,
-    file: File,
     pub(super) metadata: HashMap<String, Value>,
     tensors: BTreeMap<String, TensorInfo>,
     /// Offset in the file from which the tensors' offsets count.
@@ -47,10 +46,17 @@ const DECODED: [(u32, GgmlDType); 7] = [
     (15, GgmlDType::Q8K),
 ];
 
-/// Upper limit on the dimensions of a tensor, as in ggml.
-const MOST_DIMS: u32 = 4;
+/// Upper limit on the dimensions of a tensor: the 4 of ggml, and the 5 of a convolution over frames, rows and columns, which files of
+/// video models have.
+const MOST_DIMS: u32 = 5;
 /// Upper limit on the depth of nested arrays; deeper ones are taken for a broken file.
 const MOST_NESTED: usize = 4;
+
+impl std::fmt::Debug for GgufFile {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("GgufFile").field("path", &self.path).finish_non_exhaustive()
+    }
+}
 
 impl GgufFile {
     /// Opens a file, and reads its metadata and the list of its tensors.
@@ -66,7 +72,7 @@ impl GgufFile {
             Some(_) => return Err(broken(path, &"general.alignment is no number above 0")),
         };
         let data = header.at.next_multiple_of(alignment);
-        Ok(Self { path: path.to_owned(), file: header.reader.into_inner(), metadata, tensors, data })
+        Ok(Self { path: path.to_owned(), metadata, tensors, data })
     }
 
     pub(super) fn path(&self) -> &Path {
@@ -132,6 +138,18 @@ impl GgufFile {
             .map_err(|error| self.broken(&format!("tensor {name}: {error}")))
     }
 
+    /// Bytes that a tensor takes in memory, where matrices stay as they are stored.
+    pub(super) fn stored_bytes(&self, name: &str) -> Result<u64> {
+        let TensorInfo { shape, kind, .. } = self.info(name)?;
+        match (Format::from_ggml(kind), shape.as_slice()) {
+            (Some(format), &[rows, columns]) => {
+                let bytes = format.bytes(rows, columns);
+                bytes.map(|bytes| bytes as u64).map_err(|error| self.broken(&format!("tensor {name}: {error}")))
+            }
+            _ => Ok(4 * shape.iter().map(|size| *size as u64).product::<u64>()),
+        }
+    }
+
     /// Reads a tensor in f32 and in its stored shape.
     pub(super) fn tensor(&self, name: &str) -> Result<Tensor> {
         let shape = self.info(name)?.shape;
@@ -145,14 +163,15 @@ impl GgufFile {
 
     fn bytes(&self, name: &str, offset: u64, count: usize) -> Result<Bytes> {
         let io = |source| Error::Io { path: self.path.clone(), source };
-        let length = self.file.metadata().map_err(io)?.len();
+        // Each call has a position in the file of its own, since ranks read at the same time.
+        let mut file = File::open(&self.path).map_err(io)?;
+        let length = file.metadata().map_err(io)?.len();
         let start = self.data.checked_add(offset).filter(|start| start.checked_add(count as u64) <= Some(length));
         let Some(start) = start else {
             let problem = format!("not a whole GGUF file: tensor {name} of {count} bytes ends after its {length}");
             return Err(broken(&self.path, &problem));
         };
         let mut bytes = vec![0; count];
-        let mut file = &self.file;
         file.seek(SeekFrom::Start(start)).and_then(|_| file.read_exact(&mut bytes)).map_err(io)?;
         Ok(bytes.into())
     }

@@ -1,10 +1,12 @@
 //! The velocity under guidance, computed by the ranks of one branch or of two.
 
+use super::DenoiseSettings;
+use super::feature_cache::{ChangeEstimate, FeatureCache};
 use super::inputs::DenoiseInputs;
 use super::mesh::RankGroups;
 use super::pipeline::DenoiseFolder;
 use crate::error::Result;
-use crate::transformer::{Control, Prompt, VideoContext};
+use crate::transformer::{BlockPass, Conditions, Control, Prompt, VideoContext};
 use candle_core::{Device, Tensor};
 use ringspan_candle::StoredWeights;
 use std::sync::Arc;
@@ -15,6 +17,8 @@ pub(super) struct GuidedModel<'a> {
     groups: &'a RankGroups,
     inputs: &'a DenoiseInputs,
     guidance: [f64; 2],
+    /// The estimated change of the output up to which blocks are skipped, if they are at all.
+    cache: Option<(ChangeEstimate, f64)>,
     video: VideoContext,
     control_scale: Vec<f32>,
     /// The stage that computes now, with its weights and the prompts of both branches.
@@ -25,6 +29,25 @@ struct Stage {
     index: usize,
     weights: Arc<StoredWeights>,
     prompts: [Option<Prompt>; 2],
+    caches: [FeatureCache; 2],
+}
+
+/// A step as the transformers take it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct StepInput<'a> {
+    /// The latents, with what is appended to them.
+    pub(super) latents: &'a Tensor,
+    /// The time step of the video, and those of its tokens.
+    pub(super) time: f32,
+    pub(super) times: &'a [f32],
+    /// Whether the step is computed in any case.
+    pub(super) is_last: bool,
+}
+
+/// A guided velocity, and whether it was made without the blocks.
+pub(super) struct GuidedVelocity {
+    pub(super) velocity: Tensor,
+    pub(super) skipped: bool,
 }
 
 impl<'a> GuidedModel<'a> {
@@ -32,14 +55,16 @@ impl<'a> GuidedModel<'a> {
         folder: &'a DenoiseFolder,
         groups: &'a RankGroups,
         inputs: &'a DenoiseInputs,
-        guidance: [f64; 2],
+        settings: &DenoiseSettings,
     ) -> Result<Self> {
         let config = folder.transformer(0).config();
         let (group, alone, grid) = (groups.video().clone(), groups.alone().clone(), inputs.grid(folder)?);
         let blocks = config.vace_layers.as_ref().map_or(0, Vec::len);
         let control_scale = inputs.control_scale.clone().unwrap_or_else(|| vec![1.0; blocks]);
         let video = VideoContext::new(config, group, alone, inputs.batch(), grid)?;
-        Ok(Self { folder, groups, inputs, guidance, video, control_scale, stage: None })
+        let (guidance, threshold) = (settings.guidance, settings.cache_threshold);
+        let cache = (threshold > 0.0).then(|| (ChangeEstimate::of(config, folder.stages()), threshold));
+        Ok(Self { folder, groups, inputs, guidance, cache, video, control_scale, stage: None })
     }
 
     /// Tokens of a frame, and frames of tokens.
@@ -48,23 +73,41 @@ impl<'a> GuidedModel<'a> {
         [rows * columns, frames]
     }
 
-    /// The guided velocity of a model input at time steps, the same on all ranks.
-    pub(super) fn velocity(&mut self, stage: usize, input: &Tensor, times: &[f32]) -> Result<Tensor> {
+    /// The guided velocity of a step, the same on all ranks.
+    pub(super) fn velocity(&mut self, stage: usize, input: StepInput) -> Result<GuidedVelocity> {
         self.enter(stage)?;
         let guidance = self.guidance[stage];
+        let skipped = self.skips(input, guidance != 1.0)?;
         if guidance == 1.0 {
-            return self.of_branch(0, input, times);
+            return Ok(GuidedVelocity { velocity: self.of_branch(0, input, skipped)?, skipped });
         }
         let [with_prompt, without] = match self.groups.branch() {
-            None => [self.of_branch(0, input, times)?, self.of_branch(1, input, times)?],
+            None => [self.of_branch(0, input, skipped)?, self.of_branch(1, input, skipped)?],
             Some(branch) => {
-                let own = self.of_branch(branch, input, times)?;
+                let own = self.of_branch(branch, input, skipped)?;
                 let tensor = |values: &[f32]| Tensor::from_slice(values, own.shape(), &Device::Cpu);
                 let [a, b] = self.groups.exchanged(own.flatten_all()?.to_vec1()?)?;
                 [tensor(a.f32()?)?, tensor(b.f32()?)?]
             }
         };
-        Ok((&without + ((with_prompt - &without)? * guidance)?)?)
+        Ok(GuidedVelocity { velocity: (&without + ((with_prompt - &without)? * guidance)?)?, skipped })
+    }
+
+    /// Whether the branches that this rank computes do without the blocks. Rank 0 decides, so that all ranks agree even if their
+    /// processors round differently.
+    fn skips(&mut self, input: StepInput, is_guided: bool) -> Result<bool> {
+        let (Some((estimate, threshold)), Some(stage)) = (self.cache, &mut self.stage) else { return Ok(false) };
+        let transformer = self.folder.transformer(stage.index);
+        let embedding = transformer.embedded_time(&stage.weights, input.time, &self.video)?;
+        let branches = match self.groups.branch() {
+            Some(branch) => branch..branch + 1,
+            None => 0..if is_guided { 2 } else { 1 },
+        };
+        let mut skips = !input.is_last;
+        for cache in &mut stage.caches[branches] {
+            skips &= cache.skips(embedding.clone(), estimate, threshold);
+        }
+        self.groups.decided(skips)
     }
 
     /// Loads the weights of a stage, and frees those of the stage before.
@@ -72,15 +115,15 @@ impl<'a> GuidedModel<'a> {
         if self.stage.as_ref().is_none_or(|stage| stage.index != index) {
             self.stage = None;
             let weights = self.folder.weights(index)?;
-            self.stage = Some(Stage { index, weights, prompts: [None, None] });
+            self.stage = Some(Stage { index, weights, prompts: [None, None], caches: Default::default() });
         }
         Ok(())
     }
 
     /// The velocity with the prompt (branch 0) or the negative prompt (branch 1).
-    fn of_branch(&mut self, branch: usize, input: &Tensor, times: &[f32]) -> Result<Tensor> {
+    fn of_branch(&mut self, branch: usize, input: StepInput, skips: bool) -> Result<Tensor> {
         let (inputs, video) = (self.inputs, &self.video);
-        let Some(Stage { index, weights, prompts }) = &mut self.stage else {
+        let Some(Stage { index, weights, prompts, caches }) = &mut self.stage else {
             return Err(crate::Error::Input("no transformer has been entered".into()));
         };
         let transformer = self.folder.transformer(*index);
@@ -93,6 +136,14 @@ impl<'a> GuidedModel<'a> {
             slot => slot.insert(transformer.prompt(weights, text, inputs.image_embeds.as_ref(), video)?),
         };
         let control = inputs.control.as_ref().map(|control| Control { control, scale: &self.control_scale });
-        transformer.velocity(weights, input, &video.timesteps(times)?, prompt, control, video)
+        let times = &video.timesteps(input.times)?;
+        let blocks = match (&mut caches[branch].added, skips) {
+            (Some(added), true) => BlockPass::Skip(added),
+            (added, _) if self.cache.is_some() => BlockPass::Record(added),
+            _ => BlockPass::Compute,
+        };
+        let conditions = Conditions { times, prompt, control };
+        let patches = transformer.forward_with(weights, input.latents, conditions, blocks, video)?;
+        video.grid().unpatched(&video.gathered(&patches)?)
     }
 }

@@ -38,6 +38,8 @@ pub(super) struct RunSizes {
     pub(super) embeds: u64,
     /// Branches of guidance that a rank computes.
     pub(super) branches: u64,
+    /// Whether what the blocks add is kept for later steps.
+    pub(super) caches: bool,
 }
 
 impl RunSizes {
@@ -69,7 +71,10 @@ impl RunSizes {
         let positions = self.tokens * (4 * config.attention_head_dim as u64 + 8);
         let element = (config.out_channels() * config.patch()) as u64;
         let appended = ((config.in_channels - config.out_channels().min(config.in_channels)) * config.patch()) as u64;
-        prompts + positions + 4 * self.all_tokens * (LATENTS * element + 2 * appended)
+        // What blocks add in each branch, and the embedded patches from which it is counted.
+        let rows = self.tokens * width * weights.computed_bytes() as u64;
+        let cached = if self.caches { (self.branches + 1) * rows } else { 0 };
+        prompts + positions + cached + 4 * self.all_tokens * (LATENTS * element + 2 * appended)
     }
 
     /// Peak of the bytes that are held while a block computes.

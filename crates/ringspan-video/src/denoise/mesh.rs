@@ -122,6 +122,12 @@ impl RankGroups {
         self.across.as_ref().map(|across| across.rank())
     }
 
+    /// What rank 0 has decided, on all ranks, which must all call this.
+    pub(super) fn decided(&self, own: bool) -> Result<bool> {
+        let of_lead = (self.rank == 0).then(|| Buffer::F32(vec![f32::from(own)]));
+        Ok(self.world.broadcast(0, of_lead)?.f32()? == [1.0])
+    }
+
     /// The velocities of both branches, of which this rank has computed one.
     pub(super) fn exchanged(&self, own: Vec<f32>) -> Result<[Arc<Buffer>; 2]> {
         let Some(across) = &self.across else {

@@ -1,6 +1,7 @@
 //! Denoising: from noise, step by step, to the latents of a video, with classifier-free guidance (Ho and Salimans, 2022,
 //! arXiv:2207.12598).
 
+mod feature_cache;
 mod guided;
 mod inputs;
 mod memory;
@@ -16,7 +17,7 @@ pub use plan::{DenoisePlan, cheapest_grid};
 use crate::error::{Error, Result};
 use crate::scheduler::{Scheduler, SchedulerConfig};
 use candle_core::Tensor;
-use guided::GuidedModel;
+use guided::{GuidedModel, GuidedVelocity, StepInput};
 use inputs::Conditioning;
 
 /// How a video is denoised.
@@ -29,6 +30,9 @@ pub struct DenoiseSettings {
     /// The factor G of the difference between the velocities with the prompt and with the negative prompt; 1 computes the first
     /// alone. The second transformer of a pipeline has its own.
     pub guidance: [f64; 2],
+    /// The blocks are skipped as long as the estimated change of their output, summed over steps, is below this; 0 computes them in
+    /// every step.
+    pub cache_threshold: f64,
 }
 
 /// A step that has been taken.
@@ -40,6 +44,8 @@ pub struct DenoiseStep<'a> {
     latents: &'a Tensor,
     sigma: f32,
     velocity: &'a Tensor,
+    /// Whether the blocks were skipped.
+    pub skipped: bool,
     /// Bytes that this rank has sent to others since the run began.
     pub sent: u64,
 }
@@ -104,11 +110,47 @@ impl DenoiseSettings {
                 guidance[stage]
             ));
         }
-        Scheduler::new(&self.scheduler, self.steps)?;
+        self.check_cache(folder)?;
         if mesh.cfg_parallel && !(0..folder.stages()).all(|stage| self.is_guided(stage)) {
             return refuse(format!(
                 "the two branches of guidance cannot be computed in parallel: with guidance {guidance:?}, there is one"
             ));
+        }
+        Ok(())
+    }
+}
+
+impl DenoiseSettings {
+    /// Steps of each transformer.
+    fn steps_of(&self, folder: &DenoiseFolder) -> Result<Vec<usize>> {
+        let mut steps = vec![0; folder.stages()];
+        for time in Scheduler::new(&self.scheduler, self.steps)?.timesteps() {
+            steps[folder.stage_of(*time, &self.scheduler)] += 1;
+        }
+        Ok(steps)
+    }
+
+    /// Steps in which blocks may be skipped: all but the first of each transformer and the last of the run.
+    fn skippable(&self, folder: &DenoiseFolder) -> Result<usize> {
+        let steps = self.steps_of(folder)?;
+        let last = steps.iter().rposition(|steps| *steps > 0);
+        let of = |(stage, steps): (usize, &usize)| steps.saturating_sub(if Some(stage) == last { 2 } else { 1 });
+        Ok(steps.iter().enumerate().map(of).sum())
+    }
+
+    fn check_cache(&self, folder: &DenoiseFolder) -> Result<()> {
+        let threshold = self.cache_threshold;
+        if !(threshold.is_finite() && threshold >= 0.0) {
+            return Err(Error::Input(format!(
+                "cache threshold {threshold}: it must be at least 0, which computes all blocks in every step"
+            )));
+        }
+        if self.skippable(folder)? == 0 && threshold > 0.0 {
+            return Err(Error::Input(format!(
+                "cache threshold {threshold} has no effect: of {:?} steps of the transformers, the first of each and the last of all \
+                 are computed in any case",
+                self.steps_of(folder)?
+            )));
         }
         Ok(())
     }
@@ -122,17 +164,20 @@ fn on_rank(
     settings: &DenoiseSettings,
     stepped: &(impl Fn(&DenoiseStep) -> Result<()> + Sync),
 ) -> Result<Tensor> {
-    let mut model = GuidedModel::new(folder, groups, inputs, settings.guidance)?;
+    let mut model = GuidedModel::new(folder, groups, inputs, settings)?;
     let mut scheduler = Scheduler::new(&settings.scheduler, settings.steps)?;
     let mut latents = inputs.latents.clone();
     for (step, time) in scheduler.timesteps().to_vec().into_iter().enumerate() {
         let (input, times) = conditioned(&latents, inputs, conditioning, time, model.frame_tokens())?;
-        let velocity = model.velocity(folder.stage_of(time, &settings.scheduler), &input, &times)?;
+        let is_last = step + 1 == settings.steps;
+        let of_step = StepInput { latents: &input, time, times: &times, is_last };
+        let GuidedVelocity { velocity, skipped } =
+            model.velocity(folder.stage_of(time, &settings.scheduler), of_step)?;
         let next = scheduler.step(&latents, &velocity)?;
         if groups.rank() == 0 {
             let sigma = scheduler.sigmas()[step];
             let sent = groups.sent();
-            stepped(&DenoiseStep { number: step + 1, latents: &latents, sigma, velocity: &velocity, sent })?;
+            stepped(&DenoiseStep { number: step + 1, latents: &latents, sigma, velocity: &velocity, skipped, sent })?;
         }
         latents = next;
     }

@@ -27,13 +27,13 @@ pub struct DenoiseFolder {
 }
 
 impl DenoiseFolder {
-    /// Opens a transformer's folder, or a pipeline's; weights are read when they are needed.
+    /// Opens a transformer's folder or GGUF file, or a pipeline's folder; weights are read when they are needed.
     ///
     /// # Errors
     /// A folder of something else, files that are missing or corrupt, a second transformer without a boundary.
     pub fn open(path: &Path, weight_type: WeightType) -> Result<Self> {
         let refuse = |problem: String| Err(Error::Format { path: path.to_owned(), problem });
-        if path.join("config.json").is_file() {
+        if path.is_file() || path.join("config.json").is_file() {
             let folder = WanFolder::open(path)?;
             let scale = scale(None, &folder)?;
             let (stages, boundary_ratio) = (vec![folder], 0.0);
@@ -77,16 +77,19 @@ impl DenoiseFolder {
         Ok(Self { stages, boundary_ratio, scheduler, scale, weight_type, loaded: Mutex::default() })
     }
 
-    /// The folder with adapters of each transformer.
+    /// The folder with adapters of the transformer of a stage, instead of those that it had.
     ///
     /// # Errors
     /// Adapters of a second transformer where there is none; otherwise as for [`WanFolder::with_loras`].
-    pub fn with_loras(self, sources: [&[LoraSource]; 2]) -> Result<Self> {
-        if let Some(source) = sources[1].first().filter(|_| self.stages.len() < 2) {
+    pub fn with_loras(mut self, stage: usize, sources: &[LoraSource]) -> Result<Self> {
+        if let Some(source) = sources.first().filter(|_| stage >= self.stages.len()) {
             return Err(Error::Input(format!("the adapter {source} is for transformer_2, and there is none")));
         }
-        let stages = self.stages.into_iter().zip(sources).map(|(stage, sources)| stage.with_loras(sources));
-        Ok(Self { stages: stages.collect::<Result<_>>()?, loaded: Mutex::default(), ..self })
+        if !sources.is_empty() {
+            let adapted = self.stages.remove(stage).with_loras(sources)?;
+            self.stages.insert(stage, adapted);
+        }
+        Ok(Self { loaded: Mutex::default(), ..self })
     }
 
     /// Number of transformers: 1 or 2.

@@ -1,10 +1,10 @@
 //! The plan of a denoising run, computed from shapes alone: tokens of each rank, heads, bytes sent, memory of weights.
 
+use super::feature_cache::ChangeEstimate;
 use super::memory::RunSizes;
 use super::{DenoiseFolder, DenoiseInputs, DenoiseSettings, VideoMesh};
 use crate::bytes_text::bytes_text;
 use crate::error::{Error, Result};
-use crate::scheduler::Scheduler;
 use crate::transformer::{WanConfig, WeightType};
 use ringspan::mesh::Grid;
 use ringspan::schedule::{HeadShare, Pass, Sizes};
@@ -16,6 +16,8 @@ use std::fmt;
 pub struct DenoisePlan {
     mesh: String,
     settings: DenoiseSettings,
+    /// How the change of the output is estimated, and in how many steps blocks may be skipped, if they may be at all.
+    cache: Option<(ChangeEstimate, usize)>,
     /// Steps that each transformer computes.
     steps: Vec<usize>,
     latents: Vec<usize>,
@@ -118,10 +120,7 @@ impl DenoisePlan {
         let shares = HeadShare::all(heads, heads, of_mesh)?;
         let documents = Documents::batch(batch, grid.tokens());
         let layout = Layout::new(LayoutKind::Contiguous, &documents, mesh.branch_size())?;
-        let mut steps = vec![0; folder.stages()];
-        for time in Scheduler::new(&settings.scheduler, settings.steps)?.timesteps() {
-            steps[folder.stage_of(*time, &settings.scheduler)] += 1;
-        }
+        let steps = settings.steps_of(folder)?;
         let blocks = config.num_layers + config.vace_layers.as_ref().map_or(0, Vec::len);
         let is_guided = (0..folder.stages()).any(|stage| settings.is_guided(stage));
         let branches = if is_guided && !mesh.cfg_parallel { 2 } else { 1 };
@@ -146,12 +145,17 @@ impl DenoisePlan {
             batch: batch as u64,
             embeds: (inputs.prompt_embeds.dim(1)? + images / batch) as u64,
             branches: branches as u64,
+            caches: settings.cache_threshold > 0.0,
         };
         let guided = |stage: usize| if settings.is_guided(stage) { 2.0 } else { 1.0 };
         let operations = |stage: usize| guided(stage) * sizes.operations(folder.transformer(stage).config());
         Ok(Self {
             mesh: mesh.to_string(),
             settings: *settings,
+            cache: match settings.cache_threshold > 0.0 {
+                true => Some((ChangeEstimate::of(config, folder.stages()), settings.skippable(folder)?)),
+                false => None,
+            },
             steps,
             latents: inputs.latents.dims().to_vec(),
             tokens: grid.tokens(),
@@ -263,6 +267,13 @@ impl fmt::Display for DenoisePlan {
         for (stage, (steps, bytes)) in self.steps.iter().zip(&self.weights).enumerate() {
             let guidance = self.settings.guidance[stage];
             writeln!(f, "weights   {bytes} bytes, {steps} steps with guidance {guidance}")?;
+        }
+        if let Some((estimate, steps)) = self.cache {
+            let of = estimate.model.map_or("the relative change of the time step's embedding".into(), |model| {
+                format!("the change that is known of {model}")
+            });
+            let threshold = self.settings.cache_threshold;
+            writeln!(f, "cache     blocks are skipped in up to {steps} steps, while {of} is below {threshold}")?;
         }
         writeln!(
             f,

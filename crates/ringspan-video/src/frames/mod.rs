@@ -11,5 +11,5 @@ mod rgb;
 pub use error::{Error, Result};
 pub use gif::encode as gif;
 pub use png::{encode_picture, read_picture, read_pictures, write_folder};
-pub use resize::resized;
+pub use resize::{ResizeFilter, resized};
 pub use rgb::{RgbFrame, to_rgb};

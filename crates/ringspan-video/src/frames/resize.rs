@@ -5,12 +5,20 @@ use super::rgb::RgbFrame;
 use fast_image_resize::images::Image;
 use fast_image_resize::{FilterType, PixelType, ResizeAlg, ResizeOptions, Resizer};
 
-/// The picture with these numbers of pixels, by Lanczos's filter of three lobes, as Pillow and so diffusers resize the image of a
-/// video. The ratio of the sides is not kept.
+/// The filter by which a picture is resized; both compute as Pillow's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ResizeFilter {
+    /// Lanczos's filter of three lobes, by which diffusers resizes the image of a video.
+    Lanczos,
+    /// Keys's cubic filter with a = -1/2, by which the image processor of CLIP resizes.
+    Bicubic,
+}
+
+/// The picture with these numbers of pixels. The ratio of the sides is not kept.
 ///
 /// # Errors
 /// A side without pixels, or with more than 2^32 - 1.
-pub fn resized(picture: &RgbFrame, width: usize, height: usize) -> Result<RgbFrame> {
+pub fn resized(picture: &RgbFrame, width: usize, height: usize, filter: ResizeFilter) -> Result<RgbFrame> {
     if (picture.width, picture.height) == (width, height) {
         return Ok(picture.clone());
     }
@@ -28,7 +36,11 @@ pub fn resized(picture: &RgbFrame, width: usize, height: usize) -> Result<RgbFra
     let (columns, rows) = (side(width)?, side(height)?);
     let from = Image::from_vec_u8(side(picture.width)?, side(picture.height)?, picture.pixels.clone(), PixelType::U8x3)
         .map_err(|of| error(&of))?;
-    let options = ResizeOptions::new().resize_alg(ResizeAlg::Convolution(FilterType::Lanczos3));
+    let filter = match filter {
+        ResizeFilter::Lanczos => FilterType::Lanczos3,
+        ResizeFilter::Bicubic => FilterType::CatmullRom,
+    };
+    let options = ResizeOptions::new().resize_alg(ResizeAlg::Convolution(filter));
     let mut resizer = Resizer::new();
     // Between the two directions levels are rounded and clamped, so the order counts: Pillow's first one is the width.
     let mut wide = Image::new(columns, from.height(), PixelType::U8x3);
@@ -45,10 +57,12 @@ mod tests {
     #[test]
     fn a_picture_of_one_color_keeps_it_and_sides_without_pixels_are_refused() {
         let picture = RgbFrame { width: 7, height: 5, pixels: [10, 200, 30].repeat(35) };
-        let found = resized(&picture, 16, 3).expect("a picture");
-        assert_eq!((found.width, found.height, found.pixels), (16, 3, [10, 200, 30].repeat(48)));
-        assert_eq!(resized(&picture, 7, 5).expect("the same"), picture);
-        let message = resized(&picture, 0, 3).expect_err("no pixels").to_string();
+        for filter in [ResizeFilter::Lanczos, ResizeFilter::Bicubic] {
+            let found = resized(&picture, 16, 3, filter).expect("a picture");
+            assert_eq!((found.width, found.height, found.pixels), (16, 3, [10, 200, 30].repeat(48)));
+            assert_eq!(resized(&picture, 7, 5, filter).expect("the same"), picture);
+        }
+        let message = resized(&picture, 0, 3, ResizeFilter::Lanczos).expect_err("no pixels").to_string();
         assert!(message.contains("7 x 5") && message.contains("0 x 3"), "{message}");
     }
 }

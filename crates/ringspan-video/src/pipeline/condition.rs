@@ -2,7 +2,7 @@
 
 use super::{Images, VideoPipeline, VideoRequest};
 use crate::error::{Error, Result};
-use crate::frames::{self, RgbFrame};
+use crate::frames::{self, ResizeFilter, RgbFrame};
 use crate::vae::VideoTensor;
 use candle_core::{Device, Tensor};
 
@@ -16,6 +16,19 @@ impl VideoPipeline {
                 refuse("this pipeline makes videos of prompts alone: its transformer takes no channels of an image")
             }
             (Images::Appended { .. }, false, _) => refuse("this pipeline makes videos of an image, and none is given"),
+            (Images::Appended { .. }, true, given)
+                if self.image_encoder.is_some() && given != self.takes_two_images() =>
+            {
+                refuse(match given {
+                    true => {
+                        "a last image has no effect: the transformer has positions for one image (no pos_embed_seq_len)"
+                    }
+                    false => {
+                        "this pipeline makes videos between two images, and no last image is given: its transformer has \
+                         positions for two (pos_embed_seq_len)"
+                    }
+                })
+            }
             (Images::FirstFrame, _, true) => {
                 refuse("this pipeline takes the first frame alone: a last image has no effect")
             }
@@ -28,6 +41,23 @@ impl VideoPipeline {
             }
             _ => Ok(()),
         }
+    }
+
+    /// Whether the image encoder's embeddings must be of two images.
+    fn takes_two_images(&self) -> bool {
+        self.denoiser.transformer(0).config().pos_embed_seq_len.is_some()
+    }
+
+    /// The images that the image encoder embeds, if the pipeline has one.
+    pub(super) fn embedded_images(&self, request: &VideoRequest) -> Option<Vec<RgbFrame>> {
+        self.image_encoder.as_ref()?;
+        Some([&request.image, &request.last_image].into_iter().flatten().cloned().collect())
+    }
+
+    /// The shape `[1, N, image_dim]` of the embeddings of all images, if there are any.
+    pub(super) fn image_embeds_shape(&self, request: &VideoRequest) -> Option<[usize; 3]> {
+        let (encoder, images) = (self.image_encoder.as_ref()?, self.embedded_images(request)?);
+        Some([1, images.len() * encoder.config().embeddings(), encoder.config().hidden_size])
     }
 
     /// The shape of the frames that are encoded, if there are any.
@@ -59,7 +89,8 @@ impl VideoPipeline {
         let area = height * width;
         let mut values = vec![0.0; 3 * frames * area];
         let mut put = |picture: &RgbFrame, frame: usize| -> Result<()> {
-            let resized = frames::resized(picture, width, height).map_err(|error| Error::Input(error.to_string()))?;
+            let resized = frames::resized(picture, width, height, ResizeFilter::Lanczos)
+                .map_err(|error| Error::Input(error.to_string()))?;
             for (index, level) in resized.pixels.iter().enumerate() {
                 values[(index % 3 * frames + frame) * area + index / 3] = f32::from(*level) / 127.5 - 1.0;
             }

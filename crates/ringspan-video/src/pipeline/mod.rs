@@ -13,6 +13,7 @@ pub use stage::VideoStage;
 use crate::denoise::{DenoiseFolder, DenoiseSettings};
 use crate::error::{Error, Result};
 use crate::frames::RgbFrame;
+use crate::image_encoder::ImageEncoder;
 use crate::lora::LoraSource;
 use crate::tensor_folder::read_json;
 use crate::text_encoder::{PromptTokenizer, TextEncoder};
@@ -26,6 +27,8 @@ use std::path::Path;
 pub struct VideoPipeline {
     tokenizer: PromptTokenizer,
     text_encoder: TextEncoder,
+    /// The encoder of images, whose embeddings the transformers of 2.1 take.
+    image_encoder: Option<ImageEncoder>,
     denoiser: DenoiseFolder,
     vae: VaeFolder,
     images: Images,
@@ -94,12 +97,10 @@ impl VideoPipeline {
         if config.vace_layers.is_some() {
             return refuse("VACE needs a control, which `ringspan denoise` takes from the file of --embeds".into());
         }
-        if let Some(dim) = config.image_dim {
-            return refuse(format!(
-                "its transformer takes the embeddings of an image encoder (image_dim {dim}), which is not implemented: put \
-                 image_embeds and condition into a file, and use `ringspan denoise --embeds` and `ringspan decode-latents`"
-            ));
-        }
+        let image_encoder = match config.image_dim {
+            Some(dim) => Some(Self::open_image_encoder(path, dim, config.pos_embed_seq_len)?),
+            None => None,
+        };
         let (text, wanted) = (text_encoder.config().d_model, config.text_dim);
         if text != wanted {
             return refuse(format!(
@@ -123,15 +124,41 @@ impl VideoPipeline {
             }
         };
         let tokenizer = PromptTokenizer::open(path)?;
-        Ok(Self { tokenizer, text_encoder, denoiser, vae, images })
+        Ok(Self { tokenizer, text_encoder, image_encoder, denoiser, vae, images })
     }
 
-    /// The pipeline with adapters of each transformer.
+    /// The encoder of images for a transformer that takes embeddings of width `dim`, and if it has positions, so many of them.
+    fn open_image_encoder(path: &Path, dim: usize, positions: Option<usize>) -> Result<ImageEncoder> {
+        let refuse = |problem: String| Err(Error::Format { path: path.to_owned(), problem });
+        let files = ["image_encoder/config.json", "image_processor/preprocessor_config.json"];
+        if let Some(missing) = files.into_iter().find(|file| !path.join(file).is_file()) {
+            return refuse(format!(
+                "{missing} is missing: the transformer takes the embeddings of an image encoder (image_dim {dim}); `ringspan \
+                 denoise` takes them from the file of --embeds"
+            ));
+        }
+        let encoder = ImageEncoder::open(path)?;
+        let (width, embeddings) = (encoder.config().hidden_size, encoder.config().embeddings());
+        if width != dim {
+            return refuse(format!(
+                "image_encoder gives {width} numbers an embedding (hidden_size), transformer takes {dim} (image_dim)"
+            ));
+        }
+        match positions.filter(|positions| *positions != 2 * embeddings) {
+            Some(positions) => refuse(format!(
+                "image_encoder gives {embeddings} embeddings an image, and transformer has {positions} positions for two images \
+                 (pos_embed_seq_len)"
+            )),
+            None => Ok(encoder),
+        }
+    }
+
+    /// The pipeline with adapters of the transformer of a stage, instead of those that it had.
     ///
     /// # Errors
     /// As for [`DenoiseFolder::with_loras`].
-    pub fn with_loras(self, sources: [&[LoraSource]; 2]) -> Result<Self> {
-        Ok(Self { denoiser: self.denoiser.with_loras(sources)?, ..self })
+    pub fn with_loras(self, stage: usize, sources: &[LoraSource]) -> Result<Self> {
+        Ok(Self { denoiser: self.denoiser.with_loras(stage, sources)?, ..self })
     }
 
     /// The transformers and the scheduler.

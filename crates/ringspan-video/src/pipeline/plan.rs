@@ -80,7 +80,7 @@ impl VideoPipeline {
             prompt_embeds: shaped(&embeds)?,
             negative_prompt_embeds: negative.as_ref().map(|_| shaped(&embeds)).transpose()?,
             latents: shaped(&latents)?,
-            image_embeds: None,
+            image_embeds: self.image_embeds_shape(request).map(|shape| shaped(&shape)).transpose()?,
             condition: condition.map(|shape| shaped(&shape)).transpose()?,
             control: None,
             control_scale: None,
@@ -126,6 +126,10 @@ impl VideoPipeline {
         let tokens = plan.negative.iter().map(|negative| negative.ids.len()).fold(plan.prompt.ids.len(), usize::max);
         let text = self.text_encoder.bytes(tokens, ranks)?;
         let mut stages = vec![StageMemory { stage: VideoStage::Text, shared: 0, of_rank: text }];
+        if let (Some(encoder), Some(images)) = (&self.image_encoder, self.embedded_images(request)) {
+            let of_rank = encoder.bytes(images.len(), ranks);
+            stages.push(StageMemory { stage: VideoStage::Image, shared: 0, of_rank });
+        }
         if let (Some(encode), Some(shape)) = (&plan.encode, self.encoded_shape(request)) {
             stages.push(of_vae(VideoStage::Encode, encode, 4 * elements(shape)));
         }

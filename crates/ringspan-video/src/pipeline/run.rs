@@ -2,9 +2,9 @@
 
 use super::{VideoPipeline, VideoPlan, VideoRequest, VideoStage};
 use crate::denoise::{DenoiseInputs, DenoiseStep, VideoMesh, denoise_in_each_process};
+use crate::encoder_mesh::EncoderMesh;
 use crate::error::{Error, Result};
 use crate::noise::noise;
-use crate::text_encoder::TextMesh;
 use crate::vae::{Mesh, VideoTensor};
 use candle_core::{DType, Device, Tensor};
 use ringspan::comm::Buffer;
@@ -15,6 +15,8 @@ use ringspan::comm::process_group::ProcessGroup;
 pub enum VideoEvent {
     /// A stage begins.
     Began(VideoStage),
+    /// The blocks of the transformer were skipped in this step, which is counted from 1.
+    Skipped(usize),
     /// So many steps have been taken.
     Stepped(usize),
     /// The first frame `[1, 3, 1, H, W]` of the video that the transformer predicts so far.
@@ -40,6 +42,15 @@ impl VideoPipeline {
         let prompt_embeds = self.embeds(&plan.prompt.ids, mesh)?;
         let negative_prompt_embeds =
             plan.negative.as_ref().map(|negative| self.embeds(&negative.ids, mesh)).transpose()?;
+        let image_embeds = match (&self.image_encoder, self.embedded_images(request), self.image_embeds_shape(request))
+        {
+            (Some(encoder), Some(images), Some(shape)) => {
+                tell(VideoEvent::Began(VideoStage::Image))?;
+                let embeds = encoder.encode(&images, &encoder_mesh(mesh))?;
+                Some(Tensor::from_vec(from_lead(&mesh.processes, embeds)?, &shape, &Device::Cpu)?)
+            }
+            _ => None,
+        };
         let ranks = Mesh {
             processes: mesh.processes.clone(),
             size: mesh.size(),
@@ -62,12 +73,15 @@ impl VideoPipeline {
             prompt_embeds,
             negative_prompt_embeds,
             latents: noise(request.seed, &plan.latents)?,
-            image_embeds: None,
+            image_embeds,
             condition,
             control: None,
             control_scale: None,
         };
         let stepped = |step: &DenoiseStep| {
+            if step.skipped {
+                told(VideoEvent::Skipped(step.number))?;
+            }
             told(VideoEvent::Stepped(step.number))?;
             match &plan.preview {
                 Some(preview) if preview.step == step.number => {
@@ -86,10 +100,7 @@ impl VideoPipeline {
 
     /// The embeddings `[1, 512, text_dim]` of a prompt's tokens, with zeros behind them, in every process.
     fn embeds(&self, tokens: &[u32], mesh: &VideoMesh) -> Result<Tensor> {
-        // The tokens are few, so all ranks share them as a ring, of any size.
-        let (ring, threads, deadline) = (mesh.size(), mesh.threads, mesh.deadline);
-        let text_mesh = TextMesh { processes: mesh.processes.clone(), ring, ulysses: 1, threads, deadline };
-        let mut states = from_lead(&mesh.processes, self.text_encoder.encode(tokens, &text_mesh)?)?;
+        let mut states = from_lead(&mesh.processes, self.text_encoder.encode(tokens, &encoder_mesh(mesh))?)?;
         let (rows, width) = (crate::text_encoder::PROMPT_ROWS, self.text_encoder.config().d_model);
         states.resize(rows * width, 0.0);
         Ok(Tensor::from_vec(states, (1, rows, width), &Device::Cpu)?)
@@ -102,6 +113,12 @@ impl VideoPipeline {
         let frame = self.vae.decoder()?.decode(&first, &alone, plan)?;
         frame.ok_or_else(|| Error::Mesh("a rank alone has no rank 0".into()))
     }
+}
+
+/// The ranks of an encoder: its tokens are few, so all ranks share them as a ring, of any size.
+fn encoder_mesh(mesh: &VideoMesh) -> EncoderMesh {
+    let (ring, threads, deadline) = (mesh.size(), mesh.threads, mesh.deadline);
+    EncoderMesh { processes: mesh.processes.clone(), ring, ulysses: 1, threads, deadline }
 }
 
 /// Latents as the autoencoder takes them.

@@ -7,6 +7,8 @@ use std::fmt;
 pub enum VideoStage {
     /// The prompts' embeddings.
     Text,
+    /// The embeddings of images.
+    Image,
     /// The latents of images.
     Encode,
     /// The steps of the transformers.
@@ -19,6 +21,7 @@ impl fmt::Display for VideoStage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Text => "text",
+            Self::Image => "image",
             Self::Encode => "encode",
             Self::Denoise => "denoise",
             Self::Decode => "decode",

@@ -1,43 +1,26 @@
 //! The layers of the encoder, one after the other.
 
 use super::config::TextEncoderConfig;
+use super::weight_files::WeightFiles;
+use crate::encoder_mesh::{EncoderMesh, EncoderRank};
 use crate::error::{Error, Result};
-use crate::tensor_folder::{TensorFolder, read_json};
-use candle_core::{Device, Tensor};
-use ringspan::attention::{self, Inputs};
-use ringspan::comm::process_group::ProcessGroup;
-use ringspan::comm::{Buffer, threads};
-use ringspan::kernel::{Buckets, Relative, View};
-use ringspan::{Documents, Group, Layout, LayoutKind, Mask, Schedule, Score, StrategyKind, World, world};
+use crate::tensor_folder::read_json;
+use candle_core::Tensor;
+use ringspan::kernel::{Buckets, Relative};
+use ringspan::{Documents, Score};
 use ringspan_candle::norm::rms_norm;
 use ringspan_candle::swiglu::geglu;
 use std::path::Path;
-use std::time::Duration;
-
-/// The ranks that compute: ring x Ulysses, which share the tokens.
-#[derive(Debug, Clone)]
-pub struct TextMesh {
-    /// Threads of this process, or processes.
-    pub processes: ProcessGroup,
-    /// Ring size.
-    pub ring: usize,
-    /// Ulysses size.
-    pub ulysses: usize,
-    /// Threads of each rank.
-    pub threads: usize,
-    /// Longest wait for another rank.
-    pub deadline: Duration,
-}
 
 /// A text encoder whose weights are on disk.
 #[derive(Debug)]
 pub struct TextEncoder {
     config: TextEncoderConfig,
-    tensors: TensorFolder,
+    tensors: WeightFiles,
 }
 
 impl TextEncoder {
-    /// Opens the folder of an encoder, or of a pipeline with a folder `text_encoder`.
+    /// Opens the folder of an encoder, or of a pipeline with a folder `text_encoder`. Its weights are safetensors, or one GGUF file.
     ///
     /// # Errors
     /// Files that are missing or corrupt, and a configuration that is not supported.
@@ -47,7 +30,7 @@ impl TextEncoder {
         let path = folder.join("config.json");
         let config: TextEncoderConfig = read_json(&path)?;
         config.check().map_err(|error| Error::Format { path, problem: error.to_string() })?;
-        let encoder = Self { config, tensors: TensorFolder::open(folder, "model")? };
+        let encoder = Self { config, tensors: WeightFiles::open(folder)? };
         encoder.parameters().into_iter().try_for_each(|(name, shape)| encoder.check(&name, &shape))?;
         Ok(encoder)
     }
@@ -84,7 +67,7 @@ impl TextEncoder {
     /// The name of the embedding's table, which has one of two.
     fn embedding(&self) -> &'static str {
         let shared = "shared.weight";
-        if self.tensors.shape(shared).is_ok() { shared } else { "encoder.embed_tokens.weight" }
+        if self.tensors.shape(shared).is_some() { shared } else { "encoder.embed_tokens.weight" }
     }
 
     /// Bytes that a rank takes for a prompt of so many tokens over so many ranks: the largest matrix, which it reads when it is reached,
@@ -97,7 +80,7 @@ impl TextEncoder {
         let table = self.embedding();
         let mut matrix = 0;
         for (name, _) in self.parameters().iter().filter(|(name, _)| name != table) {
-            matrix = matrix.max(self.tensors.bytes_of(name)?);
+            matrix = matrix.max(self.tensors.stored_bytes(name)?);
         }
         // The residual stream and its norm; queries, keys, values, outputs and a block of other ranks, or gate, up and their
         // product.
@@ -115,36 +98,23 @@ impl TextEncoder {
     ///
     /// # Errors
     /// Tokens outside the vocabulary, tensors that are missing or do not fit, failures of any rank.
-    pub fn encode(&self, tokens: &[u32], mesh: &TextMesh) -> Result<Option<Vec<f32>>> {
+    pub fn encode(&self, tokens: &[u32], mesh: &EncoderMesh) -> Result<Option<Vec<f32>>> {
         if let Some(token) = tokens.iter().find(|token| **token as usize >= self.config.vocab_size) {
             let size = self.config.vocab_size;
             return Err(Error::Input(format!("token {token} is not in the encoder's vocabulary of {size} tokens")));
         }
-        let ranks = mesh.ring.saturating_mul(mesh.ulysses);
-        let layout = Layout::new(LayoutKind::Contiguous, &Documents::batch(1, tokens.len()), ranks)?;
-        let grid = (mesh.ring, mesh.ulysses);
-        let schedule = Schedule::new(StrategyKind::Ring, &layout, &layout, &Mask::full(), grid)?;
-        let threads = threads::Options { deadline: mesh.deadline, ..Default::default() };
-        let options = world::Options { threads_per_rank: mesh.threads, ranks: threads };
-        let own = World::start(&mesh.processes, ranks, options)?.run(|rank| -> Result<Vec<f32>> {
-            let local = layout.shard(rank.index(), tokens, 1)?;
-            let group = Group::new(rank.communicator().clone(), grid, rank.kernel())?;
-            self.hidden(&local, &group, &schedule)
-        })?;
-        let parts = mesh.processes.gather(own.into_iter().map(Buffer::F32).collect())?;
-        let Some(parts) = parts else { return Ok(None) };
-        let mut hidden = Vec::with_capacity(tokens.len() * self.config.d_model);
-        for part in &parts {
-            hidden.extend_from_slice(part.f32()?);
-        }
-        Ok(Some(hidden))
+        let documents = Documents::batch(1, tokens.len());
+        mesh.run(&documents, self.config.d_model, |rank| {
+            let own: Vec<u32> = rank.rows.iter().map(|row| tokens[*row]).collect();
+            self.hidden(&own, rank)
+        })
     }
 
     /// The last hidden states of this rank's tokens.
-    fn hidden(&self, tokens: &[u32], group: &Group, schedule: &Schedule) -> Result<Vec<f32>> {
+    fn hidden(&self, tokens: &[u32], rank: &EncoderRank) -> Result<Vec<f32>> {
         let mut x = self.embed(tokens)?;
         for layer in 0..self.config.num_layers {
-            x = (&x + self.attend(layer, &x, group, schedule)?)?;
+            x = (&x + self.attend(layer, &x, rank)?)?;
             x = (&x + self.feed_forward(layer, &x)?)?;
         }
         Ok(self.norm("encoder.final_layer_norm.weight", &x)?.flatten_all()?.to_vec1()?)
@@ -155,21 +125,14 @@ impl TextEncoder {
         self.tensors.read_rows(self.embedding(), tokens)
     }
 
-    fn attend(&self, layer: usize, x: &Tensor, group: &Group, schedule: &Schedule) -> Result<Tensor> {
+    fn attend(&self, layer: usize, x: &Tensor, rank: &EncoderRank) -> Result<Tensor> {
         let config = &self.config;
-        let (heads, dim) = (config.num_heads, config.d_kv);
         let name = |part: &str| format!("encoder.block.{layer}.layer.0.{part}.weight");
         let n = self.norm(&name("layer_norm"), x)?;
-        let project = |part: &str| -> Result<Vec<f32>> {
-            let weight = self.tensors.read_stored(&name(&format!("SelfAttention.{part}")))?;
-            Ok(weight.linear(&n, None)?.flatten_all()?.to_vec1()?)
+        let project = |part: &str| -> Result<Tensor> {
+            Ok(self.tensors.read_stored(&name(&format!("SelfAttention.{part}")))?.linear(&n, None)?)
         };
         let (q, k, v) = (project("q")?, project("k")?, project("v")?);
-        let tokens = x.dim(0)?;
-        let view = |values| {
-            View::new(values, tokens, heads, dim)
-                .ok_or_else(|| Error::Input(format!("{tokens} tokens of {heads} heads")))
-        };
         let count = config.relative_attention_num_buckets;
         let table = name("SelfAttention.relative_attention_bias");
         let table = self.tensors.read(&table)?.t()?.flatten_all()?.to_vec1()?;
@@ -177,8 +140,7 @@ impl TextEncoder {
         let buckets = Buckets { table, count, max_distance, bidirectional: true };
         // T5 does not scale products: its initial weights have the factor instead.
         let score = Score { relative: Some(Relative::Buckets(buckets)), ..Score::new(1.0) };
-        let out = attention::forward(group, schedule, &Inputs::new(view(&q)?, view(&k)?, view(&v)?, &score))?.out;
-        let out = Tensor::from_vec(out, (tokens, heads * dim), &Device::Cpu)?;
+        let out = rank.attend([&q, &k, &v], config.num_heads, &score)?;
         Ok(self.tensors.read_stored(&name("SelfAttention.o"))?.linear(&out, None)?)
     }
 
@@ -196,7 +158,7 @@ impl TextEncoder {
     }
 
     fn check(&self, name: &str, expected: &[usize]) -> Result<()> {
-        let problem = match self.tensors.shape(name).ok() {
+        let problem = match self.tensors.shape(name) {
             Some(shape) if shape == expected => return Ok(()),
             Some(shape) => format!("tensor {name} has shape {shape:?}, but config.json asks for {expected:?}"),
             None => format!("tensor {name} {expected:?} is missing, which config.json asks for"),

@@ -9,9 +9,10 @@
 mod config;
 mod encoder;
 mod prompt;
+mod weight_files;
 
 pub use config::TextEncoderConfig;
-pub use encoder::{TextEncoder, TextMesh};
+pub use encoder::TextEncoder;
 pub use prompt::{PromptTokenizer, PromptTokens};
 
 /// Rows of a prompt's embeddings, of which WAN's transformer sees all.

@@ -10,12 +10,14 @@ mod attention;
 mod block;
 mod conditioning;
 mod config;
+mod gguf_weights;
 mod gradients;
 mod grid;
 mod head;
 mod patch_embedding;
 mod vace;
 mod video_context;
+mod weight_files;
 mod weights;
 
 pub use attention::BlockPrompt;
@@ -29,12 +31,13 @@ pub use weights::{WanFolder, WeightType};
 use crate::error::{Error, Result};
 use block::{ConditionedBlock, PromptInput, WanBlock};
 use candle_core::Tensor;
-use conditioning::ConditionEmbedder;
+use conditioning::{ConditionEmbedder, TimeCondition};
 use head::OutputHead;
 use patch_embedding::PatchEmbedding;
 use ringspan_candle::cast::cast;
 use ringspan_candle::layers::ForwardPass;
 use ringspan_candle::model::{Layer, LinearLayer, ModelBuilder, ModelParameters, Unit};
+use ringspan_candle::modulation::TableRows;
 use ringspan_candle::residual::residual;
 use ringspan_candle::{Adapters, StoredWeights};
 use std::collections::BTreeMap;
@@ -71,6 +74,28 @@ pub struct Control<'a> {
     pub control: &'a Tensor,
     /// For each control block the factor of what it adds.
     pub scale: &'a [f32],
+}
+
+/// What conditions a pass.
+#[derive(Debug, Clone, Copy)]
+pub struct Conditions<'a> {
+    /// Time steps of the tokens.
+    pub times: &'a Timesteps,
+    /// The prompt.
+    pub prompt: &'a Prompt,
+    /// VACE's control, in models that take one.
+    pub control: Option<Control<'a>>,
+}
+
+/// What the blocks do in a pass.
+#[derive(Debug)]
+pub enum BlockPass<'a> {
+    /// They compute.
+    Compute,
+    /// They compute, and what they have added to this rank's tokens, `[T, C]`, is put here.
+    Record(&'a mut Option<Tensor>),
+    /// They are skipped, and this is added instead.
+    Skip(&'a Tensor),
 }
 
 impl WanTransformer {
@@ -242,27 +267,71 @@ impl WanTransformer {
         control: Option<Control>,
         video: &VideoContext,
     ) -> Result<Tensor> {
+        self.forward_with(weights, latents, Conditions { times, prompt, control }, BlockPass::Compute, video)
+    }
+
+    /// Like [`forward`](Self::forward), with blocks that may be skipped.
+    ///
+    /// # Errors
+    /// As for [`velocity`](Self::velocity).
+    pub fn forward_with(
+        &self,
+        weights: &StoredWeights,
+        latents: &Tensor,
+        conditions: Conditions,
+        blocks: BlockPass,
+        video: &VideoContext,
+    ) -> Result<Tensor> {
         let pass = self.pass(weights, video);
-        let times = self.condition_embedder.times(times, &pass)?;
-        let mut x = self.patch_embedding.forward(latents, video, &pass)?;
-        let mut controlled = self.control(control, &x, video, &pass)?;
+        let times = self.condition_embedder.times(conditions.times, &pass)?;
+        let embedded = self.patch_embedding.forward(latents, video, &pass)?;
+        let through_blocks = |x| self.through_blocks(x, &times, conditions, video, &pass);
+        let x = match blocks {
+            BlockPass::Compute => through_blocks(embedded)?,
+            BlockPass::Record(added) => {
+                let x = through_blocks(embedded.clone())?;
+                *added = Some((&x - embedded)?);
+                x
+            }
+            BlockPass::Skip(added) => residual(&embedded, added)?,
+        };
+        self.head.forward(&x, &times, &pass)
+    }
+
+    /// Embedded patches `[T, C]` behind all blocks.
+    fn through_blocks(
+        &self,
+        mut x: Tensor,
+        times: &TimeCondition,
+        Conditions { prompt, control, .. }: Conditions,
+        video: &VideoContext,
+        pass: &ForwardPass,
+    ) -> Result<Tensor> {
+        let mut controlled = self.control(control, &x, video, pass)?;
         for (index, block) in self.blocks.iter().enumerate() {
             // The control is that of the input, so it is computed before the block changes x; only one is in memory at a time.
             let added = match (self.control_blocks.get(&index), &mut controlled) {
                 (Some(control), Some(stream)) => {
                     let prompt = PromptInput::KeysAndValues(&prompt.control_blocks[control.number()]);
-                    let conditioned = ConditionedBlock { block: control.block(), times: &times, prompt, video };
-                    Some(control.forward(stream, &conditioned, &pass)?)
+                    let conditioned = ConditionedBlock { block: control.block(), times, prompt, video };
+                    Some(control.forward(stream, &conditioned, pass)?)
                 }
                 _ => None,
             };
             let prompt = PromptInput::KeysAndValues(&prompt.blocks[index]);
-            x = ConditionedBlock { block, times: &times, prompt, video }.forward(&x, &pass)?;
+            x = ConditionedBlock { block, times, prompt, video }.forward(&x, pass)?;
             if let Some(added) = added {
                 x = residual(&x, &added)?;
             }
         }
-        self.head.forward(&x, &times, &pass)
+        Ok(x)
+    }
+
+    /// The embedding of a time step, C numbers.
+    pub(crate) fn embedded_time(&self, weights: &StoredWeights, time: f32, video: &VideoContext) -> Result<Vec<f32>> {
+        let times = Timesteps { values: vec![time], rows: TableRows::one() };
+        let embedded = self.condition_embedder.embedded_times(&times, &self.pass(weights, video))?;
+        Ok(embedded.flatten_all()?.to_vec1()?)
     }
 
     /// The stream of the control blocks, if the model has some.

@@ -1,10 +1,10 @@
 //! The folder of a transformer, and its weights in memory.
 
 use super::WanTransformer;
-use super::config::WanConfig;
+use super::weight_files::{WEIGHTS, WeightFiles};
 use crate::error::{Error, Result};
+use crate::gguf_folder::gguf_of;
 use crate::lora::{LoraSource, TransformerChange};
-use crate::tensor_folder::TensorFolder;
 use candle_core::DType;
 use ringspan_candle::cast::cast;
 use ringspan_candle::lora::weight_names;
@@ -22,7 +22,7 @@ pub enum WeightType {
     F32,
     /// bf16, in which the model computes, except norms, modulation and embeddings of conditions.
     Bf16,
-    /// Matrices in the type of their file, bf16 and f16 too; the model computes in f32.
+    /// Matrices in the type of their file, bf16, f16 and quantized ones too; the model computes in f32.
     #[default]
     AsStored,
 }
@@ -33,6 +33,18 @@ impl WeightType {
         match self {
             Self::Bf16 if !stays_f32(name) => DType::BF16,
             Self::Bf16 | Self::F32 | Self::AsStored => DType::F32,
+        }
+    }
+
+    /// The type for the weights of a transformer or a pipeline at `path` if none is asked for: that of the file for GGUF, since
+    /// quantized weights are several times as large in f32, and else f32.
+    #[must_use]
+    pub fn default_of(path: &Path) -> Self {
+        // What is wrong with the files is said when they are opened.
+        let has_gguf = |folder: &Path| gguf_of(folder, WEIGHTS).is_ok_and(|file| file.is_some());
+        match path.is_file() || has_gguf(path) || has_gguf(&path.join("transformer")) {
+            true => Self::AsStored,
+            false => Self::F32,
         }
     }
 
@@ -69,26 +81,24 @@ impl fmt::Display for WeightType {
     }
 }
 
-/// A transformer's folder, as diffusers saves it; its tensors are on disk.
+/// A transformer's folder as diffusers saves it, or its GGUF file; its tensors are on disk.
 #[derive(Debug)]
 pub struct WanFolder {
     transformer: WanTransformer,
-    tensors: TensorFolder,
+    tensors: WeightFiles,
     /// What adapters change.
     change: TransformerChange,
 }
 
-/// The stem of the names of diffusers' weight files.
-const WEIGHTS: &str = "diffusion_pytorch_model";
-
 impl WanFolder {
-    /// Opens a folder: reads its configuration and the headers of its files.
+    /// Opens a folder: reads its configuration and the headers of its files. Instead of safetensors, a folder may have one GGUF file;
+    /// `path` may also be such a file, whose configuration is `config.json` beside it or else what its shapes amount to.
     ///
     /// # Errors
     /// Another model's folder, files that are missing or corrupt, tensors that are missing, unknown or of another shape.
     pub fn open(path: &Path) -> Result<Self> {
-        let transformer = WanTransformer::new(WanConfig::read(path)?);
-        let tensors = TensorFolder::open(path, WEIGHTS)?;
+        let (config, tensors) = WeightFiles::open(path)?;
+        let transformer = WanTransformer::new(config);
         // Some checkpoints have a norm of queries to images, which no version of the model computes.
         tensors.check(&transformer.shapes(), |name| name.ends_with(".norm_added_q.weight"))?;
         Ok(Self { transformer, tensors, change: TransformerChange::default() })
@@ -120,7 +130,7 @@ impl WanFolder {
             && let Some(end) = ends.iter().find(|end| !names(end))
         {
             let layers = self.transformer.parameters().linear_layers();
-            let known: BTreeSet<_> = layers.filter_map(|layer| layer.name.rsplit("blocks.0.").next()).collect();
+            let known: BTreeSet<_> = layers.map(|layer| in_every_block(&layer.name)).collect();
             let known = known.into_iter().collect::<Vec<_>>().join(", ");
             return Err(Error::Input(format!(
                 "no linear layer is called '{end}'; among those of the model are {known}"
@@ -140,7 +150,7 @@ impl WanFolder {
         let elements = |shape: &[usize]| shape.iter().product::<usize>() as u64;
         let parameter = |(name, shape): (String, Vec<usize>)| match of {
             // The tensors were looked for when the folder was opened.
-            WeightType::AsStored if !self.change.changes(&name) => self.tensors.bytes_of(&name).unwrap_or(0),
+            WeightType::AsStored if !self.change.changes(&name) => self.tensors.stored_bytes(&name).unwrap_or(0),
             _ => of.dtype_of(&name).size_in_bytes() as u64 * elements(&shape),
         };
         let adapters = self.transformer.parameters().linear_layers().filter_map(|layer| {
@@ -171,6 +181,12 @@ impl WanFolder {
         }
         Ok(weights)
     }
+}
+
+/// The name of a layer without the block in which it is: the same for the layers of all blocks.
+fn in_every_block(name: &str) -> &str {
+    let of_block = name.split_once("blocks.").and_then(|(_, of_block)| of_block.split_once('.'));
+    of_block.map_or(name, |(_, name)| name)
 }
 
 /// Whether a parameter acts on few rows or on sums, so that it stays f32 where the model computes in bf16.

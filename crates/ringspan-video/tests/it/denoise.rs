@@ -14,7 +14,7 @@ use std::path::Path;
 use std::sync::Mutex;
 
 /// A pipeline's folder of two transformers, from the fixtures' files.
-fn pipeline() -> tempfile::TempDir {
+pub(crate) fn pipeline() -> tempfile::TempDir {
     let folder = tempfile::tempdir().expect("a folder");
     let copy = |from: &Path, to: &str| {
         let to = folder.path().join(to);
@@ -32,7 +32,7 @@ fn pipeline() -> tempfile::TempDir {
     folder
 }
 
-fn inputs(tensors: &HashMap<String, Tensor>, with_frame: bool) -> DenoiseInputs {
+pub(crate) fn inputs(tensors: &HashMap<String, Tensor>, with_frame: bool) -> DenoiseInputs {
     DenoiseInputs {
         prompt_embeds: tensors["prompt_embeds"].clone(),
         negative_prompt_embeds: Some(tensors["negative_prompt_embeds"].clone()),
@@ -44,9 +44,9 @@ fn inputs(tensors: &HashMap<String, Tensor>, with_frame: bool) -> DenoiseInputs 
     }
 }
 
-fn settings(scheduler: &str, guidance: [f64; 2]) -> Result<DenoiseSettings> {
+pub(crate) fn settings(scheduler: &str, guidance: [f64; 2]) -> Result<DenoiseSettings> {
     let scheduler = SchedulerConfig::read(&fixture("loops").join(scheduler))?;
-    Ok(DenoiseSettings { steps: 4, scheduler, guidance })
+    Ok(DenoiseSettings { steps: 4, scheduler, guidance, cache_threshold: 0.0 })
 }
 
 fn run(folder: &DenoiseFolder, mesh: &VideoMesh, inputs: &DenoiseInputs, settings: &DenoiseSettings) -> Result<Tensor> {

@@ -83,9 +83,9 @@ fn a_few_steps_without_guidance_are_those_of_diffusers() -> Result<()> {
         control_scale: None,
     };
     let scheduler = SchedulerConfig { shift: 3.0, ..SchedulerConfig::new(SchedulerKind::Euler) };
-    let settings = DenoiseSettings { steps: 4, scheduler, guidance: [1.0; 2] };
+    let settings = DenoiseSettings { steps: 4, scheduler, guidance: [1.0; 2], cache_threshold: 0.0 };
     let folder = DenoiseFolder::open(&fixture("t2v"), WeightType::F32)?;
-    let folder = folder.with_loras([&[source("original.safetensors", 1.0)], &[]])?;
+    let folder = folder.with_loras(0, &[source("original.safetensors", 1.0)])?;
     for (ring, ulysses) in [(1, 1), (2, 2), (3, 1)] {
         let mesh = VideoMesh { ring, ulysses, ..VideoMesh::single() };
         let got = denoise(&folder, &mesh, &inputs, &settings, |_| Ok(()))?.expect("this process has rank 0");
@@ -164,7 +164,7 @@ fn what_has_no_effect_or_does_not_fit_is_refused_by_name() -> Result<()> {
     assert!(several.contains("pytorch_lora_weights.safetensors") && several.contains("this has 3"), "{several}");
     assert!(of(Path::new("none.safetensors")).contains("none.safetensors"));
     let folder = DenoiseFolder::open(&fixture("t2v"), WeightType::F32)?;
-    let second = message(folder.with_loras([&[], &[source("original.safetensors", 1.0)]]));
+    let second = message(folder.with_loras(1, &[source("original.safetensors", 1.0)]));
     assert!(second.contains("transformer_2") && second.contains("original.safetensors"), "{second}");
     Ok(())
 }

@@ -1,17 +1,22 @@
 //! Whole pipelines, from a prompt to frames, against diffusers and against one rank.
 
 use crate::support::{distance, fixture, message};
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
+use ringspan::comm::process_group::ProcessGroup;
 use ringspan_video::Result;
 use ringspan_video::denoise::{DenoiseSettings, VideoMesh};
-use ringspan_video::frames::{self, RgbFrame};
+use ringspan_video::encoder_mesh::EncoderMesh;
+use ringspan_video::frames::{self, ResizeFilter, RgbFrame};
+use ringspan_video::image_encoder::{ImageEncoder, ImagePreprocessing};
 use ringspan_video::noise::noise;
 use ringspan_video::pipeline::{VideoEvent, VideoPipeline, VideoRequest, VideoStage};
+use ringspan_video::tensor_folder::read_json;
 use ringspan_video::transformer::WeightType;
 use ringspan_video::vae::VideoTensor;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
+use std::time::Duration;
 
 /// A folder of the fixture `pipeline`.
 fn of_pipeline(name: &str) -> PathBuf {
@@ -56,6 +61,8 @@ fn request(kind: &str, pipeline: &VideoPipeline) -> VideoRequest {
     let (guidance, image, last_image, size) = match kind {
         "t2v" => ([4.0, 3.0], None, None, [9, 32, 48]),
         "i2v" => ([3.5; 2], Some(picture("image.png")), Some(picture("last.png")), [9, 32, 48]),
+        "i2v_2.1" => ([3.5; 2], Some(picture("image.png")), None, [9, 32, 48]),
+        "flf2v" => ([3.5; 2], Some(picture("image.png")), Some(picture("upright.png")), [9, 32, 48]),
         _ => ([3.5; 2], Some(picture("image.png")), None, [5, 64, 64]),
     };
     let scheduler = pipeline.denoiser().scheduler().expect("a scheduler");
@@ -66,7 +73,7 @@ fn request(kind: &str, pipeline: &VideoPipeline) -> VideoRequest {
         last_image,
         size,
         seed: 7,
-        settings: DenoiseSettings { steps: 4, scheduler, guidance },
+        settings: DenoiseSettings { steps: 4, scheduler, guidance, cache_threshold: 0.0 },
         memory: None,
         preview: false,
     }
@@ -85,7 +92,7 @@ fn tensor(video: &VideoTensor) -> Tensor {
 
 #[test]
 fn frames_are_those_of_diffusers_on_every_mesh() -> Result<()> {
-    for kind in ["t2v", "i2v", "ti2v"] {
+    for kind in ["t2v", "i2v", "i2v_2.1", "flf2v", "ti2v"] {
         let (folder, reference) = (folder(kind), reference(kind));
         let start = &reference["noise"];
         assert!(distance(&noise(7, start.dims())?, start) < 1e-6, "{kind}: the noise is another");
@@ -104,9 +111,70 @@ fn frames_are_those_of_diffusers_on_every_mesh() -> Result<()> {
     Ok(())
 }
 
+/// The encoder takes the images as they are given, not as they are resized for the video.
+#[test]
+fn embeddings_of_images_are_those_of_transformers_on_every_mesh() -> Result<()> {
+    for (kind, images) in [("i2v_2.1", &["image.png"][..]), ("flf2v", &["image.png", "upright.png"])] {
+        let (folder, reference) = (folder(kind), reference(kind));
+        let images: Vec<_> = images.iter().map(|name| picture(name)).collect();
+        let path = folder.path().join("image_processor/preprocessor_config.json");
+        let preprocessing: ImagePreprocessing = read_json(&path)?;
+        for (index, image) in images.iter().enumerate() {
+            let pixels = Tensor::from_vec(preprocessing.pixels(image)?, (3, 28, 28), &Device::Cpu)?;
+            let apart = (pixels - reference["pixels"].get(index)?)?.abs()?.max_all()?.to_scalar::<f32>()?;
+            // Two implementations of the filter may round to neighbouring levels.
+            assert!(apart < 1.01 / (255.0 * 0.261), "{kind}, image {index}: {apart}");
+        }
+        let square = picture(&format!("{kind}/square.png"));
+        let encoder = ImageEncoder::open(folder.path())?;
+        for (ring, ulysses) in [(1, 1), (3, 1), (1, 2), (4, 2), (40, 1)] {
+            let (processes, deadline) = (ProcessGroup::single(), Duration::from_secs(60));
+            let mesh = EncoderMesh { processes, ring, ulysses, threads: 1, deadline };
+            for (images, name, most) in
+                [(&images[..], "image_embeds", 1e-3), (std::slice::from_ref(&square), "square_embeds", 1e-5)]
+            {
+                let embeds = encoder.encode(images, &mesh)?.expect("this process has rank 0");
+                let embeds = Tensor::from_vec(embeds, (images.len(), 17, 8), &Device::Cpu)?;
+                let far = distance(&embeds, &reference[name]);
+                println!("{kind}, {name}, ring {ring} x ulysses {ulysses}: {far:e}");
+                assert!(far < most, "{kind}, {name}, ring {ring} x ulysses {ulysses}: {far:e}");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Files that older versions of transformers have written.
+#[test]
+fn an_image_encoder_with_the_names_of_older_files_is_the_same() -> Result<()> {
+    let folder = folder("i2v_2.1");
+    let encode = || -> Result<Vec<f32>> {
+        let (processes, deadline) = (ProcessGroup::single(), Duration::from_secs(60));
+        let mesh = EncoderMesh { processes, ring: 1, ulysses: 1, threads: 1, deadline };
+        let encoder = ImageEncoder::open(folder.path())?;
+        Ok(encoder.encode(&[picture("image.png")], &mesh)?.expect("this process has rank 0"))
+    };
+    let (new, file) = (encode()?, folder.path().join("image_encoder/model.safetensors"));
+    let tensors = candle_core::safetensors::load(&file, &Device::Cpu)?;
+    let mut old: HashMap<_, _> =
+        tensors.into_iter().map(|(name, tensor)| (format!("vision_model.{name}"), tensor)).collect();
+    old.insert("vision_model.embeddings.position_ids".into(), Tensor::zeros((1, 17), DType::F32, &Device::Cpu)?);
+    old.insert("visual_projection.weight".into(), Tensor::zeros((4, 8), DType::F32, &Device::Cpu)?);
+    candle_core::safetensors::save(&old, &file)?;
+    assert_eq!(encode()?, new);
+    old.remove("vision_model.pre_layrnorm.bias");
+    candle_core::safetensors::save(&old, &file)?;
+    let found = message(VideoPipeline::open(folder.path(), WeightType::F32));
+    assert!(found.contains("vision_model.pre_layrnorm.bias [8] is missing"), "{found}");
+    Ok(())
+}
+
 #[test]
 fn a_picture_is_resized_as_by_diffusers() {
-    let (found, wanted) = (frames::resized(&picture("image.png"), 48, 32).expect("resized"), picture("resized.png"));
+    let (found, wanted) = (
+        frames::resized(&picture("image.png"), 48, 32, ResizeFilter::Lanczos).expect("resized"),
+        picture("resized.png"),
+    );
     let apart = found.pixels.iter().zip(&wanted.pixels).map(|(a, b)| a.abs_diff(*b));
     assert_eq!((found.width, found.height), (48, 32));
     assert!(apart.clone().all(|apart| apart <= 1), "{:?}", apart.max());
@@ -124,6 +192,7 @@ fn stages_follow_each_other_and_the_preview_is_near_the_first_frame() -> Result<
         said.lock().expect("no panic").push(match event {
             VideoEvent::Began(stage) => stage.to_string(),
             VideoEvent::Stepped(step) => step.to_string(),
+            VideoEvent::Skipped(step) => format!("skipped {step}"),
             VideoEvent::Preview(frame) => {
                 *preview.lock().expect("no panic") = Some(frame);
                 "preview".into()
@@ -199,6 +268,15 @@ fn what_does_not_fit_is_refused_with_the_numbers_before_weights_are_read() -> Re
     refused(&of_image, VideoRequest { image: None, ..with_image.clone() }, &single, &["last image", "first"]);
     let alone = VideoRequest { image: None, last_image: None, ..with_image };
     refused(&of_image, alone, &single, &["of an image", "none is given"]);
+    let (first, both) = (folder("i2v_2.1"), folder("flf2v"));
+    let (of_first, of_both) = (open(&first)?, open(&both)?);
+    let (with_first, with_both) = (request("i2v_2.1", &of_first), request("flf2v", &of_both));
+    pipeline_plan_is_made(&of_both, &with_both)?;
+    assert!(of_both.plan(&with_both, &single)?.to_string().contains(", image "), "the plan has the images");
+    let last_image = with_both.last_image.clone();
+    refused(&of_first, VideoRequest { last_image, ..with_first.clone() }, &single, &["last image has no effect"]);
+    refused(&of_first, VideoRequest { image: None, ..with_first }, &single, &["of an image", "none is given"]);
+    refused(&of_both, VideoRequest { last_image: None, ..with_both }, &single, &["no last image", "pos_embed_seq_len"]);
     let plan = of_text.plan(&good, &single)?;
     assert!(plan.check_free(1 << 40).is_ok());
     let found = message(plan.check_free(1000));
@@ -259,7 +337,21 @@ fn folders_that_are_no_whole_pipeline_are_refused_by_name() {
             std::fs::remove_file(folder.join("model_index.json")).expect("removed");
             copy(&fixture("i2v"), &folder.join("transformer"));
         },
-        &["image encoder", "image_dim 8", "ringspan denoise --embeds"],
+        &["image encoder", "image_dim 8", "image_encoder/config.json is missing", "--embeds"],
+    );
+    let of_images = |more: &str, from: &Path| {
+        let images = from.to_owned();
+        let more = more.to_owned();
+        move |folder: &Path| {
+            std::fs::remove_dir_all(folder.join("transformer_2")).expect("removed");
+            copy(&of_pipeline("flf2v"), folder);
+            copy(&images, &folder.join(&more));
+        }
+    };
+    refused(&of_images("transformer", &fixture("flf2v")), &["17 embeddings an image", "10 positions"]);
+    refused(
+        &of_images("image_encoder", &fixture("../text/text_encoder")),
+        &["image_encoder/config.json", "model_type is umt5"],
     );
     refused(
         &|folder: &Path| {

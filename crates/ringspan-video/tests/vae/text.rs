@@ -1,7 +1,8 @@
 //! The text encoder against transformers.
 
 use ringspan::comm::process_group::ProcessGroup;
-use ringspan_video::text_encoder::{PromptTokenizer, TextEncoder, TextMesh};
+use ringspan_video::encoder_mesh::EncoderMesh;
+use ringspan_video::text_encoder::{PromptTokenizer, TextEncoder};
 use safetensors::SafeTensors;
 use std::path::Path;
 use std::time::Duration;
@@ -37,7 +38,7 @@ fn states_equal_those_of_transformers_on_every_mesh() {
     let file = SafeTensors::deserialize(&bytes).expect("safetensors");
     for (ring, ulysses) in [(1, 1), (3, 1), (1, 3), (2, 2), (8, 1)] {
         for (index, tokens) in tokens.iter().enumerate() {
-            let mesh = TextMesh {
+            let mesh = EncoderMesh {
                 processes: ProcessGroup::single(),
                 ring,
                 ulysses,
@@ -62,7 +63,7 @@ fn states_equal_those_of_transformers_on_every_mesh() {
 #[test]
 fn tokens_outside_the_vocabulary_are_refused() {
     let encoder = TextEncoder::open(folder()).expect("an encoder");
-    let mesh = TextMesh {
+    let mesh = EncoderMesh {
         processes: ProcessGroup::single(),
         ring: 1,
         ulysses: 1,
@@ -71,4 +72,36 @@ fn tokens_outside_the_vocabulary_are_refused() {
     };
     let message = encoder.encode(&[3, 45], &mesh).expect_err("must be refused").to_string();
     assert!(message.contains("token 45") && message.contains("45 tokens"), "{message}");
+}
+
+/// Weights in a GGUF file with several types of quantization; ranks read rows and matrices of it at the same time.
+#[test]
+fn states_of_quantized_weights_equal_those_of_transformers_on_every_mesh() {
+    #[derive(serde::Deserialize)]
+    struct Quantized {
+        tokens: Vec<u32>,
+    }
+    let folder = folder().join("quantized");
+    let text = std::fs::read_to_string(folder.join("reference.json")).expect("a fixture");
+    let Quantized { tokens } = serde_json::from_str(&text).expect("JSON");
+    let bytes = std::fs::read(folder.join("reference.safetensors")).expect("a fixture");
+    let file = SafeTensors::deserialize(&bytes).expect("safetensors");
+    let wanted = file.tensor("states").expect("a tensor").data().chunks_exact(4);
+    let wanted: Vec<f32> = wanted.map(|b| f32::from_le_bytes(b.try_into().expect("four bytes"))).collect();
+    let encoder = TextEncoder::open(&folder).expect("an encoder");
+    for (ring, ulysses) in [(1, 1), (3, 1), (2, 2)] {
+        let (processes, deadline) = (ProcessGroup::single(), Duration::from_secs(60));
+        let mesh = EncoderMesh { processes, ring, ulysses, threads: 1, deadline };
+        let states = encoder.encode(&tokens, &mesh).expect("states").expect("rank 0");
+        assert_eq!(states.len(), wanted.len());
+        let square = |sum: f64, x: f64| sum + x * x;
+        let apart = states.iter().zip(&wanted).map(|(a, b)| f64::from(a - b)).fold(0.0, square);
+        let far = (apart / wanted.iter().map(|x| f64::from(*x)).fold(0.0, square)).sqrt();
+        assert!(far < 1e-4, "ring {ring} x ulysses {ulysses}: {far:e}");
+    }
+    let other = tempfile::tempdir().expect("a folder");
+    std::fs::copy(folder.join("config.json"), other.path().join("config.json")).expect("copied");
+    std::fs::copy("tests/fixtures/gguf/wan.gguf", other.path().join("encoder.gguf")).expect("copied");
+    let message = TextEncoder::open(other.path()).expect_err("another model").to_string();
+    assert!(message.contains("general.architecture is wan") && message.contains("t5encoder"), "{message}");
 }
