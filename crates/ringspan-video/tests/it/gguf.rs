@@ -11,6 +11,9 @@ use serde_json::{Value as Json, json};
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 
+/// The shapes of tensors by their names.
+type Shapes = BTreeMap<String, Vec<usize>>;
+
 fn file() -> PathBuf {
     fixture("../gguf/wan.gguf")
 }
@@ -143,7 +146,7 @@ fn files_that_are_no_whole_model_are_refused_by_name() -> Result<()> {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("model.gguf");
     let shapes = WanTransformer::new(config(json!({}))).shapes();
-    let refused = |architecture: &str, change: &dyn Fn(&mut BTreeMap<String, Vec<usize>>), words: &[&str]| {
+    let refused = |architecture: &str, change: &dyn Fn(&mut Shapes), words: &[&str]| {
         let mut shapes = shapes.clone();
         change(&mut shapes);
         write(&path, architecture, &shapes);
