@@ -27,7 +27,7 @@ pub(crate) struct SamplerArgs {
     #[arg(long, value_name = "G")]
     guidance_2: Option<f64>,
     /// Skip the transformer's blocks as long as the time steps have changed the output by less than about T since they were computed
-    /// (TeaCache); 0 skips none. 0.05 to 0.1 suit WAN 2.1 1.3B, 0.1 to 0.2 the one of 14B
+    /// (TeaCache); 0 skips none. 0.05 to 0.1 suit WAN 2.1 T2V 1.3B, 0.1 to 0.2 T2V 14B; other models need other values
     #[arg(long, value_name = "T", default_value_t = 0.0)]
     cache_threshold: f64,
     /// Adapters of the transformer: a safetensors file, or a folder with one, with diffusers' names, PEFT's, or those of the

@@ -115,30 +115,38 @@ impl GgufFile {
         if let Some(format) = Format::from_ggml(kind) {
             let before = format.bytes(rows.start, columns).map_err(refused)?;
             let bytes = format.bytes(rows.len(), columns).map_err(refused)?;
-            let bytes = self.bytes(name, offset + before as u64, bytes)?;
+            let bytes = self.bytes(name, offset.saturating_add(before as u64), bytes)?;
             return QuantizedMatrix::new(format, rows.len(), columns, bytes)
                 .map(Weight::Quantized)
                 .map_err(|error| self.broken(&format!("tensor {name}: {error}")));
         }
-        let Some((_, known)) = DECODED.into_iter().find(|(number, _)| *number == kind) else {
-            let formats = Format::ALL.map(|format| format.to_string()).into_iter();
-            let all: Vec<String> = formats.chain(DECODED.map(|(_, known)| format!("{known:?}"))).collect();
-            let problem = format!("tensor {name} is of type {kind}, which is unknown: possible are {}", all.join(", "));
-            return Err(self.broken(&problem));
-        };
+        let known = self.decoded(name, kind)?;
         if !columns.is_multiple_of(known.block_size()) {
             let problem = format!("tensor {name}: rows of {columns} are not whole blocks of {}", known.block_size());
             return Err(self.broken(&problem));
         }
         let of_rows = |rows: usize| rows * columns / known.block_size() * known.type_size();
-        let bytes = self.bytes(name, offset + of_rows(rows.start) as u64, of_rows(rows.len()))?;
+        let bytes = self.bytes(name, offset.saturating_add(of_rows(rows.start) as u64), of_rows(rows.len()))?;
         qtensor_from_ggml(known, &bytes, vec![rows.len(), columns], &Device::Cpu)
             .and_then(|tensor| tensor.dequantize(&Device::Cpu))
             .map(Weight::Dense)
             .map_err(|error| self.broken(&format!("tensor {name}: {error}")))
     }
 
+    /// The type of a tensor that is decoded when it is read.
+    fn decoded(&self, name: &str, kind: u32) -> Result<GgmlDType> {
+        let known = DECODED.into_iter().find(|(number, _)| *number == kind);
+        known.map(|(_, known)| known).ok_or_else(|| {
+            let formats = Format::ALL.map(|format| format.to_string()).into_iter();
+            let all: Vec<String> = formats.chain(DECODED.map(|(_, known)| format!("{known:?}"))).collect();
+            self.broken(&format!("tensor {name} is of type {kind}, which is unknown: possible are {}", all.join(", ")))
+        })
+    }
+
     /// Bytes that a tensor takes in memory, where matrices stay as they are stored.
+    ///
+    /// # Errors
+    /// The tensor is not there, or its type is unknown.
     pub(super) fn stored_bytes(&self, name: &str) -> Result<u64> {
         let TensorInfo { shape, kind, .. } = self.info(name)?;
         match (Format::from_ggml(kind), shape.as_slice()) {
@@ -146,7 +154,11 @@ impl GgufFile {
                 let bytes = format.bytes(rows, columns);
                 bytes.map(|bytes| bytes as u64).map_err(|error| self.broken(&format!("tensor {name}: {error}")))
             }
-            _ => Ok(4 * shape.iter().map(|size| *size as u64).product::<u64>()),
+            (Some(_), _) => Ok(4 * shape.iter().map(|size| *size as u64).product::<u64>()),
+            (None, _) => {
+                self.decoded(name, kind)?;
+                Ok(4 * shape.iter().map(|size| *size as u64).product::<u64>())
+            }
         }
     }
 

@@ -83,6 +83,19 @@ impl PrefillPace {
         (tokens as usize).max(FEWEST).min(self.most)
     }
 
+    /// Learns that `generating` sequences generated in a step whose time does not count. After many such steps, the times that are known
+    /// are those of other texts, and are measured again.
+    pub(super) fn unmeasured(&mut self, generating: usize) {
+        if generating == 0 {
+            return;
+        }
+        let Some(times) = self.decodes.get_mut(class(generating)) else { return };
+        times.since += 1;
+        if times.since >= REMEASURED {
+            *times = DecodeTimes::default();
+        }
+    }
+
     /// Learns that a step took `time` in which `generating` sequences generated and `tokens` tokens of prompts were read.
     pub(super) fn measured(&mut self, generating: usize, tokens: usize, time: Duration) {
         let seconds = time.as_secs_f64();

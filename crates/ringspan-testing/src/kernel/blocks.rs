@@ -174,8 +174,8 @@ pub fn one_query_over_a_cache(kernels: &dyn Kernels) {
 }
 
 /// One query over several ranges of many keys, as in a step of decoding.
-pub fn queries_over_a_cache() -> [Problem; 3] {
-    [(8, 1, (64, 64)), (6, 2, (80, 33)), (4, 4, (128, 16))].map(|(heads, kv_heads, dims)| {
+pub fn queries_over_a_cache() -> [Problem; 4] {
+    [(8, 1, (64, 64)), (6, 2, (80, 33)), (4, 4, (128, 16)), (4, 1, (256, 250))].map(|(heads, kv_heads, dims)| {
         let mut problem = Problem::new(1, 5000, (heads, kv_heads), dims, FULL);
         let visible = [7..8, 4000..4999, 20..3333, 9..9];
         problem.blocks = vec![(0..5000, visible.map(|keys| tile(0..1, keys, FULL)).to_vec())];

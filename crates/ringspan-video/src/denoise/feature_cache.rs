@@ -21,7 +21,7 @@ const T2V_1_3B: ChangeEstimate = ChangeEstimate {
 };
 const T2V_14B: ChangeEstimate = ChangeEstimate {
     model: Some("WAN 2.1 T2V 14B"),
-    coefficients: &[-5_784.549_753_74, 5_449.509_119_66, -1_811.165_917_83, 256.271_784_29, -13.025_524_04],
+    coefficients: &[-5_784.549_753_74, 5_449.509_119_66, -1_811.165_917_83, 256.271_784_29, -13.022_524_04],
 };
 
 impl ChangeEstimate {
@@ -60,7 +60,9 @@ impl FeatureCache {
         let (Some(last), Some(embedding)) = (last, &self.embedding) else { return false };
         let sum = |terms: &mut dyn Iterator<Item = f64>| terms.map(f64::abs).sum::<f64>();
         let apart = sum(&mut embedding.iter().zip(&last).map(|(a, b)| f64::from(*a) - f64::from(*b)));
-        self.change += estimate.at(apart / sum(&mut last.iter().map(|x| f64::from(*x))));
+        let change = estimate.at(apart / sum(&mut last.iter().map(|x| f64::from(*x))));
+        // Polynomials are negative where nothing was measured, near 0; a change is not. No number stays no number.
+        self.change += if change < 0.0 { 0.0 } else { change };
         // A change that is no number counts as large.
         let skips = self.change < threshold;
         if !skips {
@@ -94,7 +96,8 @@ mod tests {
                 mean(pair[0].iter().zip(&pair[1]).map(|(a, b)| (f64::from(*a) - f64::from(*b)).abs()).collect());
             let change = apart / mean(pair[0].iter().map(|a| f64::from(a.abs())).collect());
             let powers = estimate.coefficients.iter().rev().enumerate();
-            since.push(powers.map(|(power, factor)| factor * change.powi(power as i32)).sum::<f64>());
+            let estimated = powers.map(|(power, factor)| factor * change.powi(power as i32)).sum::<f64>();
+            since.push(if estimated < 0.0 { 0.0 } else { estimated });
             let skips = since.iter().sum::<f64>() < threshold;
             if !skips {
                 since.clear();
@@ -102,6 +105,13 @@ mod tests {
             skipped.push(skips);
         }
         skipped
+    }
+
+    /// Values by hand from the coefficients that TeaCache's authors publish.
+    #[test]
+    fn polynomials_have_the_published_values() {
+        assert!((T2V_14B.at(0.16) - 0.1453).abs() < 1e-3, "{}", T2V_14B.at(0.16));
+        assert!((T2V_1_3B.at(0.1) - 0.2499).abs() < 1e-3, "{}", T2V_1_3B.at(0.1));
     }
 
     #[test]

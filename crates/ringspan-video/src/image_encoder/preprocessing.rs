@@ -4,6 +4,9 @@ use crate::error::{Error, Result};
 use crate::frames::{self, ResizeFilter, RgbFrame};
 use serde::Deserialize;
 
+/// Most pixels of a resized image. The longer side of a picture of a single row of pixels would become millions.
+const MOST_PIXELS: usize = 1 << 28;
+
 /// The steps of `CLIPImageProcessor`, by their names in `preprocessor_config.json`: the image is resized, its middle is cut out, and
 /// its colors are normalized. Absent keys have the defaults of transformers.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -131,6 +134,12 @@ impl ImagePreprocessing {
                 }
             }
         };
+        if width.saturating_mul(height) > MOST_PIXELS {
+            return Err(Error::Input(format!(
+                "an image of {} x {} pixels would become one of {width} x {height} for the image encoder, more than {MOST_PIXELS} pixels",
+                image.width, image.height
+            )));
+        }
         frames::resized(image, width, height, ResizeFilter::Bicubic).map_err(|error| Error::Input(error.to_string()))
     }
 }

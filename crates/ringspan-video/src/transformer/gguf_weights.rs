@@ -61,10 +61,10 @@ impl GgufWeights {
         let patches = "patch_embedding.weight";
         let Some(&[width, in_channels, frames, rows, columns]) = self.shape(patches) else {
             return self.refuse(format!(
-                "tensor {} has shape {:?}, expected [width, channels, frames, rows, columns]; a config.json beside the file does \
-                 without it",
+                "tensor {} has shape {:?}, expected [width, channels, frames, rows, columns]; some converters keep it in a \
+                 file of its own",
                 self.stored_name(patches),
-                self.shape(patches)
+                self.shape(patches).unwrap_or_default()
             ));
         };
         if width % HEAD_DIM != 0 || width == 0 {
@@ -115,8 +115,8 @@ impl GgufWeights {
         numbers.collect::<BTreeSet<usize>>().len()
     }
 
-    /// Checks that the file has the tensors of these names and shapes, and no others.
-    pub(super) fn check(&self, wanted: &BTreeMap<String, Vec<usize>>) -> Result<()> {
+    /// Checks that the file has the tensors of these names and shapes, and no others except those that `ignored` names.
+    pub(super) fn check(&self, wanted: &BTreeMap<String, Vec<usize>>, ignored: impl Fn(&str) -> bool) -> Result<()> {
         for (name, expected) in wanted {
             let stored = self.stored_name(name);
             match self.tensors.shape(&stored) {
@@ -129,7 +129,7 @@ impl GgufWeights {
             };
         }
         let known: BTreeSet<String> = wanted.keys().map(|name| self.stored_name(name)).collect();
-        match self.tensors.names().find(|name| !known.contains(*name)) {
+        match self.tensors.names().find(|name| !known.contains(*name) && !ignored(name)) {
             Some(name) => {
                 let shape = self.tensors.shape(name).unwrap_or_default();
                 self.refuse(format!("tensor {name} {shape:?} belongs to no part of the model"))

@@ -48,7 +48,7 @@ impl WeightFiles {
     pub(super) fn check(&self, wanted: &BTreeMap<String, Vec<usize>>, ignored: impl Fn(&str) -> bool) -> Result<()> {
         match self {
             Self::Safetensors(tensors) => tensors.check(wanted, ignored),
-            Self::Gguf(weights) => weights.check(wanted),
+            Self::Gguf(weights) => weights.check(wanted, ignored),
         }
     }
 

@@ -42,7 +42,9 @@ impl WeightType {
     pub fn default_of(path: &Path) -> Self {
         // What is wrong with the files is said when they are opened.
         let has_gguf = |folder: &Path| gguf_of(folder, WEIGHTS).is_ok_and(|file| file.is_some());
-        match path.is_file() || has_gguf(path) || has_gguf(&path.join("transformer")) {
+        let of_pipeline = || ["transformer", "transformer_2"].iter().any(|folder| has_gguf(&path.join(folder)));
+        let is_pipeline = path.join("model_index.json").is_file() || path.join("transformer").is_dir();
+        match path.is_file() || if is_pipeline { of_pipeline() } else { has_gguf(path) } {
             true => Self::AsStored,
             false => Self::F32,
         }

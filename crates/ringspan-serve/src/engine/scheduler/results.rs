@@ -11,8 +11,9 @@ impl Scheduler {
     /// steps that read prompts cannot share them.
     pub(in crate::engine) fn took(&mut self, time: Duration) {
         let StepSize { generating, prompt_tokens, shares_layers } = self.last_step;
-        if !shares_layers {
-            self.pace.measured(generating, prompt_tokens, time);
+        match shares_layers {
+            true => self.pace.unmeasured(generating),
+            false => self.pace.measured(generating, prompt_tokens, time),
         }
     }
 
