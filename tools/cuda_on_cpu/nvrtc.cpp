@@ -11,7 +11,7 @@ struct Program {
 
 std::string with_entries(const std::string &source) {
     std::string entries;
-    const std::regex kernel(R"(__launch_bounds__\(\w+\)\s+(\w+)\(const Job job\))");
+    const std::regex kernel(R"(__launch_bounds__\(\w+\)\s+(\w+)\(const Params params\))");
     for (std::sregex_iterator at(source.begin(), source.end(), kernel), end; at != end; ++at) {
         entries += entry((*at)[1]);
     }
