@@ -35,27 +35,21 @@ impl Shape {
         let rows = tokens.div_ceil(self.tp);
         let (kept, layers) = (self.kept(tokens, rows), self.layers);
         let last = width * rows * self.hidden;
-        // Layers with experts and layers without, in each phase of a layer: the bytes that the layers before the last such layer
-        // keep, its parameters with their gradients, its activations, and blocks of other ranks. Blocks of a ring are freed before
-        // the feed-forward part, but experts send about as much there.
-        let (ring_blocks, exchanged) = (self.ring_blocks(tokens)?, self.exchanged_heads(tokens));
+        // Layers with experts and layers without: the bytes that the layers before the last such layer keep, its parameters with
+        // their gradients, and its activations.
         let kinds = [false, true].into_iter().zip(self.last_of_kind).filter_map(|(sparse, last)| Some((sparse, last?)));
-        let of_kind = kinds.flat_map(|(sparse, last)| {
+        let of_kind = kinds.map(|(sparse, last)| {
             let parameters = if sparse {
                 held.layer_copy + held.layer_trained
             } else {
                 held.dense_layer_copy + held.dense_layer_trained
             };
-            let [feed_forward, attention] = self.activations(tokens, rows, sparse);
-            let of_experts = if sparse { ring_blocks } else { 0 };
-            let phases = [(feed_forward, of_experts + exchanged), (attention, ring_blocks + exchanged)];
-            phases.map(|(bytes, blocks)| (kept * last, width * parameters + held.stored_layer, bytes, blocks))
+            (kept * last, width * parameters + held.stored_layer, self.activations(tokens, rows, sparse))
         });
         let of_kind: Vec<_> = of_kind.collect();
-        let (kept_before, layer, of_last, blocks_of_last) =
-            of_kind.iter().copied().max_by_key(|(a, b, c, d)| a + b + c + d).unwrap_or_default();
-        let (_, first_layer, of_first, blocks_of_first) =
-            of_kind.iter().copied().max_by_key(|(_, b, c, d)| b + c + d).unwrap_or_default();
+        let (kept_before, layer, of_last) =
+            of_kind.iter().copied().max_by_key(|(a, b, c)| a + b + c).unwrap_or_default();
+        let (_, first_layer, of_first) = of_kind.iter().copied().max_by_key(|(_, b, c)| b + c).unwrap_or_default();
         // Messages that were received, and whose senders do not know yet that they were used: half of a unit, by the allocator.
         let moving = |unit: u64| if held.shares() { 2 * unit } else { 0 };
         // The gradient of a tied head waits for the embedding's.
@@ -70,7 +64,7 @@ impl Shape {
         };
         let with = |gradients: u64, more: &[(&'static str, u64)]| [always(gradients), more.to_vec()].concat();
         let activations = |bytes: u64| ("a layer's activations and their gradients", bytes);
-        let blocks = |bytes: u64| ("blocks of other ranks", bytes);
+        let blocks = ("blocks of other ranks", self.blocks(tokens)?);
         let (head, head_copy, head_shard, stored_head) = match self.tied {
             true => (held.embedding, held.embedding_copy, held.embedding_shard, held.stored_embedding),
             false => (held.head, held.head_copy, held.head_shard, held.stored_head),
@@ -116,7 +110,7 @@ impl Shape {
                         ),
                         activations(of_last),
                         decoded_of_layer,
-                        blocks(blocks_of_last),
+                        blocks,
                     ],
                 ),
             ),
@@ -128,7 +122,7 @@ impl Shape {
                         ("a layer, whole, with gradients", first_layer + moving(held.layer_trained) + tied),
                         activations(of_first),
                         decoded_of_layer,
-                        blocks(blocks_of_first),
+                        blocks,
                     ],
                 ),
             ),
@@ -174,9 +168,9 @@ impl Shape {
         4 * (tokens * statistics + routers) + self.kept_width() * numbers
     }
 
-    /// Bytes of a layer that is recomputed and differentiated, while its feed-forward part is differentiated, and while attention is
-    /// or the linear layers before it; only then blocks of other ranks are there. A `sparse` layer has experts.
-    fn activations(&self, tokens: u64, rows: u64, sparse: bool) -> [u64; 2] {
+    /// Bytes of a layer that is recomputed and differentiated: it is fullest while its feed-forward part is differentiated, or
+    /// while attention is, or the linear layers before it. A `sparse` layer has experts.
+    fn activations(&self, tokens: u64, rows: u64, sparse: bool) -> u64 {
         let (width, (queries, keys)) = (self.width(), self.attended());
         // With the feed-forward part, there are the input, the sum after attention, its norm, the gradient of the output and that
         // of the norm; with attention, the input and the gradient that bypasses attention; after it, also the input's norm, its
@@ -221,7 +215,7 @@ impl Shape {
         let attention = width * of_attention * self.hidden + differentiated;
         let inputs = width * (of_inputs * self.hidden + tokens * (queries + 2 * keys));
         let held = width * (tokens * (normed + of_parts + self.dropped) + rows * self.qkv_elements[1]);
-        [feed_forward, held + attention.max(inputs)].map(|bytes| summed + packed + bytes)
+        summed + packed + feed_forward.max(held + attention.max(inputs))
     }
 
     /// Bytes of attention's gradients, which come in f32 where the model computes in bf16, and are then rounded.
@@ -250,19 +244,9 @@ impl Shape {
         tiles + wide * self.feed_forward + rows * self.feed_forward_dropped
     }
 
-    /// Bytes of what comes from other ranks for attention.
+    /// Bytes of keys, values and their gradients that travel between ranks, and of the Ulysses exchange of heads for tokens.
     pub(super) fn blocks(&self, tokens: u64) -> Result<u64> {
-        Ok(self.ring_blocks(tokens)? + self.exchanged_heads(tokens))
-    }
-
-    /// Bytes of the Ulysses exchange of heads for tokens.
-    fn exchanged_heads(&self, tokens: u64) -> u64 {
         let (queries, keys) = self.attended();
-        if self.ulysses > 1 { 2 * 4 * tokens * 2 * (queries + keys) } else { 0 }
-    }
-
-    /// Bytes of keys, values and their gradients that travel between ranks.
-    fn ring_blocks(&self, tokens: u64) -> Result<u64> {
         let exchanged = tokens * self.ulysses as u64;
         let kv = self.shares()?.iter().map(|share| share.kv.len()).max().unwrap_or(0) as u64;
         // Keys and values have the model's type, and their gradients are f32.
@@ -273,7 +257,8 @@ impl Shape {
             // This is an upper bound: halo fetches only parts of blocks.
             StrategyKind::AllGather | StrategyKind::Halo => self.ring - 1,
         };
-        Ok(blocks * block)
+        let exchanged = if self.ulysses > 1 { 2 * 4 * tokens * 2 * (queries + keys) } else { 0 };
+        Ok(blocks * block + exchanged)
     }
 
     /// Number of elements per token in queries and in keys; where values have another width, that of a head is the mean of both.
