@@ -122,6 +122,22 @@ mod tests {
         outputs.iter().map(bits).collect()
     }
 
+    /// Quantized weights that are decoded in tiles: the share has fewer rows than the whole layer, and the same order of sums.
+    #[test]
+    fn shares_of_large_quantized_layers_have_the_bits_of_one_rank() {
+        let weight = quantized(1100, 640);
+        for rows in [1, 40] {
+            let x = numbers(&[rows, 640], DType::F32);
+            let alone = weight.linear(&x, None).unwrap();
+            let shared = threads::run(2, Options::default(), |comm| -> Done<_> {
+                Ok(ReplicatedRows::new(comm.clone(), 1).unwrap().linear(&x, [(&weight, None)]).unwrap())
+            });
+            for outputs in shared.unwrap() {
+                assert_eq!(bits(&outputs), bits(std::slice::from_ref(&alone)), "{rows} rows");
+            }
+        }
+    }
+
     /// A share has the bits of the same outputs of the whole layer, and bf16 is sent as bf16.
     #[test]
     fn ranks_that_share_layers_have_the_bits_of_one_rank() {

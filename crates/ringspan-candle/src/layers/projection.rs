@@ -145,15 +145,18 @@ impl Projection {
         Ok(outputs)
     }
 
-    /// Whether several ranks have the rows of this pass and share these layers, which have the same input.
+    /// Whether several ranks have the rows of this pass and share these layers, which have the same input. Layers with adapters are not
+    /// shared: their sums are rounded once, after the adapter's part is added.
     pub(super) fn are_shared(projections: &[&Self], pass: &ForwardPass) -> Result<bool> {
         let Some(ranks) = pass.replicated_rows() else { return Ok(false) };
+        if projections.iter().any(|projection| pass.adapters().adapter_of(&projection.name).is_some()) {
+            return Ok(false);
+        }
         let weights = projections.iter().map(|projection| projection.weight(pass)).collect::<Result<Vec<_>>>()?;
         Ok(ranks.share(&weights))
     }
 
-    /// The outputs of several layers with these biases for the same x, computed together with the other ranks that have x. Adapters,
-    /// which are small, are computed by each rank.
+    /// The outputs of several layers with these biases for the same x, computed together with the other ranks that have x.
     fn shared<const N: usize>(
         layers: [(&Self, Option<&Tensor>); N],
         x: &Tensor,
@@ -165,13 +168,7 @@ impl Projection {
             weights.push((projection.weight(pass)?, bias));
         }
         let Ok(weights) = <[_; N]>::try_from(weights) else { bail!("a weight for each of {N} layers") };
-        let mut outputs = ranks.linear(x, weights)?;
-        for (output, (projection, _)) in outputs.iter_mut().zip(layers) {
-            if let Some(adapter) = projection.adapter(pass)? {
-                *output = residual(output, &adapter.delta(x, projection.dropout(pass).as_deref())?)?;
-            }
-        }
-        Ok(outputs)
+        ranks.linear(x, weights)
     }
 
     /// The dropout of the layer's input rows: of this rank's rows if it holds the layer whole, else of all tokens of the

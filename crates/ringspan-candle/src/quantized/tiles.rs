@@ -8,8 +8,8 @@ use std::ops::Range;
 
 /// Numbers in a tile: 4 MiB of f32, which are still in the cache when the product reads them.
 const TILE: usize = 1 << 20;
-/// The columns of a tile are a multiple of this, and so whole blocks in all formats; the product sums this many before it
-/// stores.
+/// The columns of a tile that has many rows: whole blocks in all formats. The product sums this many before it stores, so their number
+/// does not depend on that of the rows: some rows of a matrix have the bits that they have with all others.
 const COLUMNS: usize = 512;
 /// The largest number of rows in a tile.
 const ROWS: usize = 1 << 14;
@@ -22,17 +22,12 @@ const SUMMED: usize = 256;
 pub fn scratch(tokens: usize, rows: usize, columns: usize) -> usize {
     let group = group(rows);
     let sums = if rows > ROWS { tokens * group } else { 0 };
-    (sums + group * width(group).min(columns)).max(height(columns).min(rows) * columns)
+    (sums + group * COLUMNS.min(columns)).max(height(columns).min(rows) * columns)
 }
 
 /// Number of rows that are multiplied together in the forward pass.
 fn group(rows: usize) -> usize {
     rows.div_ceil(rows.div_ceil(ROWS).max(1))
-}
-
-/// Number of columns in a tile that has all of these rows.
-fn width(rows: usize) -> usize {
-    (TILE / rows.max(1) / COLUMNS).max(1) * COLUMNS
 }
 
 /// Number of rows in a tile that has all of these columns.
@@ -71,10 +66,9 @@ fn add_rows(x: Input, weight: &QuantizedMatrix, rows: Range<usize>, out: &mut [f
     if out.is_empty() {
         return;
     }
-    let step = width(rows.len());
-    let mut tile = vec![0.0; rows.len() * step.min(columns)];
-    for start in (0..columns).step_by(step) {
-        let range = start..columns.min(start + step);
+    let mut tile = vec![0.0; rows.len() * COLUMNS.min(columns)];
+    for start in (0..columns).step_by(COLUMNS) {
+        let range = start..columns.min(start + COLUMNS);
         let tile = &mut tile[..rows.len() * range.len()];
         weight.decode(rows.clone(), range.clone(), tile);
         product(x.columns(range.clone()), Matrix::new(tile, rows.len(), range.len()).t(), out, Accumulate::Add);

@@ -83,19 +83,6 @@ pub(super) struct AdapterPass {
     pub(super) arrivals: Vec<u64>,
 }
 
-/// Most tokens in a pass whose layers ranks share: products of more tokens with quantized weights sum in an order that depends on the
-/// number of outputs, so that a text would have other bits.
-const MOST_SHARED_TOKENS: usize = 32;
-
-impl AdapterPass {
-    /// Whether shared linear layers give the bits that each rank would compute by itself. Those with adapters, whose products are added
-    /// before the sum is rounded, do not.
-    fn can_share_layers(&self) -> bool {
-        let tokens: usize = self.step.sequences.iter().map(|sequence| sequence.tokens.len()).sum();
-        self.adapter.is_none() && tokens <= MOST_SHARED_TOKENS
-    }
-}
-
 impl Scheduler {
     pub(super) fn new(cache: PrefixCache, bounds: Bounds) -> Self {
         let pace = PrefillPace::new(bounds.prefill_chunk, bounds.mixed_chunk);
@@ -214,13 +201,9 @@ impl Scheduler {
         // that read the prompt, in which ranks cannot.
         let waits =
             self.running.iter().any(|sequence| sequence.remaining() > 1) || allowed == 0 && !self.waiting.is_empty();
-        let mut passes = self.passes(&chunks);
-        if self.cache.pages().ranks() > 1 && !waits {
-            passes.iter_mut().for_each(|pass| pass.step.shares_layers = pass.can_share_layers());
-        }
-        let shares_layers = passes.iter().any(|pass| pass.step.shares_layers);
+        let shares_layers = self.cache.pages().ranks() > 1 && !waits;
         self.last_step = StepSize { generating, prompt_tokens, shares_layers };
-        passes
+        self.passes(&chunks, shares_layers)
     }
 
     /// Looks up drafts for the sequences that generate, and gives them pages if there are any.
@@ -287,7 +270,7 @@ impl Scheduler {
     }
 
     /// Makes the passes of a step in which each running sequence computes `chunks` tokens.
-    fn passes(&self, chunks: &[usize]) -> Vec<AdapterPass> {
+    fn passes(&self, chunks: &[usize], shares_layers: bool) -> Vec<AdapterPass> {
         let mut passes: BTreeMap<AdapterSlot, AdapterPass> = BTreeMap::new();
         let mut copies = Vec::new();
         for (sequence, &chunk) in self.running.iter().zip(chunks).filter(|(_, chunk)| **chunk > 0) {
@@ -306,7 +289,8 @@ impl Scheduler {
             };
             let adapter = sequence.adapter;
             let pass = passes.entry(adapter);
-            let pass = pass.or_insert_with(|| AdapterPass { adapter, step: Step::default(), arrivals: Vec::new() });
+            let step = || Step { shares_layers, ..Step::default() };
+            let pass = pass.or_insert_with(|| AdapterPass { adapter, step: step(), arrivals: Vec::new() });
             pass.arrivals.push(sequence.arrival);
             let number = (end + drafts.len()).div_ceil(self.bounds.page);
             let in_window = window.pages.len().min(number.saturating_sub(window.first));

@@ -62,7 +62,7 @@ fn a_decoding_step_that_shares_layers_sends_its_outputs_and_nothing_that_grows_w
 fn a_decoding_step_that_shares_layers_has_the_bits_of_one_that_does_not() {
     for (what, model) in [("f32", wide()), ("bf16", in_bf16(&wide()))] {
         for ranks in [2, 3, 4] {
-            for streams in [1, 5, 20] {
+            for streams in [1, 5, 20, 40] {
                 let [shared, alone] = [true, false].map(|shares| decoded(&model, ranks, (40, streams), shares));
                 assert!(alone.0.iter().any(|value| *value != 0.0));
                 assert_ne!(shared.1, alone.1, "layers are shared");
