@@ -306,21 +306,35 @@ pub(in super::super) fn copy<'a, S: Simd>(
 /// Copies a row, padded with zeros: `to = factor * row`. The type of the row is found out once, not for each vector.
 #[inline(always)]
 fn copy_row<S: Simd>(simd: S, to: &mut [f32], factor: S::V, row: Data) {
-    // SAFETY: all callers pass LANES elements.
-    let store = |to: &mut [f32], x: S::V| unsafe { simd.store(to.as_mut_ptr(), simd.mul(x, factor)) };
     let (vectors, padded) = to.split_at_mut(row.len().min(to.len()) / S::LANES * S::LANES);
-    let vectors_end = vectors.len();
+    let first_padded = vectors.len();
     let vectors = vectors.chunks_exact_mut(S::LANES);
     match row {
         Data::F32(row) => {
-            vectors.zip(row.chunks_exact(S::LANES)).for_each(|(to, x)| store(to, load(simd, Data::F32(x), 0)));
+            for (to, x) in vectors.zip(row.chunks_exact(S::LANES)) {
+                store(simd, to, simd.mul(load(simd, Data::F32(x), 0), factor));
+            }
         }
         Data::Bf16(row) => {
-            vectors.zip(row.chunks_exact(S::LANES)).for_each(|(to, x)| store(to, load(simd, Data::Bf16(x), 0)));
+            for (to, x) in vectors.zip(row.chunks_exact(S::LANES)) {
+                store(simd, to, simd.mul(load(simd, Data::Bf16(x), 0), factor));
+            }
         }
-        row => vectors.enumerate().for_each(|(i, to)| store(to, load(simd, row, i * S::LANES))),
+        row => {
+            for (i, to) in vectors.enumerate() {
+                store(simd, to, simd.mul(load(simd, row, i * S::LANES), factor));
+            }
+        }
     }
     for (i, to) in padded.chunks_exact_mut(S::LANES).enumerate() {
-        store(to, load(simd, row, vectors_end + i * S::LANES));
+        store(simd, to, simd.mul(load(simd, row, first_padded + i * S::LANES), factor));
     }
+}
+
+/// Stores a vector in LANES elements.
+#[inline(always)]
+fn store<S: Simd>(simd: S, to: &mut [f32], x: S::V) {
+    assert_eq!(to.len(), S::LANES);
+    // SAFETY: the slice has LANES elements.
+    unsafe { simd.store(to.as_mut_ptr(), x) };
 }
