@@ -16,11 +16,13 @@ use std::io::{BufReader, Read, Seek, SeekFrom};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-/// An open GGUF file with its parsed header.
+/// A GGUF file with its parsed header; its tensors are read when they are asked for.
 pub(super) struct GgufFile {
     path: PathBuf,
     pub(super) metadata: HashMap<String, Value>,
     tensors: BTreeMap<String, TensorInfo>,
+    /// Bytes of the file.
+    length: u64,
     /// Offset in the file from which the tensors' offsets count.
     data: u64,
 }
@@ -72,7 +74,7 @@ impl GgufFile {
             Some(_) => return Err(broken(path, &"general.alignment is no number above 0")),
         };
         let data = header.at.next_multiple_of(alignment);
-        Ok(Self { path: path.to_owned(), metadata, tensors, data })
+        Ok(Self { path: path.to_owned(), metadata, tensors, length, data })
     }
 
     pub(super) fn path(&self) -> &Path {
@@ -111,26 +113,35 @@ impl GgufFile {
     pub(super) fn rows(&self, name: &str, rows: Range<usize>) -> Result<Weight> {
         let TensorInfo { shape, kind, offset } = self.info(name)?;
         let columns = shape.last().copied().unwrap_or(1);
-        let refused = |error: candle_core::Error| broken(&self.path, &format!("tensor {name}: {error}"));
+        let before = self.bytes_in_file(name, kind, rows.start, columns)?;
+        let count = self.bytes_in_file(name, kind, rows.len(), columns)?;
+        let bytes = self.bytes(name, offset.saturating_add(before as u64), count)?;
         if let Some(format) = Format::from_ggml(kind) {
-            let before = format.bytes(rows.start, columns).map_err(refused)?;
-            let bytes = format.bytes(rows.len(), columns).map_err(refused)?;
-            let bytes = self.bytes(name, offset.saturating_add(before as u64), bytes)?;
             return QuantizedMatrix::new(format, rows.len(), columns, bytes)
                 .map(Weight::Quantized)
                 .map_err(|error| self.broken(&format!("tensor {name}: {error}")));
+        }
+        qtensor_from_ggml(self.decoded(name, kind)?, &bytes, vec![rows.len(), columns], &Device::Cpu)
+            .and_then(|tensor| tensor.dequantize(&Device::Cpu))
+            .map(Weight::Dense)
+            .map_err(|error| self.broken(&format!("tensor {name}: {error}")))
+    }
+
+    /// Bytes of some rows of a tensor in the file.
+    fn bytes_in_file(&self, name: &str, kind: u32, rows: usize, columns: usize) -> Result<usize> {
+        if let Some(format) = Format::from_ggml(kind) {
+            return format.bytes(rows, columns).map_err(|error| self.broken(&format!("tensor {name}: {error}")));
         }
         let known = self.decoded(name, kind)?;
         if !columns.is_multiple_of(known.block_size()) {
             let problem = format!("tensor {name}: rows of {columns} are not whole blocks of {}", known.block_size());
             return Err(self.broken(&problem));
         }
-        let of_rows = |rows: usize| rows * columns / known.block_size() * known.type_size();
-        let bytes = self.bytes(name, offset.saturating_add(of_rows(rows.start) as u64), of_rows(rows.len()))?;
-        qtensor_from_ggml(known, &bytes, vec![rows.len(), columns], &Device::Cpu)
-            .and_then(|tensor| tensor.dequantize(&Device::Cpu))
-            .map(Weight::Dense)
-            .map_err(|error| self.broken(&format!("tensor {name}: {error}")))
+        let bytes =
+            rows.checked_mul(columns / known.block_size()).and_then(|blocks| blocks.checked_mul(known.type_size()));
+        bytes.ok_or_else(|| {
+            self.broken(&format!("tensor {name} of {rows} x {columns} takes more bytes than can be counted"))
+        })
     }
 
     /// The type of a tensor that is decoded when it is read.
@@ -146,20 +157,24 @@ impl GgufFile {
     /// Bytes that a tensor takes in memory, where matrices stay as they are stored.
     ///
     /// # Errors
-    /// The tensor is not there, or its type is unknown.
+    /// The tensor is not there, its type is unknown, or the file ends before it does.
     pub(super) fn stored_bytes(&self, name: &str) -> Result<u64> {
-        let TensorInfo { shape, kind, .. } = self.info(name)?;
-        match (Format::from_ggml(kind), shape.as_slice()) {
-            (Some(format), &[rows, columns]) => {
-                let bytes = format.bytes(rows, columns);
-                bytes.map(|bytes| bytes as u64).map_err(|error| self.broken(&format!("tensor {name}: {error}")))
-            }
-            (Some(_), _) => Ok(4 * shape.iter().map(|size| *size as u64).product::<u64>()),
-            (None, _) => {
-                self.decoded(name, kind)?;
-                Ok(4 * shape.iter().map(|size| *size as u64).product::<u64>())
-            }
+        let TensorInfo { shape, kind, offset } = self.info(name)?;
+        let (columns, rows) = shape.split_last().map_or((1, 1), |(columns, rows)| (*columns, rows.iter().product()));
+        let bytes = self.bytes_in_file(name, kind, rows, columns)? as u64;
+        self.start(name, offset, bytes)?;
+        match (Format::from_ggml(kind), shape.len()) {
+            (Some(_), 2) => Ok(bytes),
+            _ => Ok(4 * shape.iter().map(|size| *size as u64).product::<u64>()),
         }
+    }
+
+    /// The position in the file of so many bytes of a tensor, which must be there.
+    fn start(&self, name: &str, offset: u64, count: u64) -> Result<u64> {
+        let start = self.data.checked_add(offset);
+        start.filter(|start| start.checked_add(count).is_some_and(|end| end <= self.length)).ok_or_else(|| {
+            self.broken(&format!("not a whole GGUF file: tensor {name} ends after its {} bytes", self.length))
+        })
     }
 
     /// Reads a tensor in f32 and in its stored shape.
@@ -178,11 +193,10 @@ impl GgufFile {
         // Each call has a position in the file of its own, since ranks read at the same time.
         let mut file = File::open(&self.path).map_err(io)?;
         let length = file.metadata().map_err(io)?.len();
-        let start = self.data.checked_add(offset).filter(|start| start.checked_add(count as u64) <= Some(length));
-        let Some(start) = start else {
-            let problem = format!("not a whole GGUF file: tensor {name} of {count} bytes ends after its {length}");
-            return Err(broken(&self.path, &problem));
-        };
+        if length != self.length {
+            return Err(self.broken(&format!("it had {} bytes when it was opened, and has {length} now", self.length)));
+        }
+        let start = self.start(name, offset, count as u64)?;
         let mut bytes = vec![0; count];
         file.seek(SeekFrom::Start(start)).and_then(|_| file.read_exact(&mut bytes)).map_err(io)?;
         Ok(bytes.into())
