@@ -84,7 +84,9 @@ pub(crate) fn run(args: &DenoiseArgs, processes: &ProcessGroup) -> Result<()> {
     if video.is_some() {
         inputs.latents = noise(args.seed.unwrap_or(0), inputs.latents.dims())?;
     }
-    let progress = Progress::new(settings.steps, plan.operations());
+    // How many operations a step with skipped blocks has is not known before, so then no rate is shown.
+    let operations = (settings.cache_threshold == 0.0).then(|| plan.operations());
+    let progress = Progress::new(settings.steps, operations);
     let skipped = AtomicUsize::new(0);
     let stepped = |step: &DenoiseStep| {
         progress.stepped(step.number);

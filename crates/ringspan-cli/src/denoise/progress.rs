@@ -21,9 +21,9 @@ pub(crate) struct Progress {
 }
 
 impl Progress {
-    /// The progress of so many steps with so many floating-point operations.
-    pub(crate) fn new(steps: usize, operations: f64) -> Self {
-        Self { operations: Some(operations), ..Self::after(0, steps) }
+    /// The progress of so many steps with so many floating-point operations, if these are known.
+    pub(crate) fn new(steps: usize, operations: Option<f64>) -> Self {
+        Self { operations, ..Self::after(0, steps) }
     }
 
     /// The progress of a run that goes on after `first` of its steps.

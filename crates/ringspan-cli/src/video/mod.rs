@@ -107,7 +107,9 @@ pub(crate) fn run(args: &VideoArgs, processes: &ProcessGroup) -> Result<()> {
             VideoEvent::Began(stage) => {
                 output::note(format_args!("{stage} begins after {:.1} s", began.elapsed().as_secs_f64()));
                 if stage == VideoStage::Denoise {
-                    progress.get_or_init(|| Progress::new(request.settings.steps, plan.operations()));
+                    // As in `denoise`, there is no rate where blocks may be skipped.
+                    let operations = (request.settings.cache_threshold == 0.0).then(|| plan.operations());
+                    progress.get_or_init(|| Progress::new(request.settings.steps, operations));
                 }
             }
             VideoEvent::Stepped(step) => progress.get().into_iter().for_each(|progress| progress.stepped(step)),

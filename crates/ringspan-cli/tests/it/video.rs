@@ -210,7 +210,7 @@ fn denoise_refuses_what_it_cannot_do_and_leaves_nothing() {
     video.refused(&format!("{flags} --lora-2 a.safetensors"), &["--lora-2 has no effect"]);
     video.refused(&format!("{flags} --lora none.safetensors"), &["--lora", "none.safetensors"]);
     video.refused("--embeds none.safetensors --out new.safetensors --steps 1 --scheduler euler", &["none.safetensors"]);
-    // Of several adapters the one that is wrong is named, and by its flag.
+    // An adapter that does not fit is named by its own flag, also if there are several.
     let [good, other] = ["lora/original.safetensors", "vae/tiny/reference.safetensors"].map(fixture);
     let both = format!("--lora {} --lora {}", good.display(), other.display());
     video.refused(&format!("{flags} {both}"), &["--lora: ", "vae/tiny/reference.safetensors", "has no effect"]);

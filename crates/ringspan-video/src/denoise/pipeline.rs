@@ -77,7 +77,7 @@ impl DenoiseFolder {
         Ok(Self { stages, boundary_ratio, scheduler, scale, weight_type, loaded: Mutex::default() })
     }
 
-    /// The folder with adapters of the transformer of a stage, instead of those that it had.
+    /// The folder with adapters of the transformer of a stage, instead of those that it had; without sources those stay.
     ///
     /// # Errors
     /// Adapters of a second transformer where there is none; otherwise as for [`WanFolder::with_loras`].

@@ -201,7 +201,7 @@ impl DenoisePlan {
         if self.has_processes { self.local } else { 1 }
     }
 
-    /// Floating-point operations of all steps, over all ranks.
+    /// Floating-point operations of all steps, over all ranks, if no blocks are skipped.
     #[must_use]
     pub fn operations(&self) -> f64 {
         self.steps.iter().zip(&self.operations).map(|(steps, operations)| *steps as f64 * operations).sum()
@@ -286,6 +286,7 @@ impl fmt::Display for DenoisePlan {
             bytes_text(self.activations),
             bytes_text(self.most_weights())
         )?;
-        write!(f, "work      {:.3e} floating-point operations in all steps", self.operations())
+        let most = if self.cache.is_some() { "at most " } else { "" };
+        write!(f, "work      {most}{:.3e} floating-point operations in all steps", self.operations())
     }
 }

@@ -88,11 +88,20 @@ impl ImageEncoder {
         // The tensors were looked for when the folder was opened.
         let of = |name: &String| self.tensors.bytes_of(name).unwrap_or(0);
         let matrix = self.parameters().keys().map(of).max().unwrap_or(0);
-        // The residual stream and its norm; queries, keys, values, outputs and a block of other ranks, or the inner width twice.
-        let of_token = 2 * width + (6 * width).max(2 * inner);
+        // The residual stream and its norm; queries, keys and values as tensors and as the kernel takes them, a block of other ranks, and
+        // the output; or the inner width before the activation, and three times in it.
+        let of_token = 2 * width + (9 * width).max(4 * inner);
         let pixels = images * 3 * self.config.image_size * self.config.image_size;
         let tokens = (images * self.config.embeddings()).div_ceil(ranks.max(1));
         matrix + 4 * (pixels + tokens * of_token) as u64
+    }
+
+    /// Checks that an image can be prepared for the encoder, without computing anything.
+    ///
+    /// # Errors
+    /// An image that would become too large.
+    pub fn check(&self, image: &RgbFrame) -> Result<()> {
+        self.preprocessing.resized_sides(image).map(drop)
     }
 
     /// The hidden states `[images, embeddings, C]` before the last layer, on all ranks. Returns `None` in a process without rank 0.

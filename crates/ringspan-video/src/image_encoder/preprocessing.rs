@@ -1,4 +1,4 @@
-//! What an image becomes before it is encoded.
+//! Prepares an image for the encoder: resizes, crops and normalizes it.
 
 use crate::error::{Error, Result};
 use crate::frames::{self, ResizeFilter, RgbFrame};
@@ -25,7 +25,7 @@ pub struct ImagePreprocessing {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
-struct Sides {
+pub(super) struct Sides {
     height: usize,
     width: usize,
 }
@@ -122,25 +122,32 @@ impl ImagePreprocessing {
     }
 
     fn resized(&self, image: &RgbFrame) -> Result<RgbFrame> {
+        let Sides { height, width } = self.resized_sides(image)?;
+        frames::resized(image, width, height, ResizeFilter::Bicubic).map_err(|error| Error::Input(error.to_string()))
+    }
+
+    /// The sides of an image when it has been resized.
+    ///
+    /// # Errors
+    /// More than [`MOST_PIXELS`].
+    pub(super) fn resized_sides(&self, image: &RgbFrame) -> Result<Sides> {
+        let RgbFrame { width, height, .. } = *image;
         let (height, width) = match self.size {
-            _ if !self.do_resize => return Ok(image.clone()),
+            _ if !self.do_resize => (height, width),
             ResizedSides::Both(Sides { height, width }) => (height, width),
             ResizedSides::Shortest { shortest_edge: short } => {
-                // The longer side is rounded down, as transformers does. A picture without pixels is refused below.
-                let longer = |long: usize, of: usize| (short as u128 * long as u128 / of.max(1) as u128) as usize;
-                match image.width <= image.height {
-                    true => (longer(image.height, image.width), short),
-                    false => (short, longer(image.width, image.height)),
-                }
+                // The longer side is rounded down, as transformers does. A picture without pixels is refused when it is resized.
+                let longer = |long: usize, of: usize| short.saturating_mul(long) / of.max(1);
+                if width <= height { (longer(height, width), short) } else { (short, longer(width, height)) }
             }
         };
         if width.saturating_mul(height) > MOST_PIXELS {
             return Err(Error::Input(format!(
-                "an image of {} x {} pixels would become one of {width} x {height} for the image encoder, more than {MOST_PIXELS} pixels",
+                "the image encoder would resize an image of {} x {} pixels to {width} x {height}, more than {MOST_PIXELS} pixels",
                 image.width, image.height
             )));
         }
-        frames::resized(image, width, height, ResizeFilter::Bicubic).map_err(|error| Error::Input(error.to_string()))
+        Ok(Sides { height, width })
     }
 }
 
@@ -183,5 +190,9 @@ mod tests {
         large["crop_size"]["height"] = json!(4);
         let message = read(large).pixels(&image).expect_err("too small").to_string();
         assert!(message.contains("2 x 3") && message.contains("2 x 4"), "{message}");
+        // A row of pixels, whose longer side would have millions.
+        let row = RgbFrame { width: 10_000_000, height: 1, pixels: vec![0; 30_000_000] };
+        let message = read(json!({})).pixels(&row).expect_err("too large").to_string();
+        assert!(message.contains("10000000 x 1") && message.contains("2240000000 x 224"), "{message}");
     }
 }

@@ -10,6 +10,9 @@ impl VideoPipeline {
     /// Checks that the pipeline takes the images that a request has, and has those that it needs.
     pub(super) fn check_images(&self, request: &VideoRequest) -> Result<()> {
         let refuse = |problem: &str| Err(Error::Input(problem.into()));
+        if let Some(encoder) = &self.image_encoder {
+            [&request.image, &request.last_image].into_iter().flatten().try_for_each(|image| encoder.check(image))?;
+        }
         match (self.images, request.image.is_some(), request.last_image.is_some()) {
             (_, false, true) => refuse("a last image needs a first one"),
             (Images::None, true, _) => {

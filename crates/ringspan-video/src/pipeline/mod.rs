@@ -123,6 +123,11 @@ impl VideoPipeline {
                 ));
             }
         };
+        if image_encoder.is_some() && !matches!(images, Images::Appended { .. }) {
+            return refuse(
+                "transformer takes embeddings of images (image_dim), but no channels of their latents".into(),
+            );
+        }
         let tokenizer = PromptTokenizer::open(path)?;
         Ok(Self { tokenizer, text_encoder, image_encoder, denoiser, vae, images })
     }
@@ -153,7 +158,7 @@ impl VideoPipeline {
         }
     }
 
-    /// The pipeline with adapters of the transformer of a stage, instead of those that it had.
+    /// The pipeline with adapters of the transformer of a stage, instead of those that it had; without sources those stay.
     ///
     /// # Errors
     /// As for [`DenoiseFolder::with_loras`].
