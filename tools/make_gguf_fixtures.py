@@ -14,6 +14,7 @@ import gguf
 import numpy as np
 import torch
 from safetensors.numpy import load_file
+from tiny_gguf_families import COMMON
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -22,22 +23,7 @@ FIXTURES = pathlib.Path("crates/ringspan-models/tests/fixtures")
 # For each model, the type in which its matrices are stored; norms and biases stay in f32.
 MODELS = {"llama_tied": "F32", "qwen2": "Q8_0", "qwen3": "F16"}
 
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+NAMES = COMMON | {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 # The patterns by which each model splits text into words, one after the other. Those of Llama and Qwen differ in runs of digits;
 # the letters of DeepSeek-V2 are those with a case in the Unicode version of its time.

@@ -38,8 +38,9 @@ pub fn write_llama_q4_0(path: &Path, json: &Value, parameters: impl Iterator<Ite
     gguf_file::write(&mut file, &metadata, &tensors).expect("room for the file");
 }
 
-/// The name of a Llama's parameter in GGUF files.
-fn stored_name(name: &str) -> String {
+/// The name in GGUF files of a parameter of Llama, from its Hugging Face name.
+#[must_use]
+pub fn stored_name(name: &str) -> String {
     [
         ("model.layers.", "blk."),
         ("model.embed_tokens", "token_embd"),

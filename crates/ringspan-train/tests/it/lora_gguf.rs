@@ -5,6 +5,7 @@ use candle_core::quantized::gguf_file::{self, Content, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use ringspan_candle::Weights;
 use ringspan_models::{Base, Config, Decoder, ModelSource, adapter, folder, gguf};
+use ringspan_testing::gguf::stored_name;
 use ringspan_train::{Settings, TrainArgs, TrainConfig, train};
 use serde_json::json;
 use std::fs::{self, File};
@@ -43,7 +44,7 @@ fn models(root: &Path) {
         .iter()
         .map(|(name, tensor)| {
             let kind = if tensor.rank() == 1 { GgmlDType::F32 } else { GgmlDType::Q8_0 };
-            (stored(name), QTensor::quantize(tensor, kind).unwrap())
+            (stored_name(name), QTensor::quantize(tensor, kind).unwrap())
         })
         .collect();
     let metadata: Vec<(&str, &Value)> = metadata.iter().map(|(key, value)| (key.as_str(), value)).collect();
@@ -54,24 +55,6 @@ fn models(root: &Path) {
     let (_, weights) = gguf::load(&path).unwrap();
     folder::save(&root.join("folder"), &gguf::config_json(&path).unwrap(), &weights).unwrap();
     tokenizer.save(root.join("folder/tokenizer.json"), false).unwrap();
-}
-
-/// The name of a parameter in GGUF files.
-fn stored(name: &str) -> String {
-    [
-        ("model.layers.", "blk."),
-        ("model.embed_tokens", "token_embd"),
-        ("model.norm", "output_norm"),
-        ("lm_head", "output"),
-        ("input_layernorm", "attn_norm"),
-        ("post_attention_layernorm", "ffn_norm"),
-        ("self_attn.o_proj", "attn_output"),
-        ("self_attn.", "attn_"),
-        ("mlp.", "ffn_"),
-        ("_proj", ""),
-    ]
-    .into_iter()
-    .fold(name.to_owned(), |name, (ours, theirs)| name.replace(ours, theirs))
 }
 
 fn settings(root: &Path, model: &str, name: &str) -> Settings {
