@@ -344,13 +344,13 @@ impl CustomOp3 for Attention {
         let (kernel, group) = (self.group.kernel(), &*self.group);
         let guards = [q, k, v, &d_out, &max, &sum].map(Tensor::storage_and_layout);
         let borrowed = guards.each_ref().map(|(storage, layout)| BorrowedTensor::new(kernel, storage, layout));
-        let [q_loan, k_loan, v_loan, d_out, max, sum] = borrowed;
-        let (q_loan, k_loan, v_loan) = (q_loan?, k_loan?, v_loan?);
+        let [borrowed_q, borrowed_k, borrowed_v, d_out, max, sum] = borrowed;
+        let (borrowed_q, borrowed_k, borrowed_v) = (borrowed_q?, borrowed_k?, borrowed_v?);
         let (d_out, max, sum) = (d_out?, max?, sum?);
         let bias_guard = self.bias.as_ref().map(Tensor::storage_and_layout);
         let bias =
             bias_guard.as_ref().map(|(storage, layout)| BorrowedTensor::new(kernel, storage, layout)).transpose()?;
-        let inputs = Inputs::new(q_loan.view()?, k_loan.view()?, v_loan.view()?, &self.score);
+        let inputs = Inputs::new(borrowed_q.view()?, borrowed_k.view()?, borrowed_v.view()?, &self.score);
         let inputs = Inputs { bias: bias.as_ref().map(BorrowedTensor::view).transpose()?, ..inputs };
         let (statistics, d_out) = (Statistics { max: max.data()?, sum: sum.data()? }, d_out.view()?);
         let delta = match self.delta.lock().unwrap_or_else(PoisonError::into_inner).take() {

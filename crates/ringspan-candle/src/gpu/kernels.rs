@@ -82,7 +82,7 @@ static MODULES: LazyLock<Modules<(usize, Options)>> = LazyLock::new(Modules::def
 /// More blocks than a launch can have, no compiler, failures of the driver.
 ///
 /// # Safety
-/// The kernel reads and writes what the params refers to: it must be valid memory, in the types of the options.
+/// The kernel reads and writes the memory to which the parameters refer: it must be valid, in the types of the options.
 pub(crate) unsafe fn launch<J: DeviceRepr>(
     device: &CudaDevice,
     options: &Options,
@@ -101,7 +101,7 @@ pub(crate) unsafe fn launch<J: DeviceRepr>(
         block_dim: (THREADS as u32, 1, 1),
         shared_mem_bytes: count(shared_bytes)?,
     };
-    // SAFETY: the kernel takes a params of the size it was compiled with; the caller promises that its contents are valid.
+    // SAFETY: the kernel takes parameters of the size it was compiled with; the caller promises that they are valid.
     let started = unsafe { stream.launch_builder(&function).arg(params).launch(config) };
     started.map(drop).map_err(candle_core::Error::wrap)
 }
