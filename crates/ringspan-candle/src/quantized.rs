@@ -24,4 +24,4 @@ pub use linear::{linear_quantized, linear_quantized_recomputed};
 pub(crate) use linear::{product_quantized, product_quantized_t};
 pub use matrix::QuantizedMatrix;
 pub use stack::QuantizedStack;
-pub use tiles::scratch;
+pub use tiles::{backward_scratch, forward_scratch};

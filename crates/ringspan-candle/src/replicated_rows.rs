@@ -168,6 +168,22 @@ mod tests {
     }
 
     #[test]
+    fn a_rank_that_does_not_compute_its_share_is_named_to_the_others() {
+        let (weight, x) = (quantized(64, 64), numbers(&[1, 64], DType::F32));
+        let shared = threads::run(3, Options::default(), |comm| -> Done<_> {
+            if comm.rank() == 1 {
+                panic!("on purpose");
+            }
+            let error =
+                ReplicatedRows::new(comm.clone(), 1).unwrap().linear(&x, [(&weight, None)]).unwrap_err().to_string();
+            assert!(error.contains("rank 1") && error.contains("on purpose"), "{error}");
+            Ok(())
+        });
+        let error = shared.unwrap_err().to_string();
+        assert!(error.contains("rank 1") && error.contains("on purpose"), "{error}");
+    }
+
+    #[test]
     fn small_layers_are_not_shared() {
         let shared = threads::run(2, Options::default(), |comm| -> Done<_> {
             let of_widths = |widths: &[usize], least_bytes: usize| {

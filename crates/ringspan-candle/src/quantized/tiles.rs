@@ -4,6 +4,7 @@ use super::input::Input;
 use super::matrix::QuantizedMatrix;
 use crate::matmul::{Accumulate, Matrix, product};
 use crate::pool;
+use ringspan::kernel::product::MOST_PACKED;
 use std::ops::Range;
 
 /// Numbers in a tile: 4 MiB of f32, which are still in the cache when the product reads them.
@@ -16,13 +17,20 @@ const ROWS: usize = 1 << 14;
 /// The smallest number of rows in a tile of the backward pass, which sums over rows.
 const SUMMED: usize = 256;
 
-/// The number of f32 values that products of `tokens` tokens with a matrix of `rows` x `columns` need in addition to factors
-/// and results: a tile of the matrix and, for a matrix with many rows, sums.
+/// The number of f32 values that the product of `tokens` tokens with a matrix of `rows` x `columns` needs in addition to factors
+/// and results: a tile of the matrix, decoded and packed, and, for a matrix with many rows, sums.
 #[must_use]
-pub fn scratch(tokens: usize, rows: usize, columns: usize) -> usize {
+pub fn forward_scratch(tokens: usize, rows: usize, columns: usize) -> usize {
     let group = group(rows);
     let sums = if rows > ROWS { tokens * group } else { 0 };
-    (sums + group * COLUMNS.min(columns)).max(height(columns).min(rows) * columns)
+    let tile = group * COLUMNS.min(columns);
+    sums + tile + tile.min(MOST_PACKED)
+}
+
+/// Like [`forward_scratch`], for the gradient of the tokens: a tile of the matrix, decoded.
+#[must_use]
+pub fn backward_scratch(rows: usize, columns: usize) -> usize {
+    height(columns).min(rows) * columns
 }
 
 /// Number of rows that are multiplied together in the forward pass.

@@ -4,9 +4,24 @@
 
 use crate::mpi;
 use crate::support::megabytes;
+use ringspan_models::{Config, Decoder};
+use ringspan_testing::gguf::write_llama_q4_0;
 use safetensors::{Dtype, tensor::TensorView};
 use serde_json::json;
 use std::path::Path;
+
+/// Saves a Llama in blocks of 4 bits as `base.gguf`.
+fn save_base(folder: &Path) {
+    let config = json!({
+        "model_type": "llama", "vocab_size": 512, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 32, "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": false, "hidden_act": "silu",
+    });
+    let decoder =
+        Decoder::new(serde_json::from_value::<Config>(config.clone()).expect("a configuration")).expect("a model");
+    let parameters = decoder.init(3).expect("random weights");
+    write_llama_q4_0(&folder.join("base.gguf"), &config, parameters.into_iter());
+}
 
 /// Saves the configuration of a model with latent attention, experts and shared experts as `config.json`.
 fn save_latent_config(folder: &Path) {
@@ -37,6 +52,18 @@ fn takes_what_is_planned(folder: &Path, ranks: usize, arguments: &[&str]) {
     let [predicted, allocated] = ["predicted", "allocated"].map(|word| megabytes(&run.stdout[0], word));
     let of_plan = allocated / predicted;
     assert!((0.9..1.1).contains(&of_plan), "{arguments:?}: {allocated} MB of {predicted} planned");
+}
+
+#[test]
+fn a_rank_of_a_ring_beside_a_base_in_four_bits_takes_what_its_plan_predicts() {
+    let folder = tempfile::tempdir().expect("a folder");
+    save_base(folder.path());
+    save_tokens(folder.path(), 4096);
+    let adapters = ["--model", "base.gguf", "--lora-rank", "16", "--lora-targets", "all-linear"];
+    for (ranks, ring, activations) in [(2, "2", "f32"), (4, "4", "bf16")] {
+        let arguments = [&adapters[..], &["--ring", ring, "--activations", activations]].concat();
+        takes_what_is_planned(folder.path(), ranks, &arguments);
+    }
 }
 
 #[test]

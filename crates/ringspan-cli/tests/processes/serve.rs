@@ -56,12 +56,15 @@ impl Served {
 
     /// The numbers of requests that run and that wait.
     fn requests(&self) -> [f64; 2] {
+        ["vllm:num_requests_running", "vllm:num_requests_waiting"].map(|name| self.metric(name))
+    }
+
+    /// The first value of a metric.
+    fn metric(&self, name: &str) -> f64 {
         let (_, metrics) = request_text(&self.address, "GET", "/metrics").expect("an answer");
-        ["vllm:num_requests_running", "vllm:num_requests_waiting"].map(|name| {
-            let line = metrics.lines().find(|line| line.starts_with(name));
-            let number = line.and_then(|line| line.rsplit(' ').next()?.parse().ok());
-            number.unwrap_or_else(|| panic!("no {name}: {metrics}"))
-        })
+        let line = metrics.lines().find(|line| line.starts_with(name));
+        let number = line.and_then(|line| line.rsplit(' ').next()?.parse().ok());
+        number.unwrap_or_else(|| panic!("no {name}: {metrics}"))
     }
 
     /// The process of a rank.
@@ -89,13 +92,29 @@ fn signal(signal: &str, process: &str) {
 
 #[test]
 fn a_server_on_processes_answers_as_on_one_and_a_signal_ends_all() {
-    let bench = bench(&json!({}));
+    answers_as_on_one(&bench(&json!({})), &[(1, &[]), (2, &["--ring", "2"]), (2, &["--tp", "2"]), (2, &["--pp", "2"])]);
+}
+
+/// Layers of 2 MiB and more, which context-parallel processes share when they decode.
+#[test]
+fn a_server_on_processes_that_share_layers_answers_as_on_one() {
+    let wide = json!({
+        "hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64
+    });
+    let sent = answers_as_on_one(&bench(&wide), &[(1, &[]), (2, &["--ring", "2"])]);
+    // Each of the 2 x 24 texts' tokens, less one, in both rounds; half of the outputs of qkv and of gate and up in each of 2 layers.
+    let outputs = 2 * 2 * 23 * 2 * 4 * (512 + 2 * 256 + 2 * 1536) / 2;
+    assert!(sent[1] > f64::from(outputs), "{sent:?}, {outputs} of shared layers");
+}
+
+/// Asks servers on numbers of processes for two texts at once, twice, compares their answers, and ends them by a signal. Returns the
+/// bytes that the first rank of each sent.
+fn answers_as_on_one(bench: &Bench, meshes: &[(usize, &[&str])]) -> Vec<f64> {
     let prompt = "line 3 of 4\nline 77 of 8\n".repeat(8);
     let asked = json!({"prompt": [prompt, "line"], "max_tokens": 24, "temperature": 0, "echo": true, "logprobs": 0});
-    let mut expected: Option<Value> = None;
-    let meshes = [(1, &[][..]), (2, &["--ring", "2"]), (2, &["--tp", "2"]), (2, &["--pp", "2"])];
+    let (mut expected, mut sent): (Option<Value>, Vec<f64>) = (None, Vec::new());
     for (ranks, flags) in meshes {
-        let served = Served::start(&bench, ranks, flags);
+        let (ranks, served) = (*ranks, Served::start(bench, *ranks, flags));
         assert_eq!(request(&served.address, "GET", "/health", &Value::Null).expect("an answer").0, 200);
         for _ in 0..2 {
             let choices = served.complete(&asked);
@@ -111,14 +130,16 @@ fn a_server_on_processes_answers_as_on_one_and_a_signal_ends_all() {
                 assert!(own.iter().zip(&first).all(|(a, b)| (a - b).abs() < 1e-4), "{flags:?}");
             }
         }
+        sent.push(served.metric("ringspan:transfer_bytes"));
         let ended = Instant::now();
         // The launcher passes the signal on to all processes.
         signal("-TERM", &served.mpirun.id().to_string());
         let run = served.finish();
         assert!(ended.elapsed() < SECONDS, "{flags:?}: {:?}", ended.elapsed());
         assert!(!run.stderr.iter().any(|said| said.contains("error")), "{flags:?}: {:#?}", run.stderr);
-        assert!(run.stdout[1..].iter().all(String::is_empty), "only rank 0 prints: {:#?}", run.stdout);
+        assert!(run.stdout[1..].iter().all(String::is_empty), "only rank 0 of {ranks} prints: {:#?}", run.stdout);
     }
+    sent
 }
 
 /// What processes have cached is saved at the signal, and found again by other numbers of processes, which share it in other ways.

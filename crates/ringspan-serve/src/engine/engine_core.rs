@@ -1,8 +1,8 @@
 //! The loop of the engine on rank 0: it takes requests, schedules steps, and has their tokens sampled and sent to the clients.
 
 use super::fingerprint::fingerprint;
-use super::order::Order;
 use super::rank::{EngineRank, Outcome};
+use super::rank_command::RankCommand;
 use super::request::{Metrics, RankMetrics};
 use super::scheduler::{AdapterPass, Scheduler};
 use super::sequence::Sequence;
@@ -25,7 +25,7 @@ const COUNT_EVERY: Duration = Duration::from_secs(1);
 pub(super) struct EngineCore<'a> {
     scheduler: &'a mut Scheduler,
     shared: &'a Shared,
-    /// Longest time without an order to the other ranks, which wait for it no longer than their deadline.
+    /// Longest time without a command to the other ranks, which wait for it no longer than their deadline.
     heartbeat: Duration,
     arrivals: u64,
     slots: u64,
@@ -72,14 +72,14 @@ impl<'a> EngineCore<'a> {
                 None => false,
             };
             if ends {
-                ranks.order(&Order::End)?;
+                ranks.command(&RankCommand::End)?;
                 return Ok(());
             }
             let passes = self.scheduler.next();
             if passes.is_empty() {
                 self.publish();
                 if ranks.since_order() >= self.heartbeat {
-                    ranks.order(&Order::Wait)?;
+                    ranks.command(&RankCommand::Wait)?;
                 }
                 idle = true;
                 continue;
@@ -117,7 +117,7 @@ impl<'a> EngineCore<'a> {
                     self.slots += 1;
                     // An adapter that was loaded can be read; if not, its texts are only not saved.
                     let identity = fingerprint(&folder).ok();
-                    match ranks.order(&Order::Load { slot, folder })? {
+                    match ranks.command(&RankCommand::Load { slot, folder })? {
                         Outcome::Loaded(loaded) => loaded.map(|()| {
                             self.adapters.extend(identity.map(|identity| (slot, identity)));
                             self.shared.add_adapter(name, slot);
@@ -149,7 +149,7 @@ impl<'a> EngineCore<'a> {
         let sequence =
             StepSequence { start: 0, tokens: vec![0], pages: vec![page.full], window, outputs: Outputs::Last };
         let step = Step { sequences: vec![sequence], ..Step::default() };
-        ranks.order(&Order::Compute { passes: vec![(None, step)], blocks: Vec::new() })?;
+        ranks.command(&RankCommand::Compute { passes: vec![(None, step)], blocks: Vec::new() })?;
         self.scheduler.give_back(page);
         Ok(())
     }
@@ -160,14 +160,14 @@ impl<'a> EngineCore<'a> {
         self.unloading = used;
         let unused: Vec<u64> = unused;
         for slot in unused {
-            ranks.order(&Order::Unload { slot })?;
+            ranks.command(&RankCommand::Unload { slot })?;
             self.adapters.remove(&slot);
         }
         Ok(())
     }
 
     fn count(&mut self, ranks: &mut EngineRank) -> Result<()> {
-        if let Outcome::Counted(counts) = ranks.order(&Order::Count)? {
+        if let Outcome::Counted(counts) = ranks.command(&RankCommand::Count)? {
             self.counts = counts;
         }
         self.counted = Instant::now();
@@ -214,11 +214,11 @@ impl<'a> EngineCore<'a> {
     fn step(&mut self, passes: &[AdapterPass], ranks: &mut EngineRank) -> Result<()> {
         let rows = logit_rows(self.scheduler, passes);
         let most = (MOST_LOGITS / self.shared.limits.vocabulary.max(1)).max(1);
-        let order = Order::Compute {
+        let command = RankCommand::Compute {
             passes: passes.iter().map(|pass| (pass.adapter, pass.step.clone())).collect(),
             blocks: rows.chunks(most).map(<[LogitRow]>::len).collect(),
         };
-        let Outcome::Computed(hidden) = ranks.order(&order)? else { return Err(ranks.unexpected("hidden states")) };
+        let Outcome::Computed(hidden) = ranks.command(&command)? else { return Err(ranks.unexpected("hidden states")) };
         self.steps += 1;
         self.scheduler.computed(passes);
         let hidden = match hidden.as_slice() {

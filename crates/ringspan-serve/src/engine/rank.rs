@@ -1,7 +1,7 @@
-//! A rank of the engine: it carries out the orders of rank 0.
+//! A rank of the engine: it carries out the commands of rank 0.
 
 use super::executor::{Executor, KvRowLayout};
-use super::order::Order;
+use super::rank_command::RankCommand;
 use super::row_parts::RowPart;
 use super::step::CachePage;
 use crate::error::{Error, Result};
@@ -16,14 +16,14 @@ pub(super) struct EngineRank<'a> {
     pub(super) groups: &'a Groups,
     timed: &'a Timed,
     pub(super) executor: Box<dyn Executor + 'a>,
-    /// When rank 0 last gave an order.
+    /// When rank 0 last gave a command.
     ordered: Instant,
 }
 
 /// The tag of messages with pages.
 const PAGES: u64 = (1 << 60) + 1;
 
-/// The result of an order.
+/// The result of a command.
 pub(super) enum Outcome {
     Done,
     /// The hidden states that the passes output, on rank 0.
@@ -39,7 +39,7 @@ impl<'a> EngineRank<'a> {
         Self { groups, timed, executor, ordered: Instant::now() }
     }
 
-    /// Time since the last order.
+    /// Time since the last command.
     pub(super) fn since_order(&self) -> Duration {
         self.ordered.elapsed()
     }
@@ -53,7 +53,7 @@ impl<'a> EngineRank<'a> {
         page: CachePage,
         rows: usize,
     ) -> Result<Buffer> {
-        self.order(&Order::ReadPage { cp_rank, page, rows })?;
+        self.command(&RankCommand::ReadPage { cp_rank, page, rows })?;
         let mut whole = match format.dtype {
             DType::BF16 => Buffer::U16(vec![0; rows * format.width]),
             _ => Buffer::F32(vec![0.0; rows * format.width]),
@@ -79,7 +79,7 @@ impl<'a> EngineRank<'a> {
         page: CachePage,
         rows: &Buffer,
     ) -> Result<()> {
-        self.order(&Order::WritePage { cp_rank, page })?;
+        self.command(&RankCommand::WritePage { cp_rank, page })?;
         let mut sends = Vec::new();
         for (rank, part) in self.groups.sharing_pages(cp_rank).zip(&format.parts) {
             let own = part.cut(rows, format.width).ok_or_else(|| self.unexpected("rows of a page"))?;
@@ -99,16 +99,16 @@ impl<'a> EngineRank<'a> {
         all.filter(is_first).map(|(_, holder)| holder).collect()
     }
 
-    /// Carries out orders until the one to end.
+    /// Carries out commands until the one to end.
     pub(super) fn follow(&mut self) -> Result<()> {
         loop {
             let message = self.groups.broadcast(None)?;
-            let order = Order::from_buffer(&message).ok_or_else(|| self.unexpected("an order"))?;
-            if order == Order::End {
+            let command = RankCommand::from_buffer(&message).ok_or_else(|| self.unexpected("a command"))?;
+            if command == RankCommand::End {
                 return Ok(());
             }
-            self.carry_out(&order)?;
-            if let Order::Compute { blocks, .. } = order {
+            self.carry_out(&command)?;
+            if let RankCommand::Compute { blocks, .. } = command {
                 for rows in blocks {
                     self.executor.logits(rows, None)?;
                 }
@@ -116,31 +116,31 @@ impl<'a> EngineRank<'a> {
         }
     }
 
-    /// Sends an order to all ranks, and carries it out on this one, which is rank 0. The logits of an order to compute are up to
+    /// Sends a command to all ranks, and carries it out on this one, which is rank 0. The logits of a command to compute are up to
     /// the caller.
-    pub(super) fn order(&mut self, order: &Order) -> Result<Outcome> {
-        self.groups.broadcast(Some(order.to_buffer()))?;
+    pub(super) fn command(&mut self, command: &RankCommand) -> Result<Outcome> {
+        self.groups.broadcast(Some(command.to_buffer()))?;
         self.ordered = Instant::now();
-        self.carry_out(order)
+        self.carry_out(command)
     }
 
-    fn carry_out(&mut self, order: &Order) -> Result<Outcome> {
-        match order {
-            Order::Wait | Order::End => Ok(Outcome::Done),
-            // Rank 0 deals with its own pages where it gives these orders.
-            Order::ReadPage { cp_rank, page, rows } => {
+    fn carry_out(&mut self, command: &RankCommand) -> Result<Outcome> {
+        match command {
+            RankCommand::Wait | RankCommand::End => Ok(Outcome::Done),
+            // Rank 0 deals with its own pages where it gives these commands.
+            RankCommand::ReadPage { cp_rank, page, rows } => {
                 let own = self.groups.rank();
                 let format = self
                     .executor
                     .row_layout()
-                    .ok_or_else(|| self.unexpected("an order of a cache without sessions"))?;
+                    .ok_or_else(|| self.unexpected("a command of a cache without sessions"))?;
                 if own > 0 && self.holders(&format, *cp_rank).iter().any(|(rank, _)| *rank == own) {
                     let rows = self.executor.read_page(*page, *rows)?;
                     self.groups.world().send(0, PAGES, Arc::new(rows))?.wait()?;
                 }
                 Ok(Outcome::Done)
             }
-            Order::WritePage { cp_rank, page } => {
+            RankCommand::WritePage { cp_rank, page } => {
                 let own = self.groups.rank();
                 if own > 0 && self.groups.sharing_pages(*cp_rank).any(|rank| rank == own) {
                     let rows = self.groups.world().receive(0, PAGES)?.wait()?;
@@ -149,14 +149,14 @@ impl<'a> EngineRank<'a> {
                 }
                 Ok(Outcome::Done)
             }
-            Order::Compute { passes, .. } => {
+            RankCommand::Compute { passes, .. } => {
                 let mut hidden = Vec::new();
                 for (adapter, step) in passes {
                     hidden.extend(self.executor.execute(*adapter, step)?);
                 }
                 Ok(Outcome::Computed(hidden))
             }
-            Order::Load { slot, folder } => {
+            RankCommand::Load { slot, folder } => {
                 let problem = match self.executor.load_adapter(*slot, folder) {
                     Ok(()) => String::new(),
                     Err(error) => format!("rank {}: {error}", self.groups.rank()),
@@ -171,11 +171,11 @@ impl<'a> EngineRank<'a> {
                 }
                 Ok(Outcome::Loaded(first.map_or(Ok(()), Err)))
             }
-            Order::Unload { slot } => {
+            RankCommand::Unload { slot } => {
                 self.executor.unload_adapter(*slot);
                 Ok(Outcome::Done)
             }
-            Order::Count => {
+            RankCommand::Count => {
                 let waited = u64::try_from(self.timed.waited().as_nanos()).unwrap_or(u64::MAX);
                 let own = Buffer::U64(vec![self.groups.world().bytes_sent(), waited]);
                 let all = self.groups.world().all_gather(own)?;

@@ -60,8 +60,8 @@ impl<'a> PagedAttention<'a> {
             of_tensor(v, |values| {
                 let (rows, after) = (self.plan.tokens.len(), self.plan.chunk_rows);
                 let decoded = |all: Data<'_>| after * (all.len() / rows.max(1));
-                if let Some(chunks) = &attention.chunks {
-                    chunks.store(self.group, &mut cache, layer, keys, values)?;
+                if let Some(prefills) = &attention.prefill_batch {
+                    prefills.store(self.group, &mut cache, layer, keys, values)?;
                 }
                 if let Some(decodes) = &attention.decode_batch {
                     let (k, v) = (keys.slice(decoded(keys)..keys.len()), values.slice(decoded(values)..values.len()));
@@ -82,8 +82,8 @@ impl<'a> PagedAttention<'a> {
                 View::stored(q.slice(from * heads * dim..to * heads * dim), to - from, heads, dim)
                     .ok_or_else(|| crate::Error::Step(format!("queries {from} to {to} of {rows} rows")))
             };
-            let mut out = match &attention.chunks {
-                Some(chunks) => chunks.attend(self.group, &cache, layer, view(0, plan.chunk_rows)?, mask, score)?,
+            let mut out = match &attention.prefill_batch {
+                Some(prefills) => prefills.attend(self.group, &cache, layer, view(0, plan.chunk_rows)?, mask, score)?,
                 None => Vec::new(),
             };
             if let Some(decodes) = &attention.decode_batch {

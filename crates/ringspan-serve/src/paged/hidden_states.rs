@@ -1,8 +1,8 @@
 //! Sends hidden states between ranks: from pipeline stage to stage, and to rank 0.
 
 use super::cache::PagedCache;
-use super::chunks::received;
 use super::elements::{Elements, of_tensor};
+use super::prefill_batch::received;
 use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::step::{Outputs, Step};

@@ -8,7 +8,6 @@
 
 mod attention;
 mod cache;
-mod chunks;
 mod decode_batch;
 mod elements;
 mod execute;
@@ -16,6 +15,7 @@ mod hidden_states;
 mod kv_dtype;
 mod layer_kind;
 mod page_map;
+mod prefill_batch;
 mod step_plan;
 
 pub use cache::PagedCache;

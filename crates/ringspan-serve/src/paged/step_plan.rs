@@ -1,9 +1,9 @@
 //! The plan of one rank for a step: the tokens that it computes, and how they attend.
 
-use super::chunks::Chunks;
 use super::decode_batch::DecodeBatch;
 use super::layer_kind::{LayerKind, PerKind};
 use super::page_map::PageMap;
+use super::prefill_batch::PrefillBatch;
 use crate::error::{Error, Result};
 use crate::step::{Outputs, Step, StepSequence};
 
@@ -23,14 +23,14 @@ pub(super) struct StepPlan {
 
 /// How tokens attend in layers of one kind.
 pub(super) struct AttentionPlan {
-    pub(super) chunks: Option<Chunks>,
+    pub(super) prefill_batch: Option<PrefillBatch>,
     pub(super) decode_batch: Option<DecodeBatch>,
 }
 
 impl AttentionPlan {
     fn new(map: &PageMap, chunked: &[&StepSequence], decoded: &[&StepSequence], kind: LayerKind) -> Result<Self> {
-        let chunks = if chunked.is_empty() { None } else { Some(Chunks::new(map, chunked, kind)?) };
-        Ok(Self { chunks, decode_batch: (!decoded.is_empty()).then(|| DecodeBatch::new(map, decoded, kind)) })
+        let prefill_batch = if chunked.is_empty() { None } else { Some(PrefillBatch::new(map, chunked, kind)?) };
+        Ok(Self { prefill_batch, decode_batch: (!decoded.is_empty()).then(|| DecodeBatch::new(map, decoded, kind)) })
     }
 }
 
@@ -45,9 +45,10 @@ impl StepPlan {
         let attention =
             PerKind { full: of_kind(kinds.full, LayerKind::Full)?, window: of_kind(kinds.window, LayerKind::Window)? };
         // Which tokens a rank computes does not depend on the kind of a layer.
-        let chunks = [&attention.full, &attention.window].into_iter().flatten().find_map(|kind| kind.chunks.as_ref());
+        let prefills =
+            [&attention.full, &attention.window].into_iter().flatten().find_map(|kind| kind.prefill_batch.as_ref());
         let (mut tokens, mut positions) = (Vec::new(), Vec::new());
-        for run in chunks.iter().flat_map(|chunks| chunks.layout().runs(map.rank)) {
+        for run in prefills.iter().flat_map(|prefills| prefills.layout().runs(map.rank)) {
             let StepSequence { start, tokens: new, .. } = chunked[run.document];
             tokens.extend(run.positions().map(|position| new[position - start]));
             positions.extend(run.positions());
@@ -57,7 +58,7 @@ impl StepPlan {
             tokens.extend(&sequence.tokens);
             positions.extend(sequence.start..sequence.start + sequence.tokens.len());
         }
-        let outputs = outputs(step, chunks, map.ranks);
+        let outputs = outputs(step, prefills, map.ranks);
         let shares_layers = step.shares_layers && chunked.is_empty();
         Ok(Self { tokens, positions, chunk_rows, shares_layers, attention, outputs })
     }
@@ -70,13 +71,13 @@ impl StepPlan {
 }
 
 /// For each hidden state that rank 0 needs, a rank that has it and its row there.
-fn outputs(step: &Step, chunks: Option<&Chunks>, ranks: usize) -> Vec<(usize, usize)> {
+fn outputs(step: &Step, prefills: Option<&PrefillBatch>, ranks: usize) -> Vec<(usize, usize)> {
     // For each chunk, the rank and row of each of its new tokens.
     let chunked = || step.sequences.iter().filter(|sequence| sequence.is_chunk());
     let mut places: Vec<Vec<(usize, usize)>> = chunked().map(|sequence| vec![(0, 0); sequence.tokens.len()]).collect();
     let starts: Vec<usize> = chunked().map(|sequence| sequence.start).collect();
     let mut first_decode = 0;
-    for (rank, layout) in (0..ranks).filter_map(|rank| Some((rank, chunks?.layout()))) {
+    for (rank, layout) in (0..ranks).filter_map(|rank| Some((rank, prefills?.layout()))) {
         let mut row = 0;
         for run in layout.runs(rank) {
             for position in run.positions() {

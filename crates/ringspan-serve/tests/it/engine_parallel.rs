@@ -96,6 +96,16 @@ fn stages_that_share_the_layers_serve_as_one_rank() {
     serves_as_one_rank("qwen3_moe", &Arc::new(qwen3_moe()), sparse);
 }
 
+/// Layers that context-parallel ranks share when they decode: dense, with biases, and quantized; cut by tensor parallelism as well.
+#[test]
+fn layers_that_decoding_ranks_share_serve_as_on_one_rank() {
+    let meshes = [(2, 1, 1, 1), (1, 2, 1, 1), (2, 1, 2, 1), (2, 2, 1, 1)].map(of_sizes);
+    for (name, model) in [("qwen3", wide()), ("qwen2", wide_of("qwen2")), ("llama, q4_0", wide_in_q4_0())] {
+        let meshes = meshes.iter().cloned().chain([staged(2, (2, 1, 1, 1))]);
+        serves_as_one_rank(name, &Arc::new(model), meshes);
+    }
+}
+
 #[test]
 fn long_texts_are_equal_with_tensor_parallelism() {
     let model = Arc::new(qwen3());
@@ -126,6 +136,7 @@ fn adapters_are_cut_as_their_layers_are() {
         (qwen3 as fn() -> Model, 1, (1, 1, 2, 1)),
         (qwen3, 1, (2, 1, 2, 1)),
         (qwen3, 2, (2, 1, 1, 1)),
+        (wide, 1, (2, 1, 1, 1)),
         (qwen3_moe, 1, (2, 1, 2, 2)),
     ] {
         let (base, folder, prompt) = (model(), tempfile::tempdir().expect("a folder"), tokens(21, 3));

@@ -1,10 +1,12 @@
 //! Small random models, and a plain computation on one rank to compare with.
 #![allow(dead_code, unreachable_pub, missing_docs)] // Each test file uses a part of it.
 
+use candle_core::{Device, Tensor};
 use ringspan::{Documents, Group, Layout, LayoutKind, StrategyKind};
 use ringspan_candle::Context;
-use ringspan_models::{Config, Decoder, folder};
+use ringspan_models::{Config, Decoder, ModelSource, folder};
 use ringspan_serve::{Generation, Mesh, Model, Options, Result, Sampling, generate};
+use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
@@ -68,10 +70,30 @@ pub fn large() -> Model {
 
 /// A Qwen3 with layers so wide that ranks share them when they decode.
 pub fn wide() -> Model {
+    wide_of("qwen3")
+}
+
+/// Like [`wide`], of another family of its configuration.
+pub fn wide_of(family: &str) -> Model {
     model(serde_json::json!({
-        "model_type": "qwen3", "hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "model_type": family, "hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4,
         "head_dim": 64
     }))
+}
+
+/// A Llama with matrices of Q4_0 so wide that ranks share them when they decode.
+pub fn wide_in_q4_0() -> Model {
+    let json = serde_json::json!({
+        "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 2,
+        "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "max_position_embeddings": 4096, "tie_word_embeddings": false, "hidden_act": "silu"
+    });
+    let parameters = weights_of(&decoder_of(&json));
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("wide.gguf");
+    ringspan_testing::gguf::write_llama_q4_0(&path, &json, parameters.into_iter());
+    let (config, _, weights) = ModelSource::at(&path).and_then(ModelSource::load_stored).expect("a model");
+    Model::new(Decoder::new(config).expect("supported"), weights).expect("an embedding")
 }
 
 /// The tiny model of a family, from the fixtures that are compared with Hugging Face.
@@ -90,16 +112,30 @@ fn model(more: serde_json::Value) -> Model {
     if let (Some(config), Some(more)) = (config.as_object_mut(), more.as_object()) {
         config.extend(more.clone());
     }
-    let config: Config = serde_json::from_value(config).expect("a known model");
-    let decoder = Decoder::new(config).expect("sizes that fit");
+    let decoder = decoder_of(&config);
+    let weights = weights_of(&decoder);
+    Model::new(decoder, weights).expect("a whole model")
+}
+
+fn decoder_of(config: &serde_json::Value) -> Decoder {
+    let config: Config = serde_json::from_value(config.clone()).expect("a known model");
+    Decoder::new(config).expect("sizes that fit")
+}
+
+/// Random weights; biases are not zero.
+fn weights_of(decoder: &Decoder) -> BTreeMap<String, Tensor> {
     let mut weights = decoder.init(5).expect("weights");
     // Newly initialised models hardly react to their input; with these larger weights they do.
     for (name, weight) in &mut weights {
-        if ["proj", "lm_head", "mlp.gate."].iter().any(|part| name.contains(part)) {
+        if name.ends_with("bias") {
+            let numbers =
+                tokens(weight.elem_count(), 7).into_iter().map(|token| token as f32 / VOCABULARY as f32 - 0.5);
+            *weight = Tensor::from_iter(numbers, &Device::Cpu).expect("as many");
+        } else if ["proj", "lm_head", "mlp.gate."].iter().any(|part| name.contains(part)) {
             *weight = weight.affine(6.0, 0.0).expect("scaled");
         }
     }
-    Model::new(decoder, weights).expect("a whole model")
+    weights
 }
 
 /// Pseudo-random tokens.

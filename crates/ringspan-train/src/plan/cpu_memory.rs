@@ -7,7 +7,7 @@
 use super::rank_sizes::Shape;
 use crate::error::Result;
 use ringspan::StrategyKind;
-use ringspan_candle::quantized::scratch;
+use ringspan_candle::quantized::{backward_scratch, forward_scratch};
 use ringspan_candle::{Recompute, gated_mlp, loss, stored_activation::Storage};
 
 /// Bytes that a rank holds per token of the whole batch: tokens and targets, of the batch and as they are distributed over ranks.
@@ -18,6 +18,14 @@ const CACHED_KERNEL_BUFFER: u64 = 16 << 20;
 
 /// Bytes by named part of the memory.
 pub(super) type MemoryParts = Vec<(&'static str, u64)>;
+
+/// Bytes of the tiles that products of `tokens` with a stored matrix of `rows` x `columns` decode, with the bytes that are there
+/// `besides` in the forward and in the backward pass: those of the fuller pass.
+fn decoding([tokens, rows, columns]: [u64; 3], besides: [u64; 2]) -> u64 {
+    let [tokens, rows, columns] = [tokens, rows, columns].map(|size| size as usize);
+    let [forward, backward] = [forward_scratch(tokens, rows, columns), backward_scratch(rows, columns)];
+    (4 * forward as u64 + besides[0]).max(4 * backward as u64 + besides[1])
+}
 
 /// A moment of a step, in words, and the memory that it takes.
 pub(super) type MemoryMoment = (&'static str, MemoryParts);
@@ -35,21 +43,27 @@ impl Shape {
         let rows = tokens.div_ceil(self.tp);
         let (kept, layers) = (self.kept(tokens, rows), self.layers);
         let last = width * rows * self.hidden;
-        // Layers with experts and layers without: the bytes that the layers before the last such layer keep, its parameters with
-        // their gradients, and its activations.
+        // Layers with experts and layers without, in each phase of a layer: the bytes that the layers before the last such layer
+        // keep, its parameters with their gradients, its activations, and blocks of other ranks. Blocks of a ring are freed before
+        // the feed-forward part, but experts send about as much there.
+        let (ring_blocks, exchanged) = (self.ring_blocks(tokens)?, self.exchanged_heads(tokens));
         let kinds = [false, true].into_iter().zip(self.last_of_kind).filter_map(|(sparse, last)| Some((sparse, last?)));
-        let of_kind = kinds.map(|(sparse, last)| {
+        let of_kind = kinds.flat_map(|(sparse, last)| {
             let parameters = if sparse {
                 held.layer_copy + held.layer_trained
             } else {
                 held.dense_layer_copy + held.dense_layer_trained
             };
-            (kept * last, width * parameters + held.stored_layer, self.activations(tokens, rows, sparse))
+            let [feed_forward, attention] = self.activations(tokens, rows, sparse);
+            let of_experts = if sparse { ring_blocks } else { 0 };
+            let phases = [(feed_forward, of_experts + exchanged), (attention, ring_blocks + exchanged)];
+            phases.map(|(bytes, blocks)| (kept * last, width * parameters + held.stored_layer, bytes, blocks))
         });
         let of_kind: Vec<_> = of_kind.collect();
-        let (kept_before, layer, of_last) =
-            of_kind.iter().copied().max_by_key(|(a, b, c)| a + b + c).unwrap_or_default();
-        let (_, first_layer, of_first) = of_kind.iter().copied().max_by_key(|(_, b, c)| b + c).unwrap_or_default();
+        let (kept_before, layer, of_last, blocks_of_last) =
+            of_kind.iter().copied().max_by_key(|(a, b, c, d)| a + b + c + d).unwrap_or_default();
+        let (_, first_layer, of_first, blocks_of_first) =
+            of_kind.iter().copied().max_by_key(|(_, b, c, d)| b + c + d).unwrap_or_default();
         // Messages that were received, and whose senders do not know yet that they were used: half of a unit, by the allocator.
         let moving = |unit: u64| if held.shares() { 2 * unit } else { 0 };
         // The gradient of a tied head waits for the embedding's.
@@ -64,23 +78,22 @@ impl Shape {
         };
         let with = |gradients: u64, more: &[(&'static str, u64)]| [always(gradients), more.to_vec()].concat();
         let activations = |bytes: u64| ("a layer's activations and their gradients", bytes);
-        let blocks = ("blocks of other ranks", self.blocks(tokens)?);
+        let blocks = |bytes: u64| ("blocks of other ranks", bytes);
         let (head, head_copy, head_shard, stored_head) = match self.tied {
             true => (held.embedding, held.embedding_copy, held.embedding_shard, held.stored_embedding),
             false => (held.head, held.head_copy, held.head_shard, held.stored_head),
         };
-        // A frozen head has no gradient, and is there once.
-        let scratch =
-            |tokens: u64, rows: u64, columns: u64| 4 * scratch(tokens as usize, rows as usize, columns as usize) as u64;
         let (hidden, wide, chunk) = (self.hidden, self.feed_forward, tokens.min(loss::CHUNK as u64));
-        let of_layer = scratch(tokens, wide, hidden).max(scratch(tokens, hidden, wide));
-        let of_logits = scratch(chunk, self.vocabulary, hidden);
-        // When a tile of weights is decoded, not all gradients of a tile of rows are allocated: it takes their memory first.
-        let of_tile = 5 * self.width() * tokens.min(gated_mlp::TILE as u64) * self.feed_forward;
-        let decoded = if held.stores_layers { of_layer.saturating_sub(of_tile) } else { 0 };
+        let of_logits = decoding([chunk, self.vocabulary, hidden], [0, 0]);
+        // A decoded tile of a weight is there with two of the five tensors of a tile of rows when up is computed, and with four when
+        // gradients are. The values of down are not computed again.
+        let of_rows = self.width() * tokens.min(gated_mlp::TILE as u64) * self.feed_forward;
+        let of_layer = decoding([tokens, wide, hidden], [2 * of_rows, 4 * of_rows])
+            .max(4 * backward_scratch(hidden as usize, wide as usize) as u64 + 4 * of_rows);
+        let decoded = if held.stores_layers { of_layer.saturating_sub(5 * of_rows) } else { 0 };
         let decoded_of_layer = ("a tile of a layer, decoded", decoded);
         let decoded_of_head = ("a tile of the head, decoded", if held.stores_head { of_logits } else { 0 });
-        // The gradient of the head is f32 whatever type the model computes in.
+        // A frozen head has no gradient, and is there once. A gradient is f32 whatever type the model computes in.
         let of_head = width * head_copy + if head_shard > 0 { 2 * 4 * head } else { stored_head };
         // In bf16, rounded logits take memory besides those that turn into their gradient.
         let of_logit = if width < 4 { 4 + width } else { 4 };
@@ -110,7 +123,7 @@ impl Shape {
                         ),
                         activations(of_last),
                         decoded_of_layer,
-                        blocks,
+                        blocks(blocks_of_last),
                     ],
                 ),
             ),
@@ -122,7 +135,7 @@ impl Shape {
                         ("a layer, whole, with gradients", first_layer + moving(held.layer_trained) + tied),
                         activations(of_first),
                         decoded_of_layer,
-                        blocks,
+                        blocks(blocks_of_first),
                     ],
                 ),
             ),
@@ -168,9 +181,9 @@ impl Shape {
         4 * (tokens * statistics + routers) + self.kept_width() * numbers
     }
 
-    /// Bytes of a layer that is recomputed and differentiated: it is fullest while its feed-forward part is differentiated, or
-    /// while attention is, or the linear layers before it. A `sparse` layer has experts.
-    fn activations(&self, tokens: u64, rows: u64, sparse: bool) -> u64 {
+    /// Bytes of a layer that is recomputed and differentiated, while its feed-forward part is differentiated, and while attention is
+    /// or the linear layers before it; only then blocks of other ranks are there. A `sparse` layer has experts.
+    fn activations(&self, tokens: u64, rows: u64, sparse: bool) -> [u64; 2] {
         let (width, (queries, keys)) = (self.width(), self.attended());
         // With the feed-forward part, there are the input, the sum after attention, its norm, the gradient of the output and that
         // of the norm; with attention, the input and the gradient that bypasses attention; after it, also the input's norm, its
@@ -215,7 +228,7 @@ impl Shape {
         let attention = width * of_attention * self.hidden + differentiated;
         let inputs = width * (of_inputs * self.hidden + tokens * (queries + 2 * keys));
         let held = width * (tokens * (normed + of_parts + self.dropped) + rows * self.qkv_elements[1]);
-        summed + packed + feed_forward.max(held + attention.max(inputs))
+        [feed_forward, held + attention.max(inputs)].map(|bytes| summed + packed + bytes)
     }
 
     /// Bytes of attention's gradients, which come in f32 where the model computes in bf16, and are then rounded.
@@ -244,9 +257,19 @@ impl Shape {
         tiles + wide * self.feed_forward + rows * self.feed_forward_dropped
     }
 
-    /// Bytes of keys, values and their gradients that travel between ranks, and of the Ulysses exchange of heads for tokens.
+    /// Bytes of what comes from other ranks for attention.
     pub(super) fn blocks(&self, tokens: u64) -> Result<u64> {
+        Ok(self.ring_blocks(tokens)? + self.exchanged_heads(tokens))
+    }
+
+    /// Bytes of the Ulysses exchange of heads for tokens.
+    fn exchanged_heads(&self, tokens: u64) -> u64 {
         let (queries, keys) = self.attended();
+        if self.ulysses > 1 { 2 * 4 * tokens * 2 * (queries + keys) } else { 0 }
+    }
+
+    /// Bytes of keys, values and their gradients that travel between ranks.
+    fn ring_blocks(&self, tokens: u64) -> Result<u64> {
         let exchanged = tokens * self.ulysses as u64;
         let kv = self.shares()?.iter().map(|share| share.kv.len()).max().unwrap_or(0) as u64;
         // Keys and values have the model's type, and their gradients are f32.
@@ -257,8 +280,7 @@ impl Shape {
             // This is an upper bound: halo fetches only parts of blocks.
             StrategyKind::AllGather | StrategyKind::Halo => self.ring - 1,
         };
-        let exchanged = if self.ulysses > 1 { 2 * 4 * tokens * 2 * (queries + keys) } else { 0 };
-        Ok(blocks * block + exchanged)
+        Ok(blocks * block)
     }
 
     /// Number of elements per token in queries and in keys; where values have another width, that of a head is the mean of both.

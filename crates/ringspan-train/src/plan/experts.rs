@@ -5,6 +5,7 @@
 
 use crate::spec::RunSpec;
 use ringspan_candle::ParallelRank;
+use ringspan_candle::quantized::forward_scratch;
 
 /// The experts of a model, and what a rank holds of them.
 #[derive(Debug, Clone, Copy)]
@@ -101,7 +102,9 @@ impl Experts {
         // Where only adapters are trained, a rank's memory peaks at the last layer, whose router chooses experts less
         // evenly than the first layer's.
         let tokens = if self.has_adapters && !self.adapted { gathered.min(2 * even) } else { even };
-        adapted + tokens * (4 * hidden + 5 * self.wide)
+        let decoded =
+            if stored { forward_scratch(tokens as usize, self.wide as usize, hidden as usize) as u64 } else { 0 };
+        adapted + tokens * (4 * hidden + 5 * self.wide) + decoded
     }
 
     /// Bytes of the feed-forward part's activations on a GPU, where all experts are computed at once, with `width`

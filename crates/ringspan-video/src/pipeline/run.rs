@@ -98,7 +98,7 @@ impl VideoPipeline {
         self.vae.decoder()?.decode(&latents, &ranks, &plan.decode)
     }
 
-    /// The embeddings `[1, 512, text_dim]` of a prompt's tokens, with zeros behind them, in every process.
+    /// The embeddings `[1, 512, text_dim]` of a prompt's tokens, with zeros after them, in every process.
     fn embeds(&self, tokens: &[u32], mesh: &VideoMesh) -> Result<Tensor> {
         let mut states = from_lead(&mesh.processes, self.text_encoder.encode(tokens, &encoder_mesh(mesh))?)?;
         let (rows, width) = (crate::text_encoder::PROMPT_ROWS, self.text_encoder.config().d_model);

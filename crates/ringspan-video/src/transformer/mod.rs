@@ -298,7 +298,7 @@ impl WanTransformer {
         self.head.forward(&x, &times, &pass)
     }
 
-    /// Embedded patches `[T, C]` behind all blocks.
+    /// Embedded patches `[T, C]` after all blocks.
     fn through_blocks(
         &self,
         mut x: Tensor,

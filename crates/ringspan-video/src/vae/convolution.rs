@@ -49,12 +49,12 @@ impl ConvolutionSizes {
 
     /// Rows, or columns, of zeros before the first of a frame. A convolution with a stride has them after the last
     /// alone.
-    pub(crate) fn before(self) -> usize {
+    pub(crate) fn padding_before(self) -> usize {
         usize::from(self.side > 1 && self.stride == 1)
     }
 
     /// Rows, or columns, of zeros after the last of a frame.
-    pub(crate) fn behind(self) -> usize {
+    pub(crate) fn padding_after(self) -> usize {
         usize::from(self.side > 1)
     }
 
@@ -73,7 +73,7 @@ impl ConvolutionSizes {
         if rows == height {
             return height / self.stride;
         }
-        (rows + self.before()).checked_sub(self.side).map_or(0, |more| more / self.stride + 1)
+        (rows + self.padding_before()).checked_sub(self.side).map_or(0, |more| more / self.stride + 1)
     }
 }
 

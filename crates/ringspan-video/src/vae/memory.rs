@@ -78,13 +78,13 @@ impl PassMemory {
     /// A convolution whose input is the tile at `scale` times the resolution, while `beside` elements are held.
     fn convolution(self, kernel: &Convolution, scale: usize, beside: usize) -> Self {
         let (x, sizes) = (self.tile, kernel.sizes());
-        let cols = x.cols * scale + sizes.before() + sizes.behind();
-        let old = if x.banded { 2 * sizes.behind() } else { 0 };
-        let rows = (x.rows * scale + old + sizes.behind()).min(x.height * scale + 2);
+        let cols = x.cols * scale + sizes.padding_before() + sizes.padding_after();
+        let old = if x.banded { 2 * sizes.padding_after() } else { 0 };
+        let rows = (x.rows * scale + old + sizes.padding_after()).min(x.height * scale + 2);
         let row = cols * sizes.inputs;
         let history = sizes.history() * rows * row;
         let padded = history + x.frames * rows * row;
-        let lag = usize::from(x.banded) * sizes.behind();
+        let lag = usize::from(x.banded) * sizes.padding_after();
         let height = x.height * scale / sizes.stride;
         let out = Tile {
             frames: x.frames.div_ceil(sizes.time_stride),

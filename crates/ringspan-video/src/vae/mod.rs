@@ -33,7 +33,7 @@ pub use video_tensor::VideoTensor;
 use crate::error::{Error, Result};
 use crate::tensor_folder::TensorFolder;
 use block::Video;
-use network::{Network, Taken};
+use network::{Load, Network};
 use ringspan::comm::process_group::ProcessGroup;
 use ringspan::comm::{Buffer, threads};
 use ringspan::{World, world};
@@ -84,7 +84,7 @@ impl VaeFolder {
     /// # Errors
     /// As for [`Decoder::plan`], and tensors that are missing or of another shape.
     pub fn plan_decoding(&self, latents: [usize; 5], ranks: usize, memory: Option<u64>) -> Result<Plan> {
-        let network = network::decoder(&self.config, &self.tensors, Taken::Sizes)?;
+        let network = network::decoder(&self.config, &self.tensors, Load::Sizes)?;
         Decoder { config: self.config.clone(), network }.plan(latents, ranks, memory)
     }
 
@@ -93,7 +93,7 @@ impl VaeFolder {
     /// # Errors
     /// As for [`Encoder::plan`], and tensors that are missing or of another shape.
     pub fn plan_encoding(&self, frames: [usize; 5], ranks: usize, memory: Option<u64>) -> Result<Plan> {
-        let network = network::encoder(&self.config, &self.tensors, Taken::Sizes)?;
+        let network = network::encoder(&self.config, &self.tensors, Load::Sizes)?;
         Encoder { config: self.config.clone(), network }.plan(frames, ranks, memory)
     }
 
@@ -104,7 +104,7 @@ impl VaeFolder {
     pub fn decoder(&self) -> Result<Decoder> {
         Ok(Decoder {
             config: self.config.clone(),
-            network: network::decoder(&self.config, &self.tensors, Taken::Weights)?,
+            network: network::decoder(&self.config, &self.tensors, Load::Weights)?,
         })
     }
 
@@ -115,7 +115,7 @@ impl VaeFolder {
     pub fn encoder(&self) -> Result<Encoder> {
         Ok(Encoder {
             config: self.config.clone(),
-            network: network::encoder(&self.config, &self.tensors, Taken::Weights)?,
+            network: network::encoder(&self.config, &self.tensors, Load::Weights)?,
         })
     }
 }

@@ -22,7 +22,7 @@ pub(crate) struct Network {
 
 /// Which parts of a checkpoint are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Taken {
+pub(crate) enum Load {
     /// Shapes are checked, and layers have their weights.
     Weights,
     /// Shapes are checked, and layers have sizes alone: a plan can be made of them, and nothing is read.
@@ -32,15 +32,15 @@ pub(crate) enum Taken {
 /// The tensors of a checkpoint.
 struct Checkpoint<'a> {
     folder: &'a TensorFolder,
-    taken: Taken,
+    load: Load,
 }
 
 /// Reads the decoder: latents to frames.
 ///
 /// # Errors
 /// Tensors that are missing or of another shape.
-pub(crate) fn decoder(config: &VaeConfig, folder: &TensorFolder, taken: Taken) -> Result<Network> {
-    let (from, levels) = (Checkpoint { folder, taken }, config.decoder_levels());
+pub(crate) fn decoder(config: &VaeConfig, folder: &TensorFolder, load: Load) -> Result<Network> {
+    let (from, levels) = (Checkpoint { folder, load }, config.decoder_levels());
     let z = config.z_dim;
     let (first, last) = match (levels.first(), levels.last()) {
         (Some(first), Some(last)) => (first.inputs, last.outputs),
@@ -81,8 +81,8 @@ pub(crate) fn decoder(config: &VaeConfig, folder: &TensorFolder, taken: Taken) -
 ///
 /// # Errors
 /// Tensors that are missing or of another shape.
-pub(crate) fn encoder(config: &VaeConfig, folder: &TensorFolder, taken: Taken) -> Result<Network> {
-    let (from, z) = (Checkpoint { folder, taken }, 2 * config.z_dim);
+pub(crate) fn encoder(config: &VaeConfig, folder: &TensorFolder, load: Load) -> Result<Network> {
+    let (from, z) = (Checkpoint { folder, load }, 2 * config.z_dim);
     let conv_in = ConvolutionSizes::causal(config.in_channels, config.base_dim);
     let mut layers = vec![Layer::Convolution(from.streamed("encoder.conv_in", conv_in)?)];
     let (mut number, mut last) = (0, config.base_dim);
@@ -135,9 +135,9 @@ impl Checkpoint<'_> {
         let (weight, bias) = (format!("{name}.weight"), format!("{name}.bias"));
         self.check(&weight, &[outputs, inputs, time, side, side])?;
         self.check(&bias, &[outputs])?;
-        Ok(Arc::new(match self.taken {
-            Taken::Weights => Convolution::new(sizes, &self.folder.read(&weight)?, &self.folder.read(&bias)?)?,
-            Taken::Sizes => Convolution::without_weights(sizes),
+        Ok(Arc::new(match self.load {
+            Load::Weights => Convolution::new(sizes, &self.folder.read(&weight)?, &self.folder.read(&bias)?)?,
+            Load::Sizes => Convolution::without_weights(sizes),
         }))
     }
 
@@ -148,9 +148,9 @@ impl Checkpoint<'_> {
     fn norm(&self, name: &str, channels: usize) -> Result<Arc<ChannelNorm>> {
         let name = format!("{name}.gamma");
         self.check(&name, &[channels])?;
-        Ok(Arc::new(match self.taken {
-            Taken::Weights => ChannelNorm::new(&self.folder.read(&name)?)?,
-            Taken::Sizes => ChannelNorm::without_gains(),
+        Ok(Arc::new(match self.load {
+            Load::Weights => ChannelNorm::new(&self.folder.read(&name)?)?,
+            Load::Sizes => ChannelNorm::without_gains(),
         }))
     }
 

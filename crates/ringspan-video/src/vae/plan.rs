@@ -18,13 +18,13 @@ const POSITIONS: usize = 1024;
 /// The passes of a video through the network.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Plan {
-    passes: Vec<Pass>,
+    passes: Vec<SegmentPass>,
     weights: u64,
 }
 
 /// Segments that a video passes block by block; between two passes it is whole.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Pass {
+struct SegmentPass {
     segments: Range<usize>,
     tiling: Tiling,
     bytes: u64,
@@ -45,7 +45,7 @@ impl Plan {
 
     /// Passes a video through the network.
     pub(super) fn run(&self, network: &Network, strip: &Strip, mut video: Video) -> Result<Video> {
-        for Pass { segments, tiling, .. } in &self.passes {
+        for SegmentPass { segments, tiling, .. } in &self.passes {
             // The layers are shared; each run has states of its own.
             let mut layers: Vec<Layer> = network.segments[segments.clone()].iter().flatten().cloned().collect();
             video = segment::run(&mut layers, strip, video, *tiling)?;
@@ -61,7 +61,7 @@ impl Display for Plan {
     }
 }
 
-impl Display for Pass {
+impl Display for SegmentPass {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let Tiling { rows, frames, .. } = self.tiling;
         write!(f, "{rows} rows x {frames} frames")
@@ -83,7 +83,7 @@ pub(super) fn choose(network: &Network, whole: usize, shape: Shape, unit: usize,
             let layers: Vec<&Layer> = network.segments[segments.clone()].iter().flatten().collect();
             let pass = largest(&layers, segments.contains(&whole), input, unit, limit);
             let output = pass.1;
-            passes.push(Pass { segments, tiling: pass.0, bytes: pass.2 });
+            passes.push(SegmentPass { segments, tiling: pass.0, bytes: pass.2 });
             // Between segments the groups need not be those of whole latent frames, except in the encoder's first one.
             (input, unit) = (output, 1);
         }

@@ -122,10 +122,10 @@ impl StreamedConvolution {
         let out_rows = self.out_rows(&new, height);
         let tail = if input.band > 0 { self.tails.pop_front() } else { None };
         let first = tail.as_ref().map_or(new.start, |tail| tail.first);
-        let above = if out_rows.start == 0 { sizes.before() } else { 0 };
-        let below = if new.end == height { sizes.behind() } else { 0 };
+        let above = if out_rows.start == 0 { sizes.padding_before() } else { 0 };
+        let below = if new.end == height { sizes.padding_after() } else { 0 };
         let all = above + (new.end - first) + below;
-        let rows = Rows { above, first, new, all, cols: sizes.before() + cols + right_border(&self.kernel) };
+        let rows = Rows { above, first, new, all, cols: sizes.padding_before() + cols + right_border(&self.kernel) };
         let (frames, frame) = (input.frames.len(), all * rows.cols * sizes.inputs);
         let history = sizes.history();
 
@@ -142,7 +142,7 @@ impl StreamedConvolution {
             self.history = Some(data[frames * frame..].to_vec());
         }
         if rows.new.end < height {
-            let first = (out_rows.end * sizes.stride).saturating_sub(sizes.before()).max(rows.first);
+            let first = (out_rows.end * sizes.stride).saturating_sub(sizes.padding_before()).max(rows.first);
             self.tails.push_back(self.tail(&data[history * frame..], &rows, first));
         }
         let frames_out = (history + frames + sizes.time_stride - sizes.time) / sizes.time_stride;
@@ -165,7 +165,8 @@ impl StreamedConvolution {
     fn fill(&self, present: &mut [f32], rows: &Rows, input: &Block, source: Source, tail: Option<&Tail>) {
         let sizes = self.kernel.sizes();
         let (row, scale) = (rows.cols * sizes.inputs, source.scale());
-        let inside = sizes.before() * sizes.inputs..sizes.before() * sizes.inputs + scale * input.row_len();
+        let inside =
+            sizes.padding_before() * sizes.inputs..sizes.padding_before() * sizes.inputs + scale * input.row_len();
         let old = rows.new.start - rows.first;
         let mut parts = Vec::new();
         for (index, frame) in present.chunks_exact_mut(rows.all * row).enumerate() {
@@ -185,7 +186,7 @@ impl StreamedConvolution {
     /// Fills the columns beside those of this rank; at the border of the frame they stay zero.
     fn fill_borders(&self, strip: &Strip, present: &mut [f32], rows: &Rows, frames: usize, cols: usize) -> Result<()> {
         let (channels, left, right) =
-            (self.kernel.sizes().inputs, self.kernel.sizes().before(), right_border(&self.kernel));
+            (self.kernel.sizes().inputs, self.kernel.sizes().padding_before(), right_border(&self.kernel));
         if left + right == 0 || rows.new.is_empty() || frames == 0 {
             return Ok(());
         }
@@ -202,9 +203,9 @@ impl StreamedConvolution {
             (0..count).for_each(|index| values.extend_from_slice(&present[place(index, col)]));
             values
         };
-        let Borders { left: before, right: behind } =
+        let Borders { left: before, right: after } =
             strip.exchange(|| column(left), || column(left + cols - 1), (left > 0, right > 0))?;
-        for (column, col) in [(before, 0), (behind, left + cols)] {
+        for (column, col) in [(before, 0), (after, left + cols)] {
             let Some(column) = column else { continue };
             for (index, values) in column.f32()?.chunks_exact(channels).take(count).enumerate() {
                 present[place(index, col)].copy_from_slice(values);

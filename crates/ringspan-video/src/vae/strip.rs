@@ -90,12 +90,12 @@ impl Strip {
             return Ok(Borders { left: None, right: None });
         }
         let before = rank.checked_sub(1);
-        let behind = Some(rank + 1).filter(|next| *next < self.split.active());
+        let after = Some(rank + 1).filter(|next| *next < self.split.active());
         let mut sent = Vec::new();
         if let Some(to) = before.filter(|_| right) {
             sent.push(self.comm.send(to, TO_LEFT, Buffer::F32(first()).into())?);
         }
-        if let Some(to) = behind.filter(|_| left) {
+        if let Some(to) = after.filter(|_| left) {
             sent.push(self.comm.send(to, TO_RIGHT, Buffer::F32(last()).into())?);
         }
         let receive = |from: Option<usize>, tag| match from {
@@ -104,7 +104,7 @@ impl Strip {
         };
         let borders = Borders {
             left: receive(before.filter(|_| left), TO_RIGHT)?,
-            right: receive(behind.filter(|_| right), TO_LEFT)?,
+            right: receive(after.filter(|_| right), TO_LEFT)?,
         };
         for pending in sent {
             pending.wait()?;

@@ -1,7 +1,7 @@
 //! Decides which sequences compute which tokens in the next step, and in which pages.
 //!
 //! Requests are admitted in the order in which they came. A step has one token of every sequence that is generating, and
-//! prompts' next tokens up to a limit, so that a long prompt delays the others by a bounded time only ([`PrefillPace`]). A request
+//! prompts' next tokens up to a limit, so that a long prompt delays the others by a bounded time only ([`PrefillBudget`]). A request
 //! waits while another reads the same beginning, and then finds it in the cache. A sequence holds pages for all of its tokens from its
 //! admission on; if a further page is missing, the youngest sequence is put back into the queue and computed again later, from its
 //! tokens. A sequence that generates may also compute drafts, guesses of its next tokens; they take pages only as long as there are
@@ -12,7 +12,7 @@ mod check;
 mod page_allocation;
 mod results;
 
-use super::pace::PrefillPace;
+use super::prefill_budget::PrefillBudget;
 use super::prefix_cache::PrefixCache;
 use super::prefix_tree::AdapterSlot;
 use super::prompt_lookup::propose;
@@ -40,7 +40,7 @@ pub(super) struct Bounds {
 #[derive(Debug)]
 pub(super) struct Scheduler {
     bounds: Bounds,
-    pace: PrefillPace,
+    prefill_budget: PrefillBudget,
     last_step: StepSize,
     cache: PrefixCache,
     waiting: VecDeque<Sequence>,
@@ -85,10 +85,10 @@ pub(super) struct AdapterPass {
 
 impl Scheduler {
     pub(super) fn new(cache: PrefixCache, bounds: Bounds) -> Self {
-        let pace = PrefillPace::new(bounds.prefill_chunk, bounds.mixed_chunk);
+        let prefill_budget = PrefillBudget::new(bounds.prefill_chunk, bounds.mixed_chunk);
         Self {
             bounds,
-            pace,
+            prefill_budget,
             last_step: StepSize::default(),
             cache,
             waiting: VecDeque::new(),
@@ -161,7 +161,7 @@ impl Scheduler {
         self.grow();
         let mut chunks: Vec<usize> = Vec::with_capacity(self.running.len());
         let generating = self.running.iter().filter(|sequence| sequence.remaining() == 1).count();
-        let allowed = self.pace.tokens(generating);
+        let allowed = self.prefill_budget.tokens(generating);
         let mut budget = allowed;
         // Tokens of a sequence for which it has pages in layers that see a window.
         let (has_window, page) = (self.cache.window().is_some(), self.bounds.page);

@@ -11,7 +11,7 @@ impl Scheduler {
     /// they do not suffice, the youngest sequences give theirs.
     pub(super) fn grow(&mut self) {
         let generating = self.running.iter().filter(|sequence| sequence.remaining() == 1).count();
-        let chunk = self.pace.tokens(generating).max(1);
+        let chunk = self.prefill_budget.tokens(generating).max(1);
         let mut index = 0;
         while index < self.running.len() {
             let sequence = &mut self.running[index];

@@ -12,8 +12,8 @@ impl Scheduler {
     pub(in crate::engine) fn took(&mut self, time: Duration) {
         let StepSize { generating, prompt_tokens, shares_layers } = self.last_step;
         match shares_layers {
-            true => self.pace.unmeasured(generating),
-            false => self.pace.measured(generating, prompt_tokens, time),
+            true => self.prefill_budget.unmeasured(generating),
+            false => self.prefill_budget.measured(generating, prompt_tokens, time),
         }
     }
 

@@ -17,12 +17,12 @@ fn decoded(
     (before, streams): (usize, usize),
     shares_layers: bool,
 ) -> (Vec<f32>, Vec<u64>) {
-    let mut pages = Pages::new(ranks, 200, 4, &mut Random(3));
+    let mut pages = Pages::new(ranks, 300, 4, &mut Random(3));
     let mut texts: Vec<Text> = (0..streams).map(|seed| Text::new(before + 1, seed as u64)).collect();
     let read = texts.iter_mut().map(|text| text.next(before, Outputs::None, &mut pages)).collect();
     let decode = texts.iter_mut().map(|text| text.next(1, Outputs::Last, &mut pages)).collect();
     let steps = [read, decode].map(|sequences| Step { sequences, shares_layers, ..Step::default() });
-    executed(model, (ranks, 1), (200, 4), &steps).swap_remove(1)
+    executed(model, (ranks, 1), (300, 4), &steps).swap_remove(1)
 }
 
 /// A decoding step sends a softmax state of each new token and layer to each other rank, and nothing that grows with the context.
@@ -60,7 +60,8 @@ fn a_decoding_step_that_shares_layers_sends_its_outputs_and_nothing_that_grows_w
 /// A share has the bits of the same outputs of the whole layer, so tokens do not depend on whether a prompt waits.
 #[test]
 fn a_decoding_step_that_shares_layers_has_the_bits_of_one_that_does_not() {
-    for (what, model) in [("f32", wide()), ("bf16", in_bf16(&wide()))] {
+    let models = [("f32", wide()), ("bf16", in_bf16(&wide())), ("biases", wide_of("qwen2")), ("q4_0", wide_in_q4_0())];
+    for (what, model) in models {
         for ranks in [2, 3, 4] {
             for streams in [1, 5, 20, 40] {
                 let [shared, alone] = [true, false].map(|shares| decoded(&model, ranks, (40, streams), shares));

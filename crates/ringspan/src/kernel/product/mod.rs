@@ -20,6 +20,7 @@ mod tile;
 
 pub use matrix::{Element, Matrix};
 pub use packed::Packed;
+pub use run::MOST_PACKED;
 
 use super::buffer::{Target, written};
 use super::isa::{Code, Isa};

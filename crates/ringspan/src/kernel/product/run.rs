@@ -18,8 +18,9 @@ const ROWS: usize = 1 << 17;
 const MOST_ROWS: usize = 16;
 /// Minimum number of row panels in them, even if rows are long, since each panel of columns is fetched for all of them.
 const LEAST_ROWS: usize = 4;
-/// Number of elements of columns packed at once: 4 MiB, which stay in the L3 cache. It limits what a product allocates.
-const COLUMNS: usize = 1 << 20;
+/// The most elements of its right factor that a product packs at once, in f32 4 MiB, which stay in the L3 cache. It limits what
+/// a product allocates.
+pub const MOST_PACKED: usize = 1 << 20;
 /// Minimum number of column panels in them, even if they are long, since the rows are packed again for each such block.
 const LEAST_COLUMNS: usize = 4;
 /// Number of panels that are packed together if lines contain one term of all columns.
@@ -53,7 +54,7 @@ pub(super) fn product_to(code: Code, a: Lines, b: Lines, target: ProductOutput) 
     let panels = Panels::new(code, n);
     let most = if target.holds_sums() { k.min(TERMS) } else { k };
     let panel = code.lanes() * most.div_ceil(code.pair());
-    let blocks = panels.count().div_ceil((COLUMNS / panel).max(LEAST_COLUMNS));
+    let blocks = panels.count().div_ceil((MOST_PACKED / panel).max(LEAST_COLUMNS));
     for from in (0..k).step_by(most) {
         let terms = from..k.min(from + most);
         let out = if from == 0 { target } else { target.more() };

@@ -1,14 +1,14 @@
-//! Orders of rank 0 to the other ranks, and their encoding as messages of 64-bit words.
+//! Commands of rank 0 to the other ranks, and their encoding as messages of 64-bit words.
 
 use super::prefix_tree::AdapterSlot;
 use super::step::{CachePage, Outputs, PageCopy, Step, StepSequence, WindowPages};
 use ringspan::comm::Buffer;
 use std::path::PathBuf;
 
-/// An order, which all ranks carry out together.
+/// A command, which all ranks carry out together.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Order {
-    /// Do nothing: the engine waits for requests, and the order is a heartbeat.
+pub(super) enum RankCommand {
+    /// Do nothing: the engine waits for requests, and the command is a heartbeat.
     Wait,
     /// Compute steps, each with the weights of an adapter, then logits of as many rows in each block.
     Compute { passes: Vec<(AdapterSlot, Step)>, blocks: Vec<usize> },
@@ -36,8 +36,8 @@ const END: u64 = 5;
 const READ_PAGE: u64 = 6;
 const WRITE_PAGE: u64 = 7;
 
-impl Order {
-    /// The order as a message.
+impl RankCommand {
+    /// The command as a message.
     pub(super) fn to_buffer(&self) -> Buffer {
         let mut words = WordWriter(Vec::new());
         match self {
@@ -69,11 +69,11 @@ impl Order {
         Buffer::U64(words.0)
     }
 
-    /// The order in a message; `None` for a message that is none.
+    /// The command in a message; `None` for a message that is none.
     pub(super) fn from_buffer(buffer: &Buffer) -> Option<Self> {
         let Buffer::U64(words) = buffer else { return None };
         let mut words = WordReader(words);
-        let order = match words.next()? {
+        let command = match words.next()? {
             WAIT => Self::Wait,
             COMPUTE => {
                 let passes = words.list(|words| {
@@ -97,7 +97,7 @@ impl Order {
             END => Self::End,
             _ => return None,
         };
-        words.0.is_empty().then_some(order)
+        words.0.is_empty().then_some(command)
     }
 }
 
@@ -188,7 +188,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn orders_arrive_as_they_were_sent() {
+    fn commands_arrive_as_they_were_sent() {
         let copies = [None, Some([8, 9])].map(|window| PageCopy { rank: 2, from: 3, to: 4, window, rows: 5 }).to_vec();
         let window = WindowPages { first: 1, pages: vec![6] };
         let sequence = |outputs| StepSequence {
@@ -201,23 +201,23 @@ mod tests {
         let sequences = [Outputs::None, Outputs::Last, Outputs::All].map(sequence).to_vec();
         let step = Step { copies, sequences, shares_layers: false };
         let shared = Step { shares_layers: true, ..step.clone() };
-        for order in [
-            Order::Wait,
-            Order::Compute { passes: vec![(None, step), (Some(3), shared)], blocks: vec![64, 1] },
-            Order::Load { slot: 4, folder: "/tmp/größe".into() },
-            Order::Unload { slot: 4 },
-            Order::Count,
-            Order::ReadPage { cp_rank: 2, page: CachePage { full: 3, window: Some(5) }, rows: 4 },
-            Order::WritePage { cp_rank: 1, page: u32::MAX.into() },
-            Order::End,
+        for command in [
+            RankCommand::Wait,
+            RankCommand::Compute { passes: vec![(None, step), (Some(3), shared)], blocks: vec![64, 1] },
+            RankCommand::Load { slot: 4, folder: "/tmp/größe".into() },
+            RankCommand::Unload { slot: 4 },
+            RankCommand::Count,
+            RankCommand::ReadPage { cp_rank: 2, page: CachePage { full: 3, window: Some(5) }, rows: 4 },
+            RankCommand::WritePage { cp_rank: 1, page: u32::MAX.into() },
+            RankCommand::End,
         ] {
-            let buffer = order.to_buffer();
-            assert_eq!(Order::from_buffer(&buffer), Some(order));
+            let buffer = command.to_buffer();
+            assert_eq!(RankCommand::from_buffer(&buffer), Some(command));
             let Buffer::U64(mut words) = buffer else { panic!("words") };
             words.push(1);
-            assert_eq!(Order::from_buffer(&Buffer::U64(words)), None, "a word too many");
+            assert_eq!(RankCommand::from_buffer(&Buffer::U64(words)), None, "a word too many");
         }
-        assert_eq!(Order::from_buffer(&Buffer::U64(vec![])), None);
-        assert_eq!(Order::from_buffer(&Buffer::U64(vec![COMPUTE, 1, 0])), None);
+        assert_eq!(RankCommand::from_buffer(&Buffer::U64(vec![])), None);
+        assert_eq!(RankCommand::from_buffer(&Buffer::U64(vec![COMPUTE, 1, 0])), None);
     }
 }

@@ -22,7 +22,7 @@ const REMEASURED: usize = 64;
 
 /// Measured times of steps, and the number of prompt tokens that follows from them.
 #[derive(Debug)]
-pub(super) struct PrefillPace {
+pub(super) struct PrefillBudget {
     /// Largest number of prompts' tokens in a step.
     most: usize,
     /// The number of tokens of prompts in a step in which others generate, if it does not follow from times.
@@ -59,7 +59,7 @@ impl Recent {
     }
 }
 
-impl PrefillPace {
+impl PrefillBudget {
     /// A step reads up to `most` tokens of prompts; `fixed` tokens, if given, while others generate.
     pub(super) fn new(most: usize, fixed: Option<usize>) -> Self {
         Self { most, fixed: fixed.map(|fixed| fixed.min(most)), decodes: Vec::new(), per_token: Recent::default() }
@@ -147,12 +147,12 @@ mod tests {
         }
 
         /// Reads a prompt while `generating` sequences generate; the tokens and the seconds of each step.
-        fn read(&self, pace: &mut PrefillPace, generating: usize, prompt: usize) -> Vec<(usize, f64)> {
+        fn read(&self, budget: &mut PrefillBudget, generating: usize, prompt: usize) -> Vec<(usize, f64)> {
             let (mut read, mut steps) = (0, Vec::new());
             while read < prompt {
-                let tokens = pace.tokens(generating).min(prompt - read);
+                let tokens = budget.tokens(generating).min(prompt - read);
                 let seconds = self.takes(generating, tokens, read);
-                pace.measured(generating, tokens, Duration::from_secs_f64(seconds));
+                budget.measured(generating, tokens, Duration::from_secs_f64(seconds));
                 steps.push((tokens, seconds));
                 read += tokens;
                 assert!(steps.len() <= prompt, "the prompt is not read");
@@ -173,11 +173,11 @@ mod tests {
     fn a_step_with_a_prompt_takes_three_times_as_long_as_one_without() {
         for machine in MACHINES {
             for generating in [1, 5, 16, 60] {
-                let mut pace = PrefillPace::new(100_000, None);
-                let first = machine.read(&mut pace, 0, 2000);
+                let mut budget = PrefillBudget::new(100_000, None);
+                let first = machine.read(&mut budget, 0, 2000);
                 assert_eq!(first.len(), 1, "alone, a prompt is read in the largest chunks");
                 let alone = machine.takes(generating, 0, 0);
-                let steps = machine.read(&mut pace, generating, 32_000);
+                let steps = machine.read(&mut budget, generating, 32_000);
                 let longest = steps.iter().map(|(_, seconds)| *seconds).fold(0.0, f64::max);
                 let allowed = (3.4 * alone).max(1.001 * machine.takes(generating, FEWEST, 32_000));
                 assert!(longest < allowed, "{longest} s, {alone} s alone, {generating} generate");
@@ -196,13 +196,13 @@ mod tests {
     #[test]
     fn more_sequences_that_generate_leave_more_time_for_prompts() {
         let machine = &MACHINES[1];
-        let mut pace = PrefillPace::new(512, None);
-        machine.read(&mut pace, 0, 512);
-        let chunk = |pace: &mut PrefillPace, generating| {
-            let steps = machine.read(pace, generating, 4000);
+        let mut budget = PrefillBudget::new(512, None);
+        machine.read(&mut budget, 0, 512);
+        let chunk = |budget: &mut PrefillBudget, generating| {
+            let steps = machine.read(budget, generating, 4000);
             steps[steps.len() / 2..].iter().map(|(tokens, _)| *tokens).max()
         };
-        let chunks: Vec<_> = [1, 2, 4, 8, 16, 32].map(|generating| chunk(&mut pace, generating)).to_vec();
+        let chunks: Vec<_> = [1, 2, 4, 8, 16, 32].map(|generating| chunk(&mut budget, generating)).to_vec();
         assert!(chunks.is_sorted(), "{chunks:?}");
         assert_eq!((chunks[0], chunks[5]), (Some(FEWEST), Some(512)));
         assert!(chunks[4] > Some(200), "{chunks:?}");
@@ -211,39 +211,39 @@ mod tests {
     #[test]
     fn one_slow_step_changes_nothing_and_slow_prompts_get_their_fewest_tokens() {
         let machine = &MACHINES[0];
-        let mut pace = PrefillPace::new(512, None);
-        machine.read(&mut pace, 0, 512);
-        machine.read(&mut pace, 60, 1000);
-        let usual = pace.tokens(60);
+        let mut budget = PrefillBudget::new(512, None);
+        machine.read(&mut budget, 0, 512);
+        machine.read(&mut budget, 60, 1000);
+        let usual = budget.tokens(60);
         assert!(usual > FEWEST);
-        pace.measured(60, usual, Duration::from_secs(9));
-        assert!(pace.tokens(60).abs_diff(usual) <= usual / 8, "{} and {usual}", pace.tokens(60));
+        budget.measured(60, usual, Duration::from_secs(9));
+        assert!(budget.tokens(60).abs_diff(usual) <= usual / 8, "{} and {usual}", budget.tokens(60));
         let slow = Machine { token: 1.0, ..MACHINES[0] };
-        let steps = slow.read(&mut pace, 60, 4000);
+        let steps = slow.read(&mut budget, 60, 4000);
         assert!(steps[20..].iter().all(|(tokens, _)| *tokens <= FEWEST), "{steps:?}");
     }
 
     #[test]
     fn a_number_that_was_asked_for_does_not_depend_on_times() {
-        let mut pace = PrefillPace::new(100, Some(40));
+        let mut budget = PrefillBudget::new(100, Some(40));
         for _ in 0..200 {
-            assert_eq!((pace.tokens(0), pace.tokens(1), pace.tokens(9)), (100, 40, 40));
-            pace.measured(1, 40, Duration::from_millis(3));
+            assert_eq!((budget.tokens(0), budget.tokens(1), budget.tokens(9)), (100, 40, 40));
+            budget.measured(1, 40, Duration::from_millis(3));
         }
-        assert_eq!(PrefillPace::new(30, Some(40)).tokens(1), 30);
+        assert_eq!(PrefillBudget::new(30, Some(40)).tokens(1), 30);
     }
 
     #[test]
     fn what_is_unknown_is_measured_first() {
-        let mut pace = PrefillPace::new(500, None);
-        assert_eq!(pace.tokens(3), 0);
-        pace.measured(3, 0, Duration::from_millis(10));
-        assert_eq!((pace.tokens(3), pace.tokens(4), pace.tokens(5)), (FEWEST, FEWEST, 0));
-        pace.measured(3, FEWEST, Duration::from_millis(18));
-        assert_eq!(pace.tokens(3), 160);
+        let mut budget = PrefillBudget::new(500, None);
+        assert_eq!(budget.tokens(3), 0);
+        budget.measured(3, 0, Duration::from_millis(10));
+        assert_eq!((budget.tokens(3), budget.tokens(4), budget.tokens(5)), (FEWEST, FEWEST, 0));
+        budget.measured(3, FEWEST, Duration::from_millis(18));
+        assert_eq!(budget.tokens(3), 160);
         for _ in 1..REMEASURED {
-            pace.measured(3, 160, Duration::from_millis(30));
+            budget.measured(3, 160, Duration::from_millis(30));
         }
-        assert_eq!(pace.tokens(3), 0, "the texts have become longer");
+        assert_eq!(budget.tokens(3), 0, "the texts have become longer");
     }
 }

@@ -19,7 +19,7 @@ use std::rc::Rc;
 ///
 /// Each rank computes an early and a late part of each chunk (zigzag), so that causal work is even. Keys and values are with the
 /// owners of their pages.
-pub(super) struct Chunks {
+pub(super) struct PrefillBatch {
     query: Layout,
     key: Layout,
     /// For each token of this rank's key layout, its row in the cache.
@@ -35,7 +35,7 @@ pub(super) struct Chunks {
 /// Strategies in the order of preference among equals: a ring hides its transfers, and holds two blocks.
 const STRATEGIES: [StrategyKind; 3] = [StrategyKind::Ring, StrategyKind::Halo, StrategyKind::PassQ];
 
-impl Chunks {
+impl PrefillBatch {
     pub(super) fn new(map: &PageMap, sequences: &[&StepSequence], kind: LayerKind) -> Result<Self> {
         let continued: Vec<(usize, usize)> =
             sequences.iter().map(|sequence| (sequence.start, sequence.tokens.len())).collect();
