@@ -30,13 +30,15 @@ use train::{Examples, Training, train};
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
-/// Videos of each prompt in the training data.
-const VIDEOS: usize = 8;
 /// The file by which a folder of this example is known; it has the number of steps done.
 const STEPS_DONE: &str = "steps-done";
-/// The prompts of which videos are made in the end.
-const SHOWN: [&str; 4] =
-    ["a red circle moves right", "a blue square moves left", "a green circle moves left", "a red square moves right"];
+/// The prompts of which videos are made in the end. The training has none of them, but all others.
+const SHOWN: [&str; 4] = [
+    "a red circle moves right along the middle",
+    "a blue square moves left along the top",
+    "a green circle moves left along the bottom",
+    "a red square moves right along the top",
+];
 
 fn main() -> Result<()> {
     let mut arguments = std::env::args().skip(1);
@@ -48,7 +50,7 @@ fn main() -> Result<()> {
     let done = steps_done(&folder)?;
     // A training that goes on sees other noise.
     let training = Training { steps, batch, seed: 1 + done };
-    let losses = write_pipeline(&folder, &mesh, training, VIDEOS)?;
+    let losses = write_pipeline(&folder, &mesh, training)?;
     std::fs::write(folder.join(STEPS_DONE), (done + steps as u64).to_string())?;
     println!("loss {:.4} in the first quarter of the steps, {:.4} in the last", losses[0], losses[1]);
     for (index, prompt) in SHOWN.into_iter().enumerate() {
@@ -81,16 +83,16 @@ fn steps_done(folder: &Path) -> Result<u64> {
 }
 
 /// Writes all files of a pipeline, and trains its transformer; returns the mean losses of the first and the last steps.
-fn write_pipeline(folder: &Path, mesh: &VideoMesh, training: Training, videos: usize) -> Result<[f64; 2]> {
+fn write_pipeline(folder: &Path, mesh: &VideoMesh, training: Training) -> Result<[f64; 2]> {
     let (vae, transformer) = (folder.join("vae"), folder.join("transformer"));
     text_encoder::write(folder, &shapes::words(), 3)?;
     let ranks = Mesh { processes: mesh.processes.clone(), size: 1, threads: mesh.threads, deadline: mesh.deadline };
     // The statistics of latents are those of the data, so that latents are as wide as the noise.
     autoencoder::write(&vae, &[0.0; autoencoder::CHANNELS], &[1.0; autoencoder::CHANNELS])?;
-    let plain = encoded(&vae, &ranks, videos)?;
+    let plain = encoded(&vae, &ranks)?;
     let [mean, std] = statistics(&plain)?;
     autoencoder::write(&vae, &mean, &std)?;
-    let examples = Examples { videos: encoded(&vae, &ranks, videos)?, prompts: prompts(folder, mesh)? };
+    let examples = Examples { videos: encoded(&vae, &ranks)?, prompts: prompts(folder, mesh)? };
 
     std::fs::create_dir_all(&transformer)?;
     let config = json!({
@@ -118,15 +120,14 @@ fn write_pipeline(folder: &Path, mesh: &VideoMesh, training: Training, videos: u
     Ok(losses)
 }
 
-/// The latents of videos of all prompts, with the numbers of the prompts.
-fn encoded(vae: &Path, mesh: &Mesh, videos: usize) -> Result<Vec<(usize, Tensor)>> {
-    let mut all = Vec::new();
-    for (prompt, index) in (0..shapes::PROMPTS).flat_map(|prompt| (0..videos).map(move |index| (prompt, index))) {
-        let across = (index as f64 + 0.5) / videos as f64;
-        let latents = autoencoder::encoded(vae, &shapes::video(prompt, across), mesh)?;
-        all.push((prompt, Tensor::from_slice(latents.values(), latents.shape().as_slice(), &Device::Cpu)?));
-    }
-    Ok(all)
+/// The latents of the videos of all prompts but those shown, with the numbers of the prompts.
+fn encoded(vae: &Path, mesh: &Mesh) -> Result<Vec<(usize, Tensor)>> {
+    let trained = (0..shapes::PROMPTS).filter(|prompt| !SHOWN.contains(&shapes::prompt(*prompt).as_str()));
+    let encode = |prompt| {
+        let latents = autoencoder::encoded(vae, &shapes::video(prompt), mesh)?;
+        Ok((prompt, Tensor::from_slice(latents.values(), latents.shape().as_slice(), &Device::Cpu)?))
+    };
+    trained.map(encode).collect()
 }
 
 /// Mean and deviation of each channel.
@@ -188,11 +189,10 @@ mod tests {
     fn a_few_steps_make_a_pipeline_and_a_video_of_it() {
         let folder = tempfile::tempdir().expect("a folder");
         let mesh = VideoMesh::single();
-        let losses =
-            write_pipeline(folder.path(), &mesh, Training { steps: 24, batch: 2, seed: 1 }, 1).expect("trained");
+        let losses = write_pipeline(folder.path(), &mesh, Training { steps: 24, batch: 2, seed: 1 }).expect("trained");
         assert!(losses[1] < 0.97 * losses[0], "{losses:?}");
         let ranks = Mesh { processes: mesh.processes.clone(), size: 1, threads: 1, deadline: mesh.deadline };
-        let pictures = shapes::video(0, 0.5);
+        let pictures = shapes::video(0);
         let vae = folder.path().join("vae");
         let latents = autoencoder::encoded(&vae, &pictures, &ranks).expect("latents");
         let decoder = VaeFolder::open(&vae).and_then(|folder| folder.decoder()).expect("a decoder");

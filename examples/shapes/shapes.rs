@@ -10,49 +10,59 @@ pub(crate) const SIDE: usize = 32;
 /// Colors with their red, green and blue levels.
 const COLORS: [(&str, [u8; 3]); 3] = [("red", [230, 40, 40]), ("green", [40, 200, 60]), ("blue", [50, 80, 240])];
 const KINDS: [&str; 2] = ["circle", "square"];
-/// Directions with their pixels to the right, and down, in a frame.
-const DIRECTIONS: [(&str, [f64; 2]); 2] = [("right", [1.5, 0.0]), ("left", [-1.5, 0.0])];
+/// Directions with the pixels to the right in each frame.
+const DIRECTIONS: [(&str, f64); 2] = [("right", 1.5), ("left", -1.5)];
+/// Paths with the pixels from the middle row down to them.
+const PATHS: [(&str, f64); 3] = [("top", -10.0), ("middle", 0.0), ("bottom", 10.0)];
 const BACKGROUND: [u8; 3] = [16, 16, 24];
 /// Pixels from the middle of a shape to its border.
 const RADIUS: f64 = 6.0;
 
 /// Number of different prompts.
-pub(crate) const PROMPTS: usize = COLORS.len() * KINDS.len() * DIRECTIONS.len();
+pub(crate) const PROMPTS: usize = COLORS.len() * KINDS.len() * DIRECTIONS.len() * PATHS.len();
 
 /// The words of all prompts.
 pub(crate) fn words() -> Vec<&'static str> {
     let colors = COLORS.iter().map(|(name, _)| *name);
     let directions = DIRECTIONS.iter().map(|(name, _)| *name);
-    ["a", "moves"].into_iter().chain(colors).chain(KINDS).chain(directions).collect()
+    let paths = PATHS.iter().map(|(name, _)| *name);
+    ["a", "moves", "along", "the"].into_iter().chain(colors).chain(KINDS).chain(directions).chain(paths).collect()
 }
 
 /// One of the prompts.
 pub(crate) fn prompt(index: usize) -> String {
-    let (color, kind, direction) = parts(index);
-    format!("a {} {} moves {}", COLORS[color].0, KINDS[kind], DIRECTIONS[direction].0)
+    let Parts { color, kind, direction, path } = parts(index);
+    format!("a {} {} moves {} along the {}", COLORS[color].0, KINDS[kind], DIRECTIONS[direction].0, PATHS[path].0)
 }
 
-fn parts(index: usize) -> (usize, usize, usize) {
-    let (rest, direction) = (index / DIRECTIONS.len(), index % DIRECTIONS.len());
-    (rest / KINDS.len() % COLORS.len(), rest % KINDS.len(), direction)
+/// The indices of a prompt's words.
+struct Parts {
+    color: usize,
+    kind: usize,
+    direction: usize,
+    path: usize,
 }
 
-/// A video of a prompt. `across` says how far down its path is, from 0 to 1.
-pub(crate) fn video(index: usize, across: f64) -> Vec<RgbFrame> {
-    let (color, kind, direction) = parts(index);
-    let speed = DIRECTIONS[direction].1;
+fn parts(index: usize) -> Parts {
+    let (rest, path) = (index / PATHS.len(), index % PATHS.len());
+    let (rest, direction) = (rest / DIRECTIONS.len(), rest % DIRECTIONS.len());
+    Parts { color: rest / KINDS.len() % COLORS.len(), kind: rest % KINDS.len(), direction, path }
+}
+
+/// The video of a prompt.
+pub(crate) fn video(index: usize) -> Vec<RgbFrame> {
+    let Parts { color, kind, direction, path } = parts(index);
+    let (speed, below) = (DIRECTIONS[direction].1, PATHS[path].1);
     let middle = SIDE as f64 / 2.0;
-    let beside = (across - 0.5) * (SIDE as f64 - 2.0 * RADIUS);
     (0..FRAMES)
         .map(|frame| {
             let time = frame as f64 - (FRAMES - 1) as f64 / 2.0;
-            // Two numbers: pixels from the left, and from the top.
-            let at = [middle + time * speed[0], middle + time * speed[1] + beside];
-            picture(at, COLORS[color].1, KINDS[kind])
+            picture([middle + time * speed, middle + below], COLORS[color].1, KINDS[kind])
         })
         .collect()
 }
 
+/// A frame with a shape at x pixels from the left and y from the top.
 fn picture([x, y]: [f64; 2], color: [u8; 3], kind: &str) -> RgbFrame {
     let mut pixels = Vec::with_capacity(SIDE * SIDE * 3);
     for (row, column) in (0..SIDE).flat_map(|row| (0..SIDE).map(move |column| (row, column))) {
