@@ -130,6 +130,8 @@ fn answers_as_on_one(bench: &Bench, meshes: &[(usize, &[&str])]) -> Vec<f64> {
                 assert!(own.iter().zip(&first).all(|(a, b)| (a - b).abs() < 1e-4), "{flags:?}");
             }
         }
+        // Ranks report what they sent once the answer is complete, at the latest for this.
+        assert_eq!(request(&served.address, "GET", "/health", &Value::Null).expect("an answer").0, 200);
         sent.push(served.metric("ringspan:transfer_bytes"));
         let ended = Instant::now();
         // The launcher passes the signal on to all processes.

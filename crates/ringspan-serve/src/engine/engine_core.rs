@@ -58,7 +58,7 @@ impl<'a> EngineCore<'a> {
     pub(super) fn run(&mut self, ranks: &mut EngineRank) -> Result<()> {
         let mut idle = true;
         loop {
-            let wait = self.heartbeat.saturating_sub(ranks.since_order());
+            let wait = self.heartbeat.saturating_sub(ranks.since_command());
             let (commands, ending) = self.shared.commands(idle.then_some(wait));
             for _ in 0..commands {
                 // One at a time: if it fails, the commands after it are still in the queue, and are answered with the reason.
@@ -77,8 +77,12 @@ impl<'a> EngineCore<'a> {
             }
             let passes = self.scheduler.next();
             if passes.is_empty() {
+                if !idle {
+                    // What the last steps sent would be missing until the next request.
+                    self.count(ranks)?;
+                }
                 self.publish();
-                if ranks.since_order() >= self.heartbeat {
+                if ranks.since_command() >= self.heartbeat {
                     ranks.command(&RankCommand::Wait)?;
                 }
                 idle = true;

@@ -17,7 +17,7 @@ pub(super) struct EngineRank<'a> {
     timed: &'a Timed,
     pub(super) executor: Box<dyn Executor + 'a>,
     /// When rank 0 last gave a command.
-    ordered: Instant,
+    commanded: Instant,
 }
 
 /// The tag of messages with pages.
@@ -36,12 +36,12 @@ pub(super) enum Outcome {
 
 impl<'a> EngineRank<'a> {
     pub(super) fn new(groups: &'a Groups, timed: &'a Timed, executor: Box<dyn Executor + 'a>) -> Self {
-        Self { groups, timed, executor, ordered: Instant::now() }
+        Self { groups, timed, executor, commanded: Instant::now() }
     }
 
     /// Time since the last command.
-    pub(super) fn since_order(&self) -> Duration {
-        self.ordered.elapsed()
+    pub(super) fn since_command(&self) -> Duration {
+        self.commanded.elapsed()
     }
 
     /// The first rows `[rows, W]` of a page of any context-parallel rank, put together from the ranks that share heads and layers; rank 0
@@ -120,7 +120,7 @@ impl<'a> EngineRank<'a> {
     /// the caller.
     pub(super) fn command(&mut self, command: &RankCommand) -> Result<Outcome> {
         self.groups.broadcast(Some(command.to_buffer()))?;
-        self.ordered = Instant::now();
+        self.commanded = Instant::now();
         self.carry_out(command)
     }
 
