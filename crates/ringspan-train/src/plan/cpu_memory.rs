@@ -7,6 +7,7 @@
 use super::rank_sizes::Shape;
 use crate::error::Result;
 use ringspan::StrategyKind;
+use ringspan::kernel::product::MOST_PACKED;
 use ringspan_candle::quantized::{backward_scratch, forward_scratch};
 use ringspan_candle::{Recompute, gated_mlp, loss, stored_activation::Storage};
 
@@ -222,7 +223,8 @@ impl Shape {
         });
         // Tensor parallel ranks sum in f32 whatever the type of the model.
         let summed = if self.tp > 1 && width < 4 { 4 * tokens * self.hidden } else { 0 };
-        let feed_forward = stored + width * tokens * queries + if sparse { with_experts } else { dense };
+        let part = if sparse { with_experts } else { dense + self.packed_factor(tokens) };
+        let feed_forward = stored + width * tokens * queries + part;
         // There are queries, keys and values, their gradients, and the gradient of attention's output.
         let differentiated = width * tokens * (3 * queries + 4 * keys) + self.widened_gradients(tokens);
         let attention = width * of_attention * self.hidden + differentiated;
@@ -235,6 +237,13 @@ impl Shape {
     fn widened_gradients(&self, tokens: u64) -> u64 {
         let (queries, keys) = self.attended();
         if self.width() < 4 { 4 * tokens * (queries + 2 * keys) } else { 0 }
+    }
+
+    /// Bytes of the packed factor of a product in the feed-forward part of a layer that computes in bf16: a weight, or for its gradient
+    /// the inner activations. Products of f32 have buffers whose size depends on the processor, which are no part of a plan.
+    fn packed_factor(&self, tokens: u64) -> u64 {
+        let terms = self.hidden.max(tokens.min(gated_mlp::TILE as u64));
+        if self.width() < 4 { 4 * (terms * self.feed_forward).min(MOST_PACKED as u64) } else { 0 }
     }
 
     /// Number of elements in the feed-forward part of a layer without experts, besides its input and output, for
