@@ -88,7 +88,8 @@ impl Shape {
         let of_logits = decoding([chunk, self.vocabulary, hidden], [0, 0]);
         // A decoded tile of a weight is there with two of the five tensors of a tile of rows when up is computed, and with four when
         // gradients are. The values of down are not computed again.
-        let of_rows = self.width() * tokens.min(gated_mlp::TILE as u64) * self.feed_forward;
+        let narrow = self.width() * tokens.min(gated_mlp::TILE as u64) * self.feed_forward;
+        let of_rows = narrow + self.widened_products(tokens) / 5;
         let of_layer = decoding([tokens, wide, hidden], [2 * of_rows, 4 * of_rows])
             .max(4 * backward_scratch(hidden as usize, wide as usize) as u64 + 4 * of_rows);
         let decoded = if held.stores_layers { of_layer.saturating_sub(5 * of_rows) } else { 0 };
@@ -223,7 +224,8 @@ impl Shape {
         });
         // Tensor parallel ranks sum in f32 whatever the type of the model.
         let summed = if self.tp > 1 && width < 4 { 4 * tokens * self.hidden } else { 0 };
-        let part = if sparse { with_experts } else { dense + self.packed_factor(tokens) };
+        let part =
+            if sparse { with_experts } else { dense + self.packed_factor(tokens) + self.widened_products(tokens) };
         let feed_forward = stored + width * tokens * queries + part;
         // There are queries, keys and values, their gradients, and the gradient of attention's output.
         let differentiated = width * tokens * (3 * queries + 4 * keys) + self.widened_gradients(tokens);
@@ -239,11 +241,24 @@ impl Shape {
         if self.width() < 4 { 4 * tokens * (queries + 2 * keys) } else { 0 }
     }
 
+    /// Bytes of the feed-forward part's products in f32, where weights are as they are stored and the model computes in bf16: inputs are
+    /// widened for them, and their results and gradients are there in f32 and, rounded, in bf16. The factors are counts by the allocator.
+    fn widened_products(&self, tokens: u64) -> u64 {
+        if self.width() == 4 || !self.held.stores_layers || self.feed_forward_adapted {
+            return 0;
+        }
+        let is_kept = self.recompute == Recompute::Nothing;
+        let rows = if is_kept { tokens } else { tokens.min(gated_mlp::TILE as u64) };
+        rows * (22 * self.feed_forward + 12 * self.hidden)
+    }
+
     /// Bytes of the packed factor of a product in the feed-forward part of a layer that computes in bf16: a weight, or for its gradient
     /// the inner activations. Products of f32 have buffers whose size depends on the processor, which are no part of a plan.
     fn packed_factor(&self, tokens: u64) -> u64 {
         let terms = self.hidden.max(tokens.min(gated_mlp::TILE as u64));
-        if self.width() < 4 { 4 * (terms * self.feed_forward).min(MOST_PACKED as u64) } else { 0 }
+        // Without adapters, the packed tile of a stored weight counts where it is decoded.
+        let is_counted = self.held.stores_layers && !self.feed_forward_adapted;
+        if self.width() < 4 && !is_counted { 4 * (terms * self.feed_forward).min(MOST_PACKED as u64) } else { 0 }
     }
 
     /// Number of elements in the feed-forward part of a layer without experts, besides its input and output, for

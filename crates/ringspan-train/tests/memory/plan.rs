@@ -258,6 +258,7 @@ fn every_run_takes_what_its_plan_predicts() {
 #[test]
 fn a_run_beside_a_base_in_bf16_takes_what_its_plan_predicts() {
     let s = || Settings { lora_rank: Some(8), ..Settings::default() };
+    let narrow = |targets: &str| Settings { dtype: Some("bf16".into()), lora_targets: Some(targets.into()), ..s() };
     let (deep, words): (Model, Model) = ((4, 512, 8, 4, 1536, 512, true), (2, 512, 8, 4, 1536, 16384, true));
     let runs = [
         ("bf16", deep, (1, 256), s()),
@@ -266,6 +267,9 @@ fn a_run_beside_a_base_in_bf16_takes_what_its_plan_predicts() {
         ("bf16, ring", deep, (1, 1024), Settings { ring: Some(4), lora_targets: Some("q_proj,v_proj".into()), ..s() }),
         ("bf16, tensor parallel", deep, (1, 512), Settings { tp: Some(4), ..s() }),
         ("bf16, words", words, (1, 256), s()),
+        ("bf16, computed in bf16", deep, (1, 2048), narrow("q_proj,v_proj")),
+        ("bf16, computed in bf16, one tile", deep, (1, 256), narrow("q_proj,v_proj")),
+        ("bf16, computed in bf16, all layers adapted", deep, (1, 1024), narrow("all-linear")),
     ];
     let sparse: Model = (2, 512, 8, 4, 1536, 512, false);
     let of_experts = [
