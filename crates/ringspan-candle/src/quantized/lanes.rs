@@ -12,6 +12,8 @@ pub(super) trait Lanes: Copy {
     type F: Copy;
     /// A vector of 16 bytes.
     type B: Copy;
+    /// How many vectors of 16 numbers the registers hold.
+    const REGISTERS: usize;
 
     fn bytes(self, bytes: [u8; 16]) -> Self::B;
     fn splat_bytes(self, byte: u8) -> Self::B;
@@ -123,6 +125,7 @@ fn each<T: Copy + Default>(a: [T; 16], b: [T; 16], of: impl Fn(T, T) -> T) -> [T
 impl Lanes for Portable {
     type F = [f32; 16];
     type B = [u8; 16];
+    const REGISTERS: usize = 4;
 
     #[inline(always)]
     fn bytes(self, bytes: [u8; 16]) -> [u8; 16] {

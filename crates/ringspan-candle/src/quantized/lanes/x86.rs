@@ -80,6 +80,7 @@ macro_rules! bytes {
 
 impl Lanes for V4 {
     type F = __m512;
+    const REGISTERS: usize = 32;
     bytes!();
 
     #[inline(always)]
@@ -165,6 +166,7 @@ impl Lanes for V4 {
 
 impl Lanes for V3 {
     type F = [__m256; 2];
+    const REGISTERS: usize = 8;
     bytes!();
 
     #[inline(always)]

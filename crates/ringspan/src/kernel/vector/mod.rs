@@ -162,12 +162,12 @@ unsafe fn multiply<S: Simd, const R: usize, const V: usize>(
 /// Prefetches the cache lines of some elements, on processors that have an instruction for it.
 #[inline(always)]
 #[cfg_attr(not(target_arch = "x86_64"), expect(unused_variables, reason = "nothing to ask"))]
-pub(super) fn prefetch<T>(elements: &[T]) {
+pub fn prefetch<T>(elements: &[T]) {
     #[cfg(target_arch = "x86_64")]
-    for line in elements.chunks(64 / size_of::<T>()) {
+    for offset in (0..size_of_val(elements)).step_by(64) {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
         // SAFETY: SSE is part of the architecture, and a prefetch reads nothing.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(elements.as_ptr().cast::<i8>().wrapping_add(offset)) };
     }
 }
 
