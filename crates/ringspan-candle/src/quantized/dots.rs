@@ -7,12 +7,13 @@ use super::lanes::{Lanes, VectorWork, dispatch};
 use super::matrix::QuantizedMatrix;
 use crate::pool;
 use ringspan::kernel::prefetch;
+use std::ops::Range;
 
 /// The largest number of tokens for these products. With half as many again, tiles are as fast with AVX2 (`--bench quantized --
 /// tokens=192`).
 pub(super) const FEW: usize = 128;
 /// Columns that are decoded at once, which are whole blocks in all formats.
-const COLUMNS: usize = 256;
+const COLUMNS: usize = 512;
 /// Rows of the matrix that are decoded at once.
 const ROWS: usize = 4;
 
@@ -23,48 +24,57 @@ pub(super) fn add_forward(x: Input, weight: &QuantizedMatrix, out: &mut [f32]) {
         return;
     }
     let packed = if x.tokens == 1 { Vec::new() } else { packed(x) };
-    let parts = pool::map(pool::parts(rows, columns), |range| {
-        let blocks = weight.bytes_of_rows(range.clone());
-        let sums = match x.tokens {
-            1 => with_block!(weight.format(), one_token(x.row(0), blocks)),
-            tokens => with_block!(weight.format(), few_tokens(&packed, tokens, columns, blocks)),
-        };
-        (range, sums)
-    });
-    for (range, sums) in parts {
-        for (out, sums) in out.chunks_exact_mut(rows).zip(sums.chunks_exact(range.len())) {
-            out[range.clone()].iter_mut().zip(sums).for_each(|(out, sum)| *out += sum);
+    let ranges = pool::parts(rows, columns);
+    let columns_of_out = split_columns(out, rows, &ranges);
+    pool::map(ranges.into_iter().zip(columns_of_out).collect(), |(range, out)| {
+        let stored = weight.bytes_of_rows(range);
+        match x.tokens {
+            1 => with_block!(weight.format(), one_token(x.row(0), stored, out)),
+            _ => with_block!(weight.format(), few_tokens(&packed, columns, stored, out)),
         }
+    });
+}
+
+/// The numbers of each range of columns: of each row of a matrix those of the range.
+fn split_columns<'a>(matrix: &'a mut [f32], width: usize, ranges: &[Range<usize>]) -> Vec<Vec<&'a mut [f32]>> {
+    let mut columns: Vec<Vec<&mut [f32]>> = ranges.iter().map(|_| Vec::with_capacity(matrix.len() / width)).collect();
+    for mut row in matrix.chunks_exact_mut(width) {
+        for (columns, range) in columns.iter_mut().zip(ranges) {
+            let (part, rest) = row.split_at_mut(range.len());
+            columns.push(part);
+            row = rest;
+        }
+    }
+    columns
+}
+
+/// Adds the products of x with the rows that are stored, one number of out for each row.
+fn one_token<B: Block<LEN>, const LEN: usize>(x: &[f32], stored: &[u8], out: Vec<&mut [f32]>) {
+    for out in out {
+        dispatch(OneToken::<B, LEN> { x, blocks: bytemuck::cast_slice(stored), out });
     }
 }
 
-/// The products of x with the rows whose bytes are given.
-fn one_token<B: Block<LEN>, const LEN: usize>(x: &[f32], rows: &[u8]) -> Vec<f32> {
-    dispatch(OneToken::<B, LEN> { x, blocks: bytemuck::cast_slice(rows) })
-}
-
-/// The products of packed x with the rows whose bytes are given: `[T, rows]`.
-fn few_tokens<B: Block<LEN>, const LEN: usize>(x: &[Chunk], tokens: usize, width: usize, rows: &[u8]) -> Vec<f32> {
-    dispatch(FewTokens::<B, LEN> { x, tokens, width, blocks: bytemuck::cast_slice(rows) })
+/// Adds the products of packed x, of `width` columns, with the rows that are stored, one number of each token's out for each row.
+fn few_tokens<B: Block<LEN>, const LEN: usize>(x: &[Chunk], width: usize, stored: &[u8], out: Vec<&mut [f32]>) {
+    dispatch(FewTokens::<B, LEN> { x, width, blocks: bytemuck::cast_slice(stored), out });
 }
 
 struct OneToken<'a, B, const LEN: usize> {
     x: &'a [f32],
     blocks: &'a [B],
+    out: &'a mut [f32],
 }
 
 impl<B: Block<LEN>, const LEN: usize> VectorWork for OneToken<'_, B, LEN> {
-    type Output = Vec<f32>;
+    type Output = ();
 
     #[inline(always)]
-    fn run<L: Lanes>(self, l: L) -> Vec<f32> {
-        let of_row = self.x.len() / LEN;
-        let mut out = vec![0.0; self.blocks.len() / of_row];
+    fn run<L: Lanes>(self, l: L) {
         // A loop, since closures that iterators call would not be compiled for the instruction set.
-        for (out, row) in out.iter_mut().zip(self.blocks.chunks_exact(of_row)) {
-            *out = l.sum(B::dot(l, row, self.x));
+        for (out, row) in self.out.iter_mut().zip(self.blocks.chunks_exact(self.x.len() / LEN)) {
+            *out += l.sum(B::dot(l, row, self.x));
         }
-        out
     }
 }
 
@@ -94,23 +104,21 @@ fn packed(x: Input) -> Vec<Chunk> {
     packed
 }
 
-#[derive(Clone, Copy)]
 struct FewTokens<'a, B, const LEN: usize> {
     x: &'a [Chunk],
-    tokens: usize,
     width: usize,
     blocks: &'a [B],
+    out: Vec<&'a mut [f32]>,
 }
 
 impl<B: Block<LEN>, const LEN: usize> VectorWork for FewTokens<'_, B, LEN> {
-    type Output = Vec<f32>;
+    type Output = ();
 
     #[inline(always)]
-    fn run<L: Lanes>(self, l: L) -> Vec<f32> {
-        let Self { x, tokens, width, blocks } = self;
-        let of_row = width / LEN;
+    fn run<L: Lanes>(self, l: L) {
+        let Self { x, width, blocks, mut out } = self;
+        let (tokens, of_row) = (out.len(), width / LEN);
         let rows = blocks.len() / of_row;
-        let mut out = vec![0.0; tokens * rows];
         let mut decoded = [Chunk::ZERO; ROWS];
         let mut sums = vec![[l.splat(0.0); ROWS]; tokens];
         for first in (0..rows).step_by(ROWS) {
@@ -132,13 +140,12 @@ impl<B: Block<LEN>, const LEN: usize> VectorWork for FewTokens<'_, B, LEN> {
                 }
                 add_products(l, x, &decoded, width.div_ceil(16), &mut sums);
             }
-            for (token, sums) in sums.iter().enumerate() {
-                for (row, sum) in sums.iter().take(together).enumerate() {
-                    out[token * rows + first + row] = l.sum(*sum);
+            for (out, sums) in out.iter_mut().zip(&sums) {
+                for (out, sum) in out[first..first + together].iter_mut().zip(l.sums(*sums)) {
+                    *out += sum;
                 }
             }
         }
-        out
     }
 }
 
@@ -211,11 +218,32 @@ mod tests {
     use super::super::{Format, QuantizedMatrix};
     use super::*;
 
-    /// The products of packed x, with each instruction set.
-    fn on_each_set<B: Block<LEN>, const LEN: usize>(x: Input, weight: &QuantizedMatrix) -> Vec<Vec<f32>> {
+    /// [`FewTokens`] with an output of its own, `[T, rows]`.
+    #[derive(Clone, Copy)]
+    struct Products<'a, B, const LEN: usize> {
+        x: &'a [Chunk],
+        tokens: usize,
+        width: usize,
+        blocks: &'a [B],
+    }
+
+    impl<B: Block<LEN>, const LEN: usize> VectorWork for Products<'_, B, LEN> {
+        type Output = Vec<f32>;
+
+        #[inline(always)]
+        fn run<L: Lanes>(self, l: L) -> Vec<f32> {
+            let Self { x, tokens, width, blocks } = self;
+            let rows = blocks.len() * LEN / width;
+            let mut out = vec![0.0; tokens * rows];
+            FewTokens { x, width, blocks, out: out.chunks_exact_mut(rows).collect() }.run(l);
+            out
+        }
+    }
+
+    fn products<B: Block<LEN>, const LEN: usize>(x: Input, weight: &QuantizedMatrix) -> Vec<Vec<f32>> {
         let (rows, width) = weight.dims();
         let blocks = bytemuck::cast_slice(weight.bytes_of_rows(0..rows));
-        on_each(FewTokens::<B, LEN> { x: &packed(x), tokens: x.tokens, width, blocks })
+        on_each(Products::<B, LEN> { x: &packed(x), tokens: x.tokens, width, blocks })
     }
 
     #[test]
@@ -227,11 +255,11 @@ mod tests {
             let weight = matrix(format, ROWS, width)?;
             let decoded = weight.dequantize()?.flatten_all()?.to_vec1::<f32>()?;
             let x: Vec<f32> = (0..MOST * width).map(|i| (0.37 * i as f32).cos()).collect();
-            let products = |tokens: usize| {
+            let of_first = |tokens: usize| {
                 let x = Input::new(&x[..tokens * width], tokens, width);
                 match format {
-                    Format::BF16 => on_each_set::<BF16, 1>(x, &weight),
-                    _ => on_each_set::<Q8_0, 32>(x, &weight),
+                    Format::BF16 => products::<BF16, 1>(x, &weight),
+                    _ => products::<Q8_0, 32>(x, &weight),
                 }
             };
             let wanted: Vec<f64> = x
@@ -242,13 +270,13 @@ mod tests {
                         .map(move |row| row.iter().zip(x).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum())
                 })
                 .collect();
-            let all = products(MOST);
+            let all = of_first(MOST);
             for got in &all {
                 let wrong = got.iter().zip(&wanted).map(|(got, wanted)| (f64::from(*got) - wanted).abs());
                 assert!(wrong.fold(0.0, f64::max) < 1e-4, "{format}");
             }
             for tokens in 1..MOST {
-                for (few, all) in products(tokens).iter().zip(&all) {
+                for (few, all) in of_first(tokens).iter().zip(&all) {
                     assert_eq!(few, &all[..tokens * ROWS], "{format}, {tokens} tokens");
                 }
             }

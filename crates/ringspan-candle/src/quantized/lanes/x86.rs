@@ -4,7 +4,7 @@ use super::{Lanes, VectorWork, f16_to_f32};
 use bytemuck::cast;
 use pulp::NullaryFnOnce;
 use pulp::x86::{V3, V4};
-use std::arch::x86_64::{__m128i, __m256, __m512};
+use std::arch::x86_64::{__m128, __m128i, __m256, __m512};
 
 /// Work together with the token that proves that the machine has the instructions.
 pub(super) struct Compiled<L, W> {
@@ -21,8 +21,8 @@ impl<L: Lanes, W: VectorWork> NullaryFnOnce for Compiled<L, W> {
     }
 }
 
-/// Operations on bytes, which are the same for both instruction sets.
-macro_rules! bytes {
+/// Operations on bytes and sums, which are the same for both instruction sets.
+macro_rules! shared {
     () => {
         type B = __m128i;
 
@@ -75,13 +75,42 @@ macro_rules! bytes {
             let own: __m128i = cast([[1u8, 2, 4, 8, 16, 32, 64, 128]; 2]);
             self.sse2._mm_cmpeq_epi8(self.and(bytes, own), own)
         }
+
+        #[inline(always)]
+        fn sums(self, x: [Self::F; 4]) -> [f32; 4] {
+            let [a, b, c, d] = [self.halves(x[0]), self.halves(x[1]), self.halves(x[2]), self.halves(x[3])];
+            // Sums of neighbours, then of neighbours among these: each half has a part of all four sums.
+            let (ab, cd) = (self.avx._mm256_hadd_ps(a, b), self.avx._mm256_hadd_ps(c, d));
+            let [low, high]: [__m128; 2] = cast(self.avx._mm256_hadd_ps(ab, cd));
+            cast(self.sse._mm_add_ps(low, high))
+        }
     };
+}
+
+/// The sum of the two halves of a vector of 16 numbers.
+trait Halves<F> {
+    fn halves(self, x: F) -> __m256;
+}
+
+impl Halves<__m512> for V4 {
+    #[inline(always)]
+    fn halves(self, x: __m512) -> __m256 {
+        let [low, high]: [__m256; 2] = cast(x);
+        self.avx._mm256_add_ps(low, high)
+    }
+}
+
+impl Halves<[__m256; 2]> for V3 {
+    #[inline(always)]
+    fn halves(self, [low, high]: [__m256; 2]) -> __m256 {
+        self.avx._mm256_add_ps(low, high)
+    }
 }
 
 impl Lanes for V4 {
     type F = __m512;
     const REGISTERS: usize = 32;
-    bytes!();
+    shared!();
 
     #[inline(always)]
     fn widen(self, codes: __m128i) -> __m512 {
@@ -167,7 +196,7 @@ impl Lanes for V4 {
 impl Lanes for V3 {
     type F = [__m256; 2];
     const REGISTERS: usize = 8;
-    bytes!();
+    shared!();
 
     #[inline(always)]
     fn spread_unset(self, bits: [u8; 4]) -> [__m128i; 2] {
@@ -244,11 +273,8 @@ impl Lanes for V3 {
 
     #[inline(always)]
     fn sum(self, x: [__m256; 2]) -> f32 {
-        let both: [[f32; 8]; 2] = cast(x);
-        let mut sums = [0.0; 8];
-        for ((sum, a), b) in sums.iter_mut().zip(both[0]).zip(both[1]) {
-            *sum = a + b;
-        }
-        sums.iter().sum()
+        let [low, high]: [__m128; 2] = cast(self.halves(x));
+        let [a, b, c, d]: [f32; 4] = cast(self.sse._mm_add_ps(low, high));
+        (a + b) + (c + d)
     }
 }
