@@ -6,18 +6,23 @@ Writes crates/ringspan-video/tests/fixtures/text, or --out: the folders text_enc
 reference.json, which has prompts with their tokens; reference.safetensors has `embeds.N` [T,d], the last states of
 the Nth prompt's tokens, padded to 512 and masked as in diffusers' WanPipeline, which puts zeros after them. The folder quantized has
 another encoder, with the configuration of transformers and weights in a GGUF file with the names of llama.cpp, and the states
-that transformers computes with these weights.
+that transformers computes with these weights. The folder sentence_piece has a tokenizer in SentencePiece's own file, and
+reference.json with the tokens that SentencePiece makes of texts.
 """
 
 import argparse
+import io
 import json
 import pathlib
 import shutil
+import tempfile
 
 import gguf
 import numpy as np
+import sentencepiece
 import torch
 from safetensors.torch import save_file
+from sentencepiece import sentencepiece_model_pb2
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import UMT5Config, UMT5EncoderModel
 
@@ -29,11 +34,14 @@ PROMPTS = ["a cat and a dog", "  The\tcat,\n 猫  bakes ", " ".join(WORDS * 12),
 LENGTH = 512
 
 
-def tokenizer() -> Tokenizer:
+def vocabulary() -> list[tuple[str, float]]:
     pieces = sorted({f"▁{word}" for word in WORDS} | set("▁abcdefghiklnorstuwTy,.") | {"in", "ing", "ai", "th"})
-    vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
-    vocabulary += [(piece, -2.0 - 0.05 * index - 3.0 / len(piece)) for index, piece in enumerate(pieces)]
-    made = Tokenizer(models.Unigram(vocabulary, unk_id=2, byte_fallback=False))
+    special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    return special + [(piece, -2.0 - 0.05 * index - 3.0 / len(piece)) for index, piece in enumerate(pieces)]
+
+
+def tokenizer() -> Tokenizer:
+    made = Tokenizer(models.Unigram(vocabulary(), unk_id=2, byte_fallback=False))
     made.normalizer = normalizers.NFKC()
     made.pre_tokenizer = pre_tokenizers.Metaspace()
     made.decoder = decoders.Metaspace()
@@ -111,12 +119,47 @@ def make_quantized(out: pathlib.Path) -> None:
     save_file({"states": states.contiguous()}, out / "reference.safetensors")
 
 
+# Rules of normalization: a wide A, a ligature of two letters, and a wide space.
+RULES = "FF21\t61\nFB01\t66 69\n3000\t20\n"
+# Texts with what the rules change, with a piece of the user, and with characters that are no piece.
+TEXTS = PROMPTS + ["", "\uff21 \ufb01sh\u3000dog", "a<extra_id_0> cat<extra_id_0>", "\u732b\u732b a\u732b"]
+
+
+def make_sentence_piece(out: pathlib.Path) -> None:
+    """SentencePiece compiles the rules; the pieces are those of the other tokenizer, and one of the user."""
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    written = io.BytesIO()
+    with tempfile.TemporaryDirectory() as folder:
+        rules = pathlib.Path(folder) / "rules.tsv"
+        rules.write_text(RULES)
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(WORDS), model_writer=written, vocab_size=30, hard_vocab_limit=False, minloglevel=2,
+            normalization_rule_tsv=str(rules), pad_id=0, eos_id=1, unk_id=2, bos_id=-1,
+        )  # fmt: skip
+    model = sentencepiece_model_pb2.ModelProto.FromString(written.getvalue())
+    special = list(model.pieces)[:3]
+    del model.pieces[:]
+    model.pieces.extend(special)
+    for text, score in vocabulary()[3:]:
+        model.pieces.add(piece=text, score=score)
+    model.pieces.add(piece="<extra_id_0>", score=0.0, type=model.SentencePiece.USER_DEFINED)
+    model.trainer_spec.Clear()
+    model.trainer_spec.pad_id, model.trainer_spec.eos_id, model.trainer_spec.unk_id = 0, 1, 2
+    model.normalizer_spec.normalization_rule_tsv = ""
+    (out / "spiece.model").write_bytes(model.SerializeToString(deterministic=True))
+    made = sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
+    tokens = [made.encode(" ".join(text.split())) + [made.eos_id()] for text in TEXTS]
+    (out / "reference.json").write_text(json.dumps({"texts": TEXTS, "tokens": tokens}))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=pathlib.Path, default=OUT)
     out = parser.parse_args().out
     make(out)
     make_quantized(out / "quantized")
+    make_sentence_piece(out / "sentence_piece")
 
 
 if __name__ == "__main__":

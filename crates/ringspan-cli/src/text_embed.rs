@@ -17,7 +17,7 @@ use std::time::Instant;
 /// tokens with the end token, and zeros after them. Weights are read layer by layer.
 #[derive(Debug, clap::Args)]
 pub(crate) struct TextEmbedArgs {
-    /// The folder of a pipeline, with text_encoder and tokenizer, or of an encoder with tokenizer.json in it
+    /// The folder of a pipeline, with text_encoder and tokenizer, or of an encoder with tokenizer.json or spiece.model in it
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
     /// The prompt

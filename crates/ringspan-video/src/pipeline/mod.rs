@@ -68,9 +68,13 @@ pub struct VideoRequest {
     pub preview: bool,
 }
 
-/// The files by which a pipeline's folder is recognized.
-const FILES: [&str; 4] =
-    ["tokenizer/tokenizer.json", "text_encoder/config.json", "transformer/config.json", "vae/config.json"];
+/// The files by which a pipeline's folder is recognized, each with another one that may be in its place.
+const FILES: [(&str, Option<&str>); 4] = [
+    ("tokenizer/tokenizer.json", Some("tokenizer/spiece.model")),
+    ("text_encoder/config.json", None),
+    ("transformer/config.json", None),
+    ("vae/config.json", None),
+];
 
 impl VideoPipeline {
     /// Opens a pipeline's folder; weights are read when they are needed.
@@ -80,10 +84,14 @@ impl VideoPipeline {
     /// need more than a prompt and images.
     pub fn open(path: &Path, weights: WeightType) -> Result<Self> {
         let refuse = |problem: String| Err(Error::Format { path: path.to_owned(), problem });
-        if let Some(missing) = FILES.into_iter().find(|file| !path.join(file).is_file()) {
+        let exists = |file: &str| path.join(file).is_file();
+        if let Some((missing, _)) = FILES.into_iter().find(|(file, other)| !exists(file) && !other.is_some_and(exists))
+        {
+            let named =
+                FILES.map(|(file, other)| other.map_or(file.to_owned(), |other| format!("{file} (or {other})")));
             return refuse(format!(
                 "{missing} is missing; a pipeline's folder, as diffusers saves it, has {}",
-                FILES.join(", ")
+                named.join(", ")
             ));
         }
         let index = match path.join("model_index.json") {

@@ -9,6 +9,7 @@
 mod config;
 mod encoder;
 mod prompt;
+mod sentence_piece;
 mod weight_files;
 
 pub use config::TextEncoderConfig;

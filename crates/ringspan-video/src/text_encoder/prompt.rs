@@ -1,9 +1,13 @@
 //! The tokens of a prompt.
 
+use super::sentence_piece;
 use crate::error::{Error, Result};
 use ringspan_models::special_tokens;
 use std::path::Path;
 use tokenizers::Tokenizer;
+
+/// The files of a tokenizer, of which one is enough.
+const TOKENIZERS: [&str; 2] = ["tokenizer.json", "spiece.model"];
 
 /// The tokenizer of a text encoder.
 #[derive(Debug)]
@@ -12,13 +16,17 @@ pub struct PromptTokenizer {
 }
 
 impl PromptTokenizer {
-    /// Reads `tokenizer.json` of a folder, or of the folder `tokenizer` in it.
+    /// Reads `tokenizer.json` of a folder, or of the folder `tokenizer` in it; where there is none, SentencePiece's `spiece.model`.
     ///
     /// # Errors
-    /// A file that is missing or corrupt.
+    /// Files that are missing or corrupt.
     pub fn open(folder: &Path) -> Result<Self> {
         let inside = folder.join("tokenizer");
-        let path = if inside.is_dir() { inside } else { folder.to_owned() }.join("tokenizer.json");
+        let folder = if inside.is_dir() { inside } else { folder.to_owned() };
+        let [path, sentence_piece] = TOKENIZERS.map(|name| folder.join(name));
+        if !path.exists() && sentence_piece.exists() {
+            return Ok(Self { tokenizer: sentence_piece::tokenizer(&sentence_piece)? });
+        }
         let bytes = std::fs::read(&path).map_err(|source| Error::Io { path: path.clone(), source })?;
         let broken = |error: tokenizers::Error| Error::Format {
             path: path.clone(),

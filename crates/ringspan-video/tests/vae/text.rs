@@ -31,6 +31,40 @@ fn tokens_equal_those_of_transformers_and_a_long_prompt_keeps_its_end() {
     assert!(made[3].cut > 0 && made[3].ids.last() == Some(&1) && made[..3].iter().all(|made| made.cut == 0));
 }
 
+/// Some texts have characters that the file's rules replace, a piece of the user, and characters that are no piece.
+#[test]
+fn tokens_of_sentence_pieces_own_file_equal_those_that_it_makes() {
+    #[derive(serde::Deserialize)]
+    struct Reference {
+        texts: Vec<String>,
+        tokens: Vec<Vec<u32>>,
+    }
+    let folder = folder().join("sentence_piece");
+    let text = std::fs::read_to_string(folder.join("reference.json")).expect("a fixture");
+    let Reference { texts, tokens } = serde_json::from_str(&text).expect("JSON");
+    let tokenizer = PromptTokenizer::open(&folder).expect("a tokenizer");
+    for (text, tokens) in texts.iter().zip(tokens) {
+        assert_eq!(tokenizer.encode(text, usize::MAX).expect("tokens").ids, tokens, "{text:?}");
+    }
+}
+
+#[test]
+fn damaged_files_of_sentence_piece_are_refused_by_their_names() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("spiece.model");
+    let whole = std::fs::read(self::folder().join("sentence_piece/spiece.model")).expect("a fixture");
+    // Cut within a piece; no pieces at all; the model type 2, BPE.
+    for (bytes, wanted) in [
+        (&whole[..whole.len() / 2], "not a file of SentencePiece"),
+        (&[], "no piece for the end"),
+        (&[0x12, 2, 0x18, 2], "model type is 2"),
+    ] {
+        std::fs::write(&path, bytes).expect("written");
+        let message = PromptTokenizer::open(folder.path()).expect_err("must be refused").to_string();
+        assert!(message.contains(wanted) && message.contains("spiece.model"), "{message}");
+    }
+}
+
 #[test]
 fn states_equal_those_of_transformers_on_every_mesh() {
     let (encoder, Reference { tokens, .. }) = (TextEncoder::open(folder()).expect("an encoder"), reference());
