@@ -27,6 +27,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.error
 import urllib.request
 
 import tiny_server
@@ -49,7 +50,11 @@ def complete(url: str, tokens: list[int], count: int) -> tuple[float, float]:
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     began, first, last, generated = time.perf_counter(), None, None, None
-    with urllib.request.urlopen(request, timeout=1_200) as response:
+    try:
+        response = urllib.request.urlopen(request, timeout=1_200)
+    except urllib.error.HTTPError as error:
+        raise SystemExit(f"{url}, a prompt of {len(tokens)} tokens: {error}: {error.read().decode(errors='replace')}")
+    with response:
         for line in response:
             if not line.startswith(b"data: {"):
                 continue
