@@ -16,7 +16,7 @@ pub(crate) struct VaeArgs {
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
     /// Memory of activations and buffers on each rank; weights, and the frames themselves, come on top [default: blocks that fit
-    /// 512 MiB if there are any, else the smallest]
+    /// 256 MiB if there are any, else the smallest]
     #[arg(long, value_name = "BYTES", value_parser = crate::serve::bytes)]
     pub(crate) memory: Option<u64>,
 }

@@ -61,7 +61,7 @@ pub(crate) struct VideoArgs {
     #[arg(long, value_name = "FILE")]
     preview: Option<PathBuf>,
     /// Memory of activations and buffers on each rank; weights, and the frames themselves, come on top [default: what the
-    /// transformer needs, and blocks of the decoder that fit 512 MiB if there are any, else the smallest]
+    /// transformer needs, and blocks of the decoder that fit 256 MiB if there are any, else the smallest]
     #[arg(long, value_name = "BYTES", value_parser = crate::serve::bytes)]
     memory: Option<u64>,
     /// Type of the transformer's weights in memory: f32; bf16, in which it then computes; as-stored, in which matrices stay in their

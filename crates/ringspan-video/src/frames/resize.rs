@@ -2,8 +2,9 @@
 
 use super::error::{Error, Result};
 use super::rgb::RgbFrame;
-use fast_image_resize::images::Image;
-use fast_image_resize::{FilterType, PixelType, ResizeAlg, ResizeOptions, Resizer};
+use fast_image_resize::images::{TypedImage, TypedImageRef};
+use fast_image_resize::pixels::U8x3;
+use fast_image_resize::{FilterType, ResizeAlg, ResizeOptions, Resizer};
 
 /// The filter by which a picture is resized; both compute as Pillow's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,7 +35,7 @@ pub fn resized(picture: &RgbFrame, width: usize, height: usize, filter: ResizeFi
     };
     let error = |error: &dyn std::fmt::Display| refuse(error.to_string());
     let (columns, rows) = (side(width)?, side(height)?);
-    let from = Image::from_vec_u8(side(picture.width)?, side(picture.height)?, picture.pixels.clone(), PixelType::U8x3)
+    let from = TypedImageRef::<U8x3>::from_buffer(side(picture.width)?, side(picture.height)?, &picture.pixels)
         .map_err(|of| error(&of))?;
     let filter = match filter {
         ResizeFilter::Lanczos => FilterType::Lanczos3,
@@ -43,11 +44,12 @@ pub fn resized(picture: &RgbFrame, width: usize, height: usize, filter: ResizeFi
     let options = ResizeOptions::new().resize_alg(ResizeAlg::Convolution(filter));
     let mut resizer = Resizer::new();
     // Between the two directions levels are rounded and clamped, so the order counts: Pillow's first one is the width.
-    let mut wide = Image::new(columns, from.height(), PixelType::U8x3);
-    resizer.resize(&from, &mut wide, &options).map_err(|of| error(&of))?;
-    let mut to = Image::new(columns, rows, PixelType::U8x3);
-    resizer.resize(&wide, &mut to, &options).map_err(|of| error(&of))?;
-    Ok(RgbFrame { width, height, pixels: to.into_vec() })
+    // The type of pixels is known to the compiler: `resize`, which finds it out, is the code of all types, most of this crate's.
+    let mut wide = TypedImage::<U8x3>::new(columns, side(picture.height)?);
+    resizer.resize_typed(&from, &mut wide, &options).map_err(|of| error(&of))?;
+    let mut to = TypedImage::<U8x3>::new(columns, rows);
+    resizer.resize_typed(&wide, &mut to, &options).map_err(|of| error(&of))?;
+    Ok(RgbFrame { width, height, pixels: to.pixels().iter().flat_map(|pixel| pixel.0).collect() })
 }
 
 #[cfg(test)]

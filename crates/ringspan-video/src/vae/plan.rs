@@ -11,7 +11,7 @@ use std::fmt::{self, Display, Formatter};
 use std::ops::Range;
 
 /// The memory that blocks may take if the caller does not say: larger ones are hardly faster.
-const DEFAULT_BLOCK_BYTES: u64 = 512 << 20;
+const DEFAULT_BLOCK_BYTES: u64 = 256 << 20;
 /// Positions of the latents that convolutions at the lowest resolution should have at once.
 const POSITIONS: usize = 1024;
 
