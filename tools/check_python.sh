@@ -14,6 +14,7 @@ ringspan=$target/debug/ringspan
   --peers torch,jax,alone --rounds 1 --repeat 1
 "$python" tools/bench_training.py --profile test --tiny --lengths 64 --threads 2 --ranks 2 --rounds 1
 "$python" tools/bench_video.py "$ringspan" --tiny --rounds 1
+"$python" tools/plan_video.py "$ringspan" --tiny
 # Clients have an environment of their own: their packages and those of the scripts above would constrain each other.
 clients=$target/python-clients
 wanted=$(cat tools/check_python.sh tools/requirements-serve.txt | sha256sum)

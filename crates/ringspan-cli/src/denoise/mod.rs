@@ -58,6 +58,9 @@ pub(crate) struct DenoiseArgs {
     /// [default: f32, or as-stored if the weights are a GGUF file]
     #[arg(long, value_name = "TYPE")]
     dtype: Option<WeightType>,
+    /// Print the plan only: tokens and heads of each rank, bytes sent, memory, floating-point operations
+    #[arg(long)]
+    dry_run: bool,
     #[command(flatten)]
     mesh: MeshArgs,
 }
@@ -77,6 +80,9 @@ pub(crate) fn run(args: &DenoiseArgs, processes: &ProcessGroup) -> Result<()> {
     let (ring, ulysses, cfg_parallel) = (args.mesh.ring, args.mesh.ulysses, args.cfg_parallel);
     let mesh = VideoMesh { ring, ulysses, cfg_parallel, threads, deadline: DEADLINE, processes: processes.clone() };
     let plan = DenoisePlan::new(&folder, &mesh, &inputs, &settings)?;
+    if args.dry_run {
+        return Ok(output::line(&plan)?);
+    }
     output::note(&plan);
     if let Some(free) = ringspan::memory::available() {
         plan.check_free(processes.smallest(free)?)?;

@@ -72,6 +72,9 @@ pub(crate) struct VideoArgs {
     /// [1,3,F,H,W] f32 in [-1,1]
     #[arg(long, value_name = "OUT")]
     out: PathBuf,
+    /// Print the plan only: tokens and heads of each rank, bytes sent, memory of each stage, floating-point operations
+    #[arg(long)]
+    dry_run: bool,
     #[command(flatten)]
     mesh: MeshArgs,
 }
@@ -92,6 +95,9 @@ pub(crate) fn run(args: &VideoArgs, processes: &ProcessGroup) -> Result<()> {
     let mesh = VideoMesh { ring, ulysses, cfg_parallel, threads, deadline: DEADLINE, processes: processes.clone() };
     let plan = pipeline.plan(&request, &mesh)?;
     destination.check(plan.frames())?;
+    if args.dry_run {
+        return Ok(output::line(&plan)?);
+    }
     output::note(&plan);
     for (name, cut) in ["--prompt", "--negative"].into_iter().zip(plan.cut()).filter(|(_, cut)| *cut > 0) {
         output::note(format_args!("note: {name}: the last {cut} tokens are cut off, since 512 are kept"));

@@ -314,6 +314,22 @@ fn a_video_is_what_its_stages_make_one_by_one() {
 }
 
 #[test]
+fn a_dry_run_prints_the_plan_of_the_run_and_writes_nothing() {
+    let video = pipeline();
+    let denoise = Video::denoise();
+    let of_denoise = "--embeds in.safetensors --steps 4 --scheduler euler --out out.safetensors --ring 2";
+    let of_video = format!("{FLAGS} --preview look.png --out frames --ring 2");
+    for (video, flags) in [(&denoise, of_denoise), (&video, &of_video)] {
+        let before = video.bench.files();
+        let output = video.run(&format!("{flags} --dry-run"));
+        let plan = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(output.status.success() && plan.contains("floating-point operations"), "{plan}");
+        assert_eq!(video.bench.files(), before);
+        assert!(video.succeeds(flags).contains(plan.trim_end()), "{plan}");
+    }
+}
+
+#[test]
 fn a_video_between_two_images_needs_both() {
     let video = Video { bench: Bench::new(&[]), command: "video", model: PathBuf::from("model") };
     write_pipeline_of("flf2v", &video.bench.path("model"));
