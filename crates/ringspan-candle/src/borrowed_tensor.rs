@@ -80,7 +80,16 @@ impl<'a> BorrowedTensor<'a> {
     pub(crate) fn view(&self) -> Result<View<'_>> {
         let (tokens, heads, dim) = self.layout.shape().dims3()?;
         let stride = self.layout.stride();
-        Ok(View { data: self.rest(), tokens, heads, dim, token_stride: stride[0], head_stride: stride[1], rows: None })
+        Ok(View {
+            data: self.rest(),
+            tokens,
+            heads,
+            dim,
+            token_stride: stride[0],
+            head_stride: stride[1],
+            rows: None,
+            computes_in_f32: false,
+        })
     }
 
     /// The elements of a contiguous tensor.

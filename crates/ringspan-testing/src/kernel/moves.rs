@@ -64,6 +64,7 @@ pub fn packing_converts_and_selects_rows(kernels: &dyn Kernels) {
                 token_stride: 50,
                 head_stride: 9,
                 rows: None,
+                computes_in_f32: false,
             };
             let whole = View { tokens: 1, heads: 1, dim: values.len(), token_stride: 0, head_stride: 0, ..view };
             let (held, held_whole) = (kernel.to_device(view).expect("held"), kernel.to_device(whole).expect("held"));

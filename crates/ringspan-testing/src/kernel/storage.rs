@@ -67,6 +67,7 @@ pub fn rows_may_lie_anywhere(kernels: &dyn Kernels) {
         token_stride: dim + 3,
         head_stride: tokens * (dim + 3),
         rows: None,
+        computes_in_f32: false,
     };
     let map = HeadMap::grouped(4, 2).expect("they divide");
     let inputs = Inputs {

@@ -126,7 +126,16 @@ impl Problem {
             let (gap, end) = if self.strided { (3, 7) } else { (0, 0) };
             let strided = |data, layout: &Layout, heads, dim| {
                 let (tokens, head_stride) = (layout.tokens(rank), dim + gap);
-                View { data, tokens, heads, dim, token_stride: heads * head_stride + end, head_stride, rows: None }
+                View {
+                    data,
+                    tokens,
+                    heads,
+                    dim,
+                    token_stride: heads * head_stride + end,
+                    head_stride,
+                    rows: None,
+                    computes_in_f32: false,
+                }
             };
             let (q, k) = (strided(q.data(), &query, heads, dim), strided(k.data(), &key, kv_heads, dim));
             let (v, d_out) = (strided(v.data(), &key, kv_heads, v_dim), strided(d_out.data(), &query, heads, v_dim));

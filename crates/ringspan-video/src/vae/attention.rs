@@ -50,6 +50,7 @@ impl FrameAttention {
             token_stride: 3 * x.channels,
             head_stride: x.channels,
             rows: None,
+            computes_in_f32: false,
         };
         let score = Score::new(1.0 / (x.channels as f32).sqrt());
         let inputs = Inputs::new(view(0), view(1), view(2), &score);

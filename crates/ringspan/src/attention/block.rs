@@ -162,7 +162,7 @@ pub(super) fn shape_of<'a>([tokens, heads, dim]: [usize; 3], dtype: DType) -> Vi
         DType::Bf16 => Data::Bf16(&[]),
         DType::F16 => Data::F16(&[]),
     };
-    View { data, tokens, heads, dim, token_stride: heads * dim, head_stride: dim, rows: None }
+    View { data, tokens, heads, dim, token_stride: heads * dim, head_stride: dim, rows: None, computes_in_f32: false }
 }
 
 /// Starts sending a block to another ring rank.

@@ -5,7 +5,7 @@ use super::exchange::{Exchange, ExchangeShape, PendingExchange};
 use super::wire::{Wire, floats};
 use super::{Group, Inputs, f32_bytes};
 use crate::comm::Buffer;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::kernel::{self, DType, Data, Floats, HeadMap, Kernel, Saved, Score, Statistics, View};
 use crate::schedule::{HeadShare, Schedule};
 use std::ops::Range;
@@ -79,8 +79,16 @@ impl<'a> HeadPart<'a> {
                 // Statistics are stored by head, `[H, T]`, and packed by token, like all other tensors.
                 let View { tokens, heads, .. } = *d_out;
                 let statistic = |data: Data, tag| {
-                    let by_token =
-                        View { data, tokens, heads, dim: 1, token_stride: 1, head_stride: tokens, rows: None };
+                    let by_token = View {
+                        data,
+                        tokens,
+                        heads,
+                        dim: 1,
+                        token_stride: 1,
+                        head_stride: tokens,
+                        rows: None,
+                        computes_in_f32: false,
+                    };
                     self.queries.to_heads(&by_token, q_heads, Wire::F32, tag)
                 };
                 let (max, sum) = (statistic(*max, self.tag + 5)?, statistic(*sum, self.tag + 6)?);
@@ -167,10 +175,14 @@ impl<'a> HeadPart<'a> {
             let heads = if bias.heads == 1 { 1 } else { share.query.len() };
             shape_of([queries, heads, bias.dim], DType::F32)
         };
+        let shape = |whole: &View, tokens: usize, heads: usize| View {
+            computes_in_f32: whole.data.dtype() != dtype,
+            ..shape_of([tokens, heads, whole.dim], dtype)
+        };
         kernel::Inputs {
-            q: shape_of([queries, share.query.len(), whole.q.dim], dtype),
-            k: shape_of([keys, share.kv.len(), whole.k.dim], dtype),
-            v: shape_of([keys, share.kv.len(), whole.v.dim], dtype),
+            q: shape(&whole.q, queries, share.query.len()),
+            k: shape(&whole.k, keys, share.kv.len()),
+            v: shape(&whole.v, keys, share.kv.len()),
             heads,
             score,
             bias: whole.bias.map(bias),
@@ -220,10 +232,14 @@ impl ExchangedInputs {
             let (heads, dim) = whole.bias.map_or((1, 0), |bias| (if bias.heads == 1 { 1 } else { heads }, bias.dim));
             view(Wire::F32, values, queries, heads, dim)
         };
+        let exchanged = |whole: &View, message, tokens: usize, heads: usize| {
+            let view = view(self.wire, message, tokens, heads, whole.dim)?;
+            Ok::<_, Error>(View { computes_in_f32: whole.data.dtype() != self.wire.dtype(), ..view })
+        };
         Ok(kernel::Inputs {
-            q: view(self.wire, &self.q, queries, heads, whole.q.dim)?,
-            k: view(self.wire, &self.k, keys, kv_heads, whole.k.dim)?,
-            v: view(self.wire, &self.v, keys, kv_heads, whole.v.dim)?,
+            q: exchanged(&whole.q, &self.q, queries, heads)?,
+            k: exchanged(&whole.k, &self.k, keys, kv_heads)?,
+            v: exchanged(&whole.v, &self.v, keys, kv_heads)?,
             heads: &self.map,
             score: &self.score,
             bias: self.bias.as_ref().map(bias).transpose()?,

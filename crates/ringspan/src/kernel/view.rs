@@ -168,6 +168,9 @@ pub struct View<'a> {
     pub head_stride: usize,
     /// The row of `data` in which each token is; `None` if token i is in row i.
     pub rows: Option<&'a [u32]>,
+    /// Whether the elements are of a wider type and only travelled in theirs: products of bf16 would round probabilities and gradients,
+    /// too, so they are computed in f32.
+    pub computes_in_f32: bool,
 }
 
 impl<'a> View<'a> {
@@ -188,6 +191,7 @@ impl<'a> View<'a> {
             token_stride: heads.saturating_mul(dim),
             head_stride: dim,
             rows: None,
+            computes_in_f32: false,
         })
     }
 

@@ -41,10 +41,12 @@ impl Cpu {
         }
     }
 
-    /// Uses products of bf16 if q, k and v are stored in bf16. The scale is then applied after the sums, so it must be
+    /// Uses products of bf16 if q, k and v are stored in bf16, and not only travelled in it. The scale is then applied after the sums, so it must be
     /// positive for the maximum of products to be the maximum of scores.
     fn code_for(&self, inputs: &Inputs) -> Code {
-        let halves = [inputs.q, inputs.k, inputs.v].iter().all(|view| matches!(view.data, Data::Bf16(_)));
+        let halves = [inputs.q, inputs.k, inputs.v]
+            .iter()
+            .all(|view| matches!(view.data, Data::Bf16(_)) && !view.computes_in_f32);
         self.code.with_pairs(halves && inputs.score.scale > 0.0)
     }
 
