@@ -15,6 +15,8 @@ ringspan=$target/debug/ringspan
 "$python" tools/bench_training.py --profile test --tiny --lengths 64 --threads 2 --ranks 2 --rounds 1
 "$python" tools/bench_video.py "$ringspan" --tiny --rounds 1
 "$python" tools/plan_video.py "$ringspan" --tiny
+# The picture in docs/video.md.
+"$python" tools/draw_video.py --out "$target/video-ranks.svg" && cmp "$target/video-ranks.svg" docs/video-ranks.svg
 # Clients have an environment of their own: their packages and those of the scripts above would constrain each other.
 clients=$target/python-clients
 wanted=$(cat tools/check_python.sh tools/requirements-serve.txt | sha256sum)

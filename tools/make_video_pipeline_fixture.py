@@ -6,7 +6,8 @@ Writes crates/ringspan-video/tests/fixtures/pipeline, or --out: for each pipelin
 as diffusers saves them, and reference.safetensors with `noise`, which `ringspan` draws for the seed, `latents` and `frames`. The text
 encoder and the autoencoder are those of the fixtures text and vae. image.png and last.png are given frames; resized.png is the
 first one as diffusers resizes it. Pipelines of WAN 2.1 with images have image_encoder and image_processor, too, and their references
-`pixels`, which the encoder takes, and `image_embeds`; `square_embeds` are of square.png, which is not resized.
+`pixels`, which the encoder takes, and `image_embeds`; `square_embeds` are of square.png, which is not resized. That of VACE has the
+frames of its control and its mask in the folders control and mask; its references are image.png and upright.png.
 """
 
 import argparse
@@ -18,8 +19,15 @@ import shutil
 import numpy as np
 import PIL.Image
 import torch
-from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanImageToVideoPipeline, WanPipeline
-from diffusers.pipelines.wan import pipeline_wan, pipeline_wan_i2v
+from diffusers import (
+    AutoencoderKLWan,
+    UniPCMultistepScheduler,
+    WanImageToVideoPipeline,
+    WanPipeline,
+    WanVACEPipeline,
+    WanVACETransformer3DModel,
+)
+from diffusers.pipelines.wan import pipeline_wan, pipeline_wan_i2v, pipeline_wan_vace
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from transformers import CLIPVisionConfig, CLIPVisionModel, PreTrainedTokenizerFast, UMT5EncoderModel
@@ -27,8 +35,8 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 from make_video_fixture import randomised, saved, transformer
 
-# Without ftfy, which repairs nothing in these prompts, the pipeline of images fails, and that of prompts does without.
-pipeline_wan_i2v.prompt_clean = pipeline_wan.prompt_clean
+# Without ftfy, which repairs nothing in these prompts, the pipelines of images fail, and that of prompts does without.
+pipeline_wan_i2v.prompt_clean = pipeline_wan_vace.prompt_clean = pipeline_wan.prompt_clean
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FIXTURES = ROOT / "crates/ringspan-video/tests/fixtures"
@@ -125,12 +133,13 @@ def save(folder: pathlib.Path, pipeline, vae: str, **of_call) -> None:
         saved(getattr(pipeline, name), folder / name, True)
     pipeline.scheduler.save_pretrained(folder / "scheduler")
     settings = {"_class_name": type(pipeline).__name__, "boundary_ratio": pipeline.config.boundary_ratio}
-    index = settings | {"expand_timesteps": pipeline.config.expand_timesteps, "vae": vae}
+    index = settings | {"expand_timesteps": getattr(pipeline.config, "expand_timesteps", False), "vae": vae}
     (folder / "model_index.json").write_text(json.dumps(index, indent=1) + "\n")
     frames, height, width = of_call.pop("size", SIZE)
     config = pipeline.vae.config
     space, time = config.scale_factor_spatial, config.scale_factor_temporal
-    start = noise(SEED, (1, config.z_dim, (frames - 1) // time + 1, height // space, width // space))
+    references = len(of_call.get("reference_images", []))
+    start = noise(SEED, (1, config.z_dim, references + (frames - 1) // time + 1, height // space, width // space))
     call = of_call | {"prompt": PROMPT, "negative_prompt": NEGATIVE, "num_inference_steps": 4, "max_sequence_length": 512}
     call |= {"height": height, "width": width, "num_frames": frames}
     pipeline.set_progress_bar_config(disable=True)
@@ -196,13 +205,33 @@ def first_frame(out: pathlib.Path) -> None:
     save(out / "ti2v", pipeline, "residual", size=(5, 64, 64), guidance_scale=3.5, image=picture(41, 57, 0.3))
 
 
+def controlled(out: pathlib.Path) -> None:
+    """VACE: frames of which a mask keeps a part, and two references, one of them upright."""
+    sizes = {"in_channels": 16, "out_channels": 16, "text_dim": 20, "freq_dim": 32, "vace_layers": [0], "vace_in_channels": 96}
+    model = transformer(77, WanVACETransformer3DModel, **sizes, num_layers=2)
+    pipeline = WanVACEPipeline(**components("tiny", {"flow_shift": 3.0}), transformer=model)
+    frames, height, width = SIZE
+    video = [picture(height, width, 0.4 * frame) for frame in range(frames)]
+    # A dark gray, which is kept, and a bright one, which is not; their levels also are what the transformer sees.
+    y, x = np.mgrid[0:height, 0:width]
+    levels = [np.where(abs(x - 5 * frame) + abs(y - 16) < 14, 255 - 10 * frame, 12 * frame) for frame in range(frames)]
+    mask = [PIL.Image.fromarray(level.astype(np.uint8)).convert("RGB") for level in levels]
+    for name, pictures in {"control": video, "mask": mask}.items():
+        (out / "vace" / name).mkdir(parents=True)
+        for number, of_frame in enumerate(pictures):
+            of_frame.save(out / "vace" / name / f"{number}.png")
+    references = [picture(41, 57, 0.3), picture(61, 40, 2.3)]
+    control = {"video": video, "mask": mask, "reference_images": references, "conditioning_scale": 0.7}
+    save(out / "vace", pipeline, "tiny", guidance_scale=3.5, **control)
+
+
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=pathlib.Path, default=FIXTURES / "pipeline")
     out = parser.parse_args().out
     shutil.rmtree(out, ignore_errors=True)
-    for make in (text_to_video, image_to_video, encoded_image, encoded_images, first_frame):
+    for make in (text_to_video, image_to_video, encoded_image, encoded_images, first_frame, controlled):
         make(out)
 
 

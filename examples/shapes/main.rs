@@ -17,7 +17,7 @@ use candle_core::{Device, Tensor};
 use ringspan_video::denoise::{DenoiseSettings, VideoMesh};
 use ringspan_video::encoder_mesh::EncoderMesh;
 use ringspan_video::frames;
-use ringspan_video::pipeline::{VideoEvent, VideoPipeline, VideoRequest};
+use ringspan_video::pipeline::{VideoControl, VideoEvent, VideoPipeline, VideoRequest};
 use ringspan_video::scheduler::{SchedulerConfig, SchedulerKind};
 use ringspan_video::text_encoder::{PROMPT_ROWS, PromptTokenizer, TextEncoder};
 use ringspan_video::transformer::{WanConfig, WeightType};
@@ -168,6 +168,7 @@ fn make(folder: &Path, prompt: &str, steps: usize, seed: u64, mesh: &VideoMesh) 
         negative: None,
         image: None,
         last_image: None,
+        control: VideoControl::default(),
         size: [shapes::FRAMES, shapes::SIDE, shapes::SIDE],
         seed,
         settings: DenoiseSettings { steps, scheduler, guidance: [3.0; 2], cache_threshold: 0.0 },

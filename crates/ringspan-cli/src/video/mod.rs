@@ -5,13 +5,13 @@ mod preview;
 use crate::denoise::{Progress, SamplerArgs};
 use crate::mesh::{DEADLINE, MeshArgs};
 use crate::output;
-use crate::video_io::Destination;
+use crate::video_io::{Destination, read_frames};
 use anyhow::{Context, Result};
 use preview::Preview;
 use ringspan::comm::process_group::ProcessGroup;
 use ringspan_video::denoise::VideoMesh;
 use ringspan_video::frames::{self, RgbFrame};
-use ringspan_video::pipeline::{VideoEvent, VideoPipeline, VideoRequest, VideoStage};
+use ringspan_video::pipeline::{VideoControl, VideoEvent, VideoPipeline, VideoRequest, VideoStage};
 use ringspan_video::transformer::WeightType;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -40,6 +40,20 @@ pub(crate) struct VideoArgs {
     /// The last frame, for pipelines that take one
     #[arg(long, value_name = "PNG", requires = "image")]
     last_image: Option<PathBuf>,
+    /// Frames that VACE keeps, changes or follows, as many as the video has: a folder of PNG files, or a safetensors file with `frames`
+    /// [1,3,F,H,W] in [-1,1]; they are resized to the video's size
+    #[arg(long, value_name = "IN")]
+    control_video: Option<PathBuf>,
+    /// As many frames, bright where VACE makes the video anew, and dark where the frames of --control-video are kept [default: all
+    /// bright]
+    #[arg(long, value_name = "IN", requires = "control_video")]
+    control_mask: Option<PathBuf>,
+    /// A picture of what VACE's video should show; may be given several times
+    #[arg(long, value_name = "PNG")]
+    reference_image: Vec<PathBuf>,
+    /// Factor of what VACE's control adds [default: 1]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    control_scale: Option<f32>,
     /// Frames of the video: 1 + 4 k with WAN's decoder
     #[arg(long, value_name = "F")]
     frames: usize,
@@ -84,8 +98,8 @@ pub(crate) fn run(args: &VideoArgs, processes: &ProcessGroup) -> Result<()> {
     let branches = if args.cfg_parallel { 2 } else { 1 };
     let (_, threads) = args.mesh.start_with(processes, &[(branches, "branches of --cfg-parallel")])?;
     let destination = Destination::of(&args.out)?;
-    let preview =
-        args.preview.as_ref().map(|path| Preview::new(path, args.image.iter().chain(&args.last_image))).transpose()?;
+    let pictures = args.image.iter().chain(&args.last_image).chain(&args.reference_image);
+    let preview = args.preview.as_ref().map(|path| Preview::new(path, pictures)).transpose()?;
     let dtype = args.dtype.unwrap_or_else(|| WeightType::default_of(&args.model));
     let pipeline = VideoPipeline::open(&args.model, dtype).context("--model")?;
     let [first, second] = args.sampler.loras(pipeline.denoiser(), &args.model)?;
@@ -154,6 +168,16 @@ impl VideoArgs {
             negative: self.negative.clone(),
             image: picture("--image", &self.image)?,
             last_image: picture("--last-image", &self.last_image)?,
+            control: VideoControl {
+                frames: pictures("--control-video", &self.control_video)?,
+                mask: pictures("--control-mask", &self.control_mask)?,
+                references: self
+                    .reference_image
+                    .iter()
+                    .map(|path| read_picture(path).context("--reference-image"))
+                    .collect::<Result<_>>()?,
+                scale: self.control_scale,
+            },
             size: [self.frames, self.height, self.width],
             seed: self.seed,
             settings: self.sampler.settings(pipeline.denoiser(), &self.model)?,
@@ -161,6 +185,13 @@ impl VideoArgs {
             preview: self.preview.is_some(),
         })
     }
+}
+
+/// The frames of a flag; none without it.
+fn pictures(flag: &str, path: &Option<PathBuf>) -> Result<Vec<RgbFrame>> {
+    let Some(path) = path else { return Ok(Vec::new()) };
+    let frames = read_frames(flag, path).with_context(|| flag.to_owned())?;
+    Ok(frames::to_rgb(&frames).with_context(|| format!("{flag} {}", path.display()))?)
 }
 
 fn read_picture(path: &Path) -> Result<RgbFrame> {

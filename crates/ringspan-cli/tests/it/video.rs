@@ -330,6 +330,27 @@ fn a_dry_run_prints_the_plan_of_the_run_and_writes_nothing() {
 }
 
 #[test]
+fn a_video_of_vace_takes_frames_a_mask_and_references() {
+    let video = Video { bench: Bench::new(&[]), command: "video", model: PathBuf::from("model") };
+    write_pipeline_of("vace", &video.bench.path("model"));
+    let of_fixture = |name: &str| fixture("pipeline").join(name).display().to_string();
+    let flags = "--prompt a_cat --frames 9 --height 32 --width 48 --steps 2 --guidance 1 --seed 7";
+    let (frames, mask) = (of_fixture("vace/control"), of_fixture("vace/mask"));
+    let references =
+        ["image.png", "upright.png"].map(|name| format!("--reference-image {}", of_fixture(name))).join(" ");
+    let control = format!("--control-video {frames} --control-mask {mask} {references}");
+    let [with, half, without] = [&control, &format!("{control} --control-scale 0.5"), ""]
+        .map(|more| video.results(&format!("{flags} {more} --ring 2"))["frames"].clone());
+    assert_eq!(with.shape, [1, 3, 9, 32, 48]);
+    assert!(with != half && with != without && half != without, "everything has an effect");
+    std::fs::copy(of_fixture("image.png"), video.bench.path("look.png")).expect("copied");
+    let flags = format!("{flags} --out out.safetensors");
+    video.refused(&format!("{flags} --control-video look.png"), &["1 control frames", "9 frames"]);
+    video.refused(&format!("{flags} --control-mask {mask}"), &["--control-video"]);
+    video.refused(&format!("{flags} --reference-image look.png --preview look.png"), &["the run reads this picture"]);
+}
+
+#[test]
 fn a_video_between_two_images_needs_both() {
     let video = Video { bench: Bench::new(&[]), command: "video", model: PathBuf::from("model") };
     write_pipeline_of("flf2v", &video.bench.path("model"));

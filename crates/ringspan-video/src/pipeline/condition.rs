@@ -18,6 +18,9 @@ impl VideoPipeline {
             (Images::None, true, _) => {
                 refuse("this pipeline makes videos of prompts alone: its transformer takes no channels of an image")
             }
+            (Images::Control, true, _) => refuse(
+                "a VACE pipeline takes images as frames of its control or as references: a first image has no effect",
+            ),
             (Images::Appended { .. }, false, _) => refuse("this pipeline makes videos of an image, and none is given"),
             (Images::Appended { .. }, true, given)
                 if self.image_encoder.is_some() && given != self.takes_two_images() =>
@@ -66,11 +69,11 @@ impl VideoPipeline {
     /// The shape of the frames that are encoded, if there are any.
     pub(super) fn encoded_shape(&self, request: &VideoRequest) -> Option<[usize; 5]> {
         let [frames, height, width] = request.size;
-        request.image.as_ref()?;
         match self.images {
             Images::None => None,
-            Images::Appended { .. } => Some([1, 3, frames, height, width]),
-            Images::FirstFrame => Some([1, 3, 1, height, width]),
+            Images::Control => Some([1, 3, frames, height, width]),
+            Images::Appended { .. } => request.image.as_ref().map(|_| [1, 3, frames, height, width]),
+            Images::FirstFrame => request.image.as_ref().map(|_| [1, 3, 1, height, width]),
         }
     }
 
@@ -79,7 +82,7 @@ impl VideoPipeline {
         let [batch, channels, frames, height, width] = latents;
         request.image.as_ref()?;
         match self.images {
-            Images::None => None,
+            Images::None | Images::Control => None,
             Images::Appended { mask } => Some([batch, mask + channels, frames, height, width]),
             Images::FirstFrame => Some([batch, channels, 1, height, width]),
         }

@@ -2,10 +2,12 @@
 //! other on the same ranks. Each stage's weights are freed before the next stage reads its own.
 
 mod condition;
+mod control;
 mod plan;
 mod run;
 mod stage;
 
+pub use control::VideoControl;
 pub use plan::VideoPlan;
 pub use run::VideoEvent;
 pub use stage::VideoStage;
@@ -43,6 +45,8 @@ enum Images {
     Appended { mask: usize },
     /// The first frame may be given (TI2V).
     FirstFrame,
+    /// They are part of a control (VACE).
+    Control,
 }
 
 /// A video to make.
@@ -56,6 +60,8 @@ pub struct VideoRequest {
     pub image: Option<RgbFrame>,
     /// The last frame, of any size.
     pub last_image: Option<RgbFrame>,
+    /// What VACE takes.
+    pub control: VideoControl,
     /// Frames, height and width in pixels.
     pub size: [usize; 3],
     /// The seed of the noise.
@@ -102,9 +108,7 @@ impl VideoPipeline {
         let (text_encoder, vae) = (TextEncoder::open(path)?, VaeFolder::open(path)?);
         let config = denoiser.transformer(0).config();
         let (inputs, channels) = (config.in_channels, config.out_channels());
-        if config.vace_layers.is_some() {
-            return refuse("VACE needs a control, which `ringspan denoise` takes from the file of --embeds".into());
-        }
+        let (of_control, is_vace) = (config.vace_in_channels, config.vace_layers.is_some());
         let image_encoder = match config.image_dim {
             Some(dim) => Some(Self::open_image_encoder(path, dim, config.pos_embed_seq_len)?),
             None => None,
@@ -120,6 +124,7 @@ impl VideoPipeline {
             return refuse(format!("transformer has {channels} channels of latents (out_channels), vae {z} (z_dim)"));
         }
         let images = match inputs.checked_sub(channels) {
+            Some(0) if is_vace => Images::Control,
             Some(0) if index.get("expand_timesteps").and_then(Value::as_bool) == Some(true) => Images::FirstFrame,
             Some(0) => Images::None,
             Some(more) if more == z + vae.config().time() => Images::Appended { mask: more - z },
@@ -137,7 +142,15 @@ impl VideoPipeline {
             );
         }
         let tokenizer = PromptTokenizer::open(path)?;
-        Ok(Self { tokenizer, text_encoder, image_encoder, denoiser, vae, images })
+        let pipeline = Self { tokenizer, text_encoder, image_encoder, denoiser, vae, images };
+        match of_control.filter(|given| is_vace && *given != pipeline.control_channels()) {
+            Some(given) => refuse(format!(
+                "transformer takes a control of {given} channels (vace_in_channels); with this vae it has {}: twice the latents and a \
+                 mask of each of their pixels",
+                pipeline.control_channels()
+            )),
+            None => Ok(pipeline),
+        }
     }
 
     /// The encoder of images for a transformer that takes embeddings of width `dim`, and if it has positions, so many of them.

@@ -1,6 +1,6 @@
 //! The plan of a video, computed from shapes alone: the mesh, tokens, bytes, operations, and the memory of each stage.
 
-use super::{VideoPipeline, VideoRequest, VideoStage};
+use super::{Images, VideoPipeline, VideoRequest, VideoStage};
 use crate::bytes_text::bytes_text;
 use crate::denoise::{DenoiseInputs, DenoisePlan, VideoMesh};
 use crate::error::{Error, Result};
@@ -14,9 +14,11 @@ use std::fmt;
 pub struct VideoPlan {
     pub(super) prompt: PromptTokens,
     pub(super) negative: Option<PromptTokens>,
-    /// `[1, C, F, H, W]`.
+    /// `[1, C, F, H, W]`, with a frame before the others for each reference of a control.
     pub(super) latents: [usize; 5],
     pub(super) encode: Option<vae::Plan>,
+    /// The plan of a reference's encoding.
+    pub(super) reference: Option<vae::Plan>,
     pub(super) denoise: DenoisePlan,
     pub(super) preview: Option<Preview>,
     pub(super) decode: vae::Plan,
@@ -59,9 +61,11 @@ impl VideoPipeline {
     /// Everything in which the request, the pipeline and the mesh do not fit each other, with the numbers.
     pub fn plan(&self, request: &VideoRequest, mesh: &VideoMesh) -> Result<VideoPlan> {
         self.check_images(request)?;
+        self.check_control(request)?;
         let channels = self.denoiser.transformer(0).config().out_channels();
         let [frames, height, width] = self.denoiser.latents_of(request.size)?;
-        let latents = [1, channels, frames, height, width];
+        let of_video = [1, channels, frames, height, width];
+        let latents = [1, channels, self.references(request) + frames, height, width];
         let guided = request.settings.guidance[..self.denoiser.stages()].iter().any(|guidance| *guidance != 1.0);
         if request.negative.is_some() && !guided {
             return Err(Error::Input("a negative prompt has no effect with guidance 1".into()));
@@ -82,15 +86,23 @@ impl VideoPipeline {
             latents: shaped(&latents)?,
             image_embeds: self.image_embeds_shape(request).map(|shape| shaped(&shape)).transpose()?,
             condition: condition.map(|shape| shaped(&shape)).transpose()?,
-            control: None,
-            control_scale: None,
+            control: match self.images {
+                Images::Control => Some(shaped(&[1, self.control_channels(), latents[2], height, width])?),
+                _ => None,
+            },
+            control_scale: self.control_scale(request),
         };
         let denoise = DenoisePlan::new(&self.denoiser, mesh, &inputs, &request.settings)?;
         denoise.check_memory(request.memory)?;
         let (ranks, memory) = (mesh.size(), request.memory);
         let encode =
             self.encoded_shape(request).map(|shape| self.vae.plan_encoding(shape, ranks, memory)).transpose()?;
-        let decode = self.vae.plan_decoding(latents, ranks, memory)?;
+        let decode = self.vae.plan_decoding(of_video, ranks, memory)?;
+        let [count, rows, columns] = request.size;
+        let reference = match self.references(request) {
+            0 => None,
+            _ => Some(self.vae.plan_encoding([1, 3, 1, rows, columns], ranks, memory)?),
+        };
         let preview = match request.preview {
             true => {
                 let first = [1, channels, 1, height, width];
@@ -99,12 +111,12 @@ impl VideoPipeline {
             }
             false => None,
         };
-        let [count, rows, columns] = request.size;
         let mut plan = VideoPlan {
             prompt,
             negative,
             latents,
             encode,
+            reference,
             denoise,
             preview,
             decode,
@@ -131,7 +143,9 @@ impl VideoPipeline {
             stages.push(StageMemory { stage: VideoStage::Image, shared: 0, of_rank });
         }
         if let (Some(encode), Some(shape)) = (&plan.encode, self.encoded_shape(request)) {
-            stages.push(of_vae(VideoStage::Encode, encode, 4 * elements(shape)));
+            // Of a control the frames, a part of them that is encoded, and the mask of one channel.
+            let bytes = if self.images == Images::Control { 28 * elements(shape) / 3 } else { 4 * elements(shape) };
+            stages.push(of_vae(VideoStage::Encode, encode, bytes));
         }
         let preview = plan.preview.as_ref().map_or(0, |preview| preview.decode.weights() + preview.decode.bytes());
         stages.push(StageMemory {

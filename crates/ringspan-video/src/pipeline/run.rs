@@ -1,11 +1,11 @@
 //! Runs the stages of a pipeline, one after the other.
 
-use super::{VideoPipeline, VideoPlan, VideoRequest, VideoStage};
+use super::{Images, VideoPipeline, VideoPlan, VideoRequest, VideoStage};
 use crate::denoise::{DenoiseInputs, DenoiseStep, VideoMesh, denoise_in_each_process};
 use crate::encoder_mesh::EncoderMesh;
 use crate::error::{Error, Result};
 use crate::noise::noise;
-use crate::vae::{Mesh, VideoTensor};
+use crate::vae::{Mesh, Plan, VideoTensor};
 use candle_core::{DType, Device, Tensor};
 use ringspan::comm::Buffer;
 use ringspan::comm::process_group::ProcessGroup;
@@ -57,17 +57,24 @@ impl VideoPipeline {
             threads: mesh.threads,
             deadline: mesh.deadline,
         };
-        let condition = match (self.frames_to_encode(request)?, &plan.encode) {
-            (Some(frames), Some(encode)) => {
-                tell(VideoEvent::Began(VideoStage::Encode))?;
-                let encoder = self.vae.encoder()?;
-                let shape = encoder.latents(frames.shape())?;
-                let encoded = encoder.encode(&frames, &ranks, encode)?.map(VideoTensor::into_values);
-                let encoded = VideoTensor::new(shape, from_lead(&mesh.processes, encoded)?)?;
-                Some(self.condition(request, &encoded)?)
+        let (mut condition, mut control) = (None, None);
+        if let Some(encode) = &plan.encode {
+            tell(VideoEvent::Began(VideoStage::Encode))?;
+            let encoder = self.vae.encoder()?;
+            let encoded = |frames: &VideoTensor, plan: &Plan| {
+                let encoded = encoder.encode(frames, &ranks, plan)?.map(VideoTensor::into_values);
+                VideoTensor::new(encoder.latents(frames.shape())?, from_lead(&mesh.processes, encoded)?)
+            };
+            if self.images == Images::Control {
+                control = Some(self.control(request, |frames| {
+                    let plan = plan.reference.as_ref().filter(|_| frames.shape()[2] == 1).unwrap_or(encode);
+                    let encoded = encoded(frames, plan)?;
+                    Ok(Tensor::from_slice(encoded.values(), encoded.shape().as_slice(), &Device::Cpu)?)
+                })?);
+            } else if let Some(frames) = self.frames_to_encode(request)? {
+                condition = Some(self.condition(request, &encoded(&frames, encode)?)?);
             }
-            _ => None,
-        };
+        }
         tell(VideoEvent::Began(VideoStage::Denoise))?;
         let inputs = DenoiseInputs {
             prompt_embeds,
@@ -75,8 +82,8 @@ impl VideoPipeline {
             latents: noise(request.seed, &plan.latents)?,
             image_embeds,
             condition,
-            control: None,
-            control_scale: None,
+            control,
+            control_scale: self.control_scale(request),
         };
         let stepped = |step: &DenoiseStep| {
             if step.skipped {
@@ -85,7 +92,8 @@ impl VideoPipeline {
             told(VideoEvent::Stepped(step.number))?;
             match &plan.preview {
                 Some(preview) if preview.step == step.number => {
-                    told(VideoEvent::Preview(self.first_frame(&step.predicted()?, mesh, &preview.decode)?))
+                    let predicted = step.predicted()?.narrow(2, self.references(request), 1)?;
+                    told(VideoEvent::Preview(self.first_frame(&predicted, mesh, &preview.decode)?))
                 }
                 _ => Ok(()),
             }
@@ -93,7 +101,8 @@ impl VideoPipeline {
         let latents = denoise_in_each_process(&self.denoiser, mesh, &inputs, &request.settings, stepped)?;
         self.denoiser.release();
         drop(inputs);
-        let latents = video_tensor(&latents)?;
+        let references = self.references(request);
+        let latents = video_tensor(&latents.narrow(2, references, latents.dim(2)? - references)?)?;
         tell(VideoEvent::Began(VideoStage::Decode))?;
         self.vae.decoder()?.decode(&latents, &ranks, &plan.decode)
     }
@@ -106,10 +115,10 @@ impl VideoPipeline {
         Ok(Tensor::from_vec(states, (1, rows, width), &Device::Cpu)?)
     }
 
-    /// The first frame of predicted latents, decoded by this rank alone.
-    fn first_frame(&self, latents: &Tensor, mesh: &VideoMesh, plan: &crate::vae::Plan) -> Result<VideoTensor> {
+    /// The frame of the first predicted latents `[1, C, 1, H, W]`, decoded by this rank alone.
+    fn first_frame(&self, latents: &Tensor, mesh: &VideoMesh, plan: &Plan) -> Result<VideoTensor> {
         let alone = Mesh { processes: ProcessGroup::single(), size: 1, threads: mesh.threads, deadline: mesh.deadline };
-        let first = video_tensor(&latents.narrow(2, 0, 1)?)?;
+        let first = video_tensor(latents)?;
         let frame = self.vae.decoder()?.decode(&first, &alone, plan)?;
         frame.ok_or_else(|| Error::Mesh("a rank alone has no rank 0".into()))
     }

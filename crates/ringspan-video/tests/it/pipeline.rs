@@ -9,7 +9,7 @@ use ringspan_video::encoder_mesh::EncoderMesh;
 use ringspan_video::frames::{self, ResizeFilter, RgbFrame};
 use ringspan_video::image_encoder::{ImageEncoder, ImagePreprocessing};
 use ringspan_video::noise::noise;
-use ringspan_video::pipeline::{VideoEvent, VideoPipeline, VideoRequest, VideoStage};
+use ringspan_video::pipeline::{VideoControl, VideoEvent, VideoPipeline, VideoRequest, VideoStage};
 use ringspan_video::tensor_folder::read_json;
 use ringspan_video::transformer::WeightType;
 use ringspan_video::vae::VideoTensor;
@@ -56,14 +56,29 @@ fn picture(name: &str) -> RgbFrame {
     frames::to_rgb(&video).expect("one video").remove(0)
 }
 
+/// The pictures of a folder, in the order of their names.
+fn pictures(name: &str) -> Vec<RgbFrame> {
+    frames::to_rgb(&frames::read_pictures(&of_pipeline(name)).expect("pictures")).expect("one video")
+}
+
 /// The request of which the fixture has the frames.
 fn request(kind: &str, pipeline: &VideoPipeline) -> VideoRequest {
     let (guidance, image, last_image, size) = match kind {
         "t2v" => ([4.0, 3.0], None, None, [9, 32, 48]),
+        "vace" => ([3.5; 2], None, None, [9, 32, 48]),
         "i2v" => ([3.5; 2], Some(picture("image.png")), Some(picture("last.png")), [9, 32, 48]),
         "i2v_2.1" => ([3.5; 2], Some(picture("image.png")), None, [9, 32, 48]),
         "flf2v" => ([3.5; 2], Some(picture("image.png")), Some(picture("upright.png")), [9, 32, 48]),
         _ => ([3.5; 2], Some(picture("image.png")), None, [5, 64, 64]),
+    };
+    let control = match kind {
+        "vace" => VideoControl {
+            frames: pictures("vace/control"),
+            mask: pictures("vace/mask"),
+            references: vec![picture("image.png"), picture("upright.png")],
+            scale: Some(0.7),
+        },
+        _ => VideoControl::default(),
     };
     let scheduler = pipeline.denoiser().scheduler().expect("a scheduler");
     VideoRequest {
@@ -71,6 +86,7 @@ fn request(kind: &str, pipeline: &VideoPipeline) -> VideoRequest {
         negative: Some("rain".into()),
         image,
         last_image,
+        control,
         size,
         seed: 7,
         settings: DenoiseSettings { steps: 4, scheduler, guidance, cache_threshold: 0.0 },
@@ -92,7 +108,7 @@ fn tensor(video: &VideoTensor) -> Tensor {
 
 #[test]
 fn frames_are_those_of_diffusers_on_every_mesh() -> Result<()> {
-    for kind in ["t2v", "i2v", "i2v_2.1", "flf2v", "ti2v"] {
+    for kind in ["t2v", "i2v", "i2v_2.1", "flf2v", "ti2v", "vace"] {
         let (folder, reference) = (folder(kind), reference(kind));
         let start = &reference["noise"];
         assert!(distance(&noise(7, start.dims())?, start) < 1e-6, "{kind}: the noise is another");
@@ -277,6 +293,21 @@ fn what_does_not_fit_is_refused_with_the_numbers_before_weights_are_read() -> Re
     refused(&of_first, VideoRequest { last_image, ..with_first.clone() }, &single, &["last image has no effect"]);
     refused(&of_first, VideoRequest { image: None, ..with_first }, &single, &["of an image", "none is given"]);
     refused(&of_both, VideoRequest { last_image: None, ..with_both }, &single, &["no last image", "pos_embed_seq_len"]);
+    let controlled = folder("vace");
+    let of_vace = open(&controlled)?;
+    let with_control = request("vace", &of_vace);
+    let change = |change: &dyn Fn(&mut VideoControl)| {
+        let mut request = with_control.clone();
+        change(&mut request.control);
+        request
+    };
+    let (image, control) = (Some(picture("image.png")), with_control.control.clone());
+    refused(&of_vace, VideoRequest { image, ..with_control.clone() }, &single, &["a first image has no effect"]);
+    refused(&of_vace, change(&|control| control.frames.truncate(8)), &single, &["8 control frames", "9 frames"]);
+    refused(&of_vace, change(&|control| control.mask.truncate(1)), &single, &["1 frames of the mask", "9 frames"]);
+    refused(&of_vace, change(&|control| control.frames.clear()), &single, &["a mask needs the frames"]);
+    refused(&of_vace, change(&|control| control.scale = Some(f32::NAN)), &single, &["NaN", "no finite number"]);
+    refused(&of_text, VideoRequest { control, ..good.clone() }, &single, &["no vace_layers"]);
     let plan = of_text.plan(&good, &single)?;
     assert!(plan.check_free(1 << 40).is_ok());
     let found = message(plan.check_free(1000));
@@ -353,12 +384,15 @@ fn folders_that_are_no_whole_pipeline_are_refused_by_name() {
         &of_images("image_encoder", &fixture("../text/text_encoder")),
         &["image_encoder/config.json", "model_type is umt5"],
     );
-    refused(
-        &|folder: &Path| {
-            std::fs::remove_dir_all(folder.join("transformer_2")).expect("removed");
-            std::fs::remove_file(folder.join("model_index.json")).expect("removed");
-            copy(&fixture("vace"), &folder.join("transformer"));
-        },
-        &["VACE needs a control"],
-    );
+    // An autoencoder of three levels, whose latents stand for 4 x 4 pixels.
+    let with_smaller_latents = |folder: &Path| {
+        std::fs::remove_dir_all(folder.join("transformer_2")).expect("removed");
+        copy(&of_pipeline("vace"), folder);
+        let path = folder.join("vae/config.json");
+        let mut config: serde_json::Value = read_json(&path).expect("a configuration");
+        config["dim_mult"] = serde_json::json!([1, 1, 1]);
+        config["temperal_downsample"] = serde_json::json!([true, true]);
+        std::fs::write(path, config.to_string()).expect("written");
+    };
+    refused(&with_smaller_latents, &["96 channels (vace_in_channels)", "it has 48"]);
 }
