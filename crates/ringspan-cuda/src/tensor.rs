@@ -27,7 +27,7 @@ impl Cuda {
     /// The address of a tensor's first element. GPU kernels do not check bounds, so a tensor with rows out of bounds is an
     /// error.
     pub(crate) fn tensor(&self, view: &View) -> Result<u64> {
-        let View { tokens, heads, dim, token_stride, head_stride, data, rows } = *view;
+        let View { tokens, heads, dim, token_stride, head_stride, data, rows, .. } = *view;
         if rows.is_some() {
             return Err(self.wrong(
                 "a tensor whose tokens are in a table of rows: kernels of GPUs read only tensors with strides".into(),
