@@ -346,7 +346,8 @@ fn a_video_of_vace_takes_frames_a_mask_and_references() {
     std::fs::copy(of_fixture("image.png"), video.bench.path("look.png")).expect("copied");
     let flags = format!("{flags} --out out.safetensors");
     video.refused(&format!("{flags} --control-video look.png"), &["1 control frames", "9 frames"]);
-    video.refused(&format!("{flags} --control-mask {mask}"), &["--control-video"]);
+    let alone = video.run(&format!("{flags} --control-mask {mask}"));
+    assert!(alone.status.code() == Some(2) && String::from_utf8_lossy(&alone.stderr).contains("--control-video"));
     video.refused(&format!("{flags} --reference-image look.png --preview look.png"), &["the run reads this picture"]);
 }
 
