@@ -89,7 +89,7 @@ impl VideoPipeline {
         let mut latents = Tensor::cat(&[kept, anew], 1)?;
         let mut mask = self.mask_of_latents(&mask, request.size)?;
         for reference in &request.control.references {
-            let latent = encode(&fitted(reference, request.size)?)?;
+            let latent = encode(&fitted(reference, request.size, self.vae.config().space())?)?;
             latents = Tensor::cat(&[Tensor::cat(&[&latent, &latent.zeros_like()?], 1)?, latents], 2)?;
             mask = Tensor::cat(&[mask.narrow(2, 0, 1)?.zeros_like()?, mask], 2)?;
         }
@@ -142,18 +142,20 @@ fn resized(picture: &RgbFrame, width: usize, height: usize) -> Result<RgbFrame> 
     frames::resized(picture, width, height, ResizeFilter::Lanczos).map_err(|error| Error::Input(error.to_string()))
 }
 
-/// A reference as one frame `[1, 3, 1, H, W]`: as large as fits, interpolated linearly between the centers of pixels, in the middle of
-/// white.
-fn fitted(picture: &RgbFrame, [_, height, width]: [usize; 3]) -> Result<VideoTensor> {
-    let scale = (height as f64 / picture.height as f64).min(width as f64 / picture.width as f64);
-    let size = |side: usize| (side as f64 * scale) as usize;
-    let (rows, columns) = (size(picture.height), size(picture.width));
-    if rows == 0 || columns == 0 {
-        let RgbFrame { width: given, height: high, .. } = picture;
+/// A reference as one frame `[1, 3, 1, H, W]`, as diffusers makes it: resized to sides that `space` divides, then as large as fits,
+/// interpolated linearly between the centers of pixels, in the middle of white.
+fn fitted(picture: &RgbFrame, [_, height, width]: [usize; 3], space: usize) -> Result<VideoTensor> {
+    let whole = |side: usize| side - side % space;
+    let (high, wide) = (whole(picture.height), whole(picture.width));
+    let scale = (height as f64 / high as f64).min(width as f64 / wide as f64);
+    let (rows, columns) = ((high as f64 * scale) as usize, (wide as f64 * scale) as usize);
+    if high == 0 || wide == 0 || rows == 0 || columns == 0 {
         return Err(Error::Input(format!(
-            "a reference of {given} x {high} pixels has no pixel left in {width} x {height}"
+            "a reference of {} x {} pixels has none left in {width} x {height}; each side needs at least {space}",
+            picture.width, picture.height
         )));
     }
+    let picture = resized(picture, wide, high)?;
     let (top, left) = ((height - rows) / 2, (width - columns) / 2);
     let (of_rows, of_columns) = (neighbours(picture.height, rows), neighbours(picture.width, columns));
     let mut values = vec![1.0f32; 3 * height * width];
