@@ -191,7 +191,7 @@ impl VideoArgs {
 fn pictures(flag: &str, path: &Option<PathBuf>) -> Result<Vec<RgbFrame>> {
     let Some(path) = path else { return Ok(Vec::new()) };
     let frames = read_frames(flag, path).with_context(|| flag.to_owned())?;
-    Ok(frames::to_rgb(&frames).with_context(|| format!("{flag} {}", path.display()))?)
+    frames::to_rgb(&frames).with_context(|| format!("{flag} {}", path.display()))
 }
 
 fn read_picture(path: &Path) -> Result<RgbFrame> {
