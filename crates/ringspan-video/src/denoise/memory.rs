@@ -3,6 +3,7 @@
 //! Shape letters: T tokens of this rank, S tokens of all videos, C width, H heads, D head width, N embeddings of a prompt.
 
 use crate::transformer::{WanConfig, WeightType};
+use ringspan::kernel::Isa;
 use ringspan::mesh::Grid;
 
 /// Rows that a feed-forward layer computes at a time.
@@ -47,19 +48,20 @@ impl RunSizes {
     pub(super) fn activations(&self, config: &WanConfig, weights: WeightType) -> u64 {
         // Kernels keep their buffers from call to call.
         let of_ring = self.all_tokens.div_ceil(self.grid.ring.max(1) as u64);
-        let kernels = self.packed(config, of_ring, self.heads)
-            + self.packed(config, self.batch * self.embeds, config.num_attention_heads as u64);
+        let element = if Isa::best().multiplies_bf16() { weights.computed_bytes() as u64 } else { 4 };
+        let kernels = self.packed(config, of_ring, self.heads, element)
+            + self.packed(config, self.batch * self.embeds, config.num_attention_heads as u64, element);
         self.of_run(config, weights) + kernels + self.of_block(config, weights).max(self.of_output(config))
     }
 
-    /// Keys and values that a kernel packs in f32.
-    fn packed(&self, config: &WanConfig, keys: u64, heads: u64) -> u64 {
+    /// Keys and values that a kernel packs: in f32, or in bf16 if they are stored so and the processor multiplies it.
+    fn packed(&self, config: &WanConfig, keys: u64, heads: u64, element: u64) -> u64 {
         let threads = self.threads.max(1);
         let slots = match keys > KEYS_OF_A_THREAD {
             true => heads.min(PACKED_HEADS),
             false => heads.min(threads) + (heads % threads).min(PACKED_HEADS),
         };
-        let of_key = 4 * slots * 2 * config.attention_head_dim as u64;
+        let of_key = element * slots * 2 * config.attention_head_dim as u64;
         (keys * of_key).min(PACKED_BYTES.max(LEAST_KEYS * of_key))
     }
 
