@@ -99,7 +99,7 @@ impl Options {
     pub(crate) fn forward(inputs: &Inputs, tensor: TensorCores, shared: usize) -> Self {
         let Inputs { q, v, .. } = inputs;
         let width = q.dim.max(v.dim);
-        if tensor == TensorCores::None || !multiplies_bf16(inputs) || width > TENSOR_WIDTHS.forward {
+        if tensor == TensorCores::None || !inputs.multiplies_in_bf16() || width > TENSOR_WIDTHS.forward {
             return Self::fitted(inputs, KernelKind::Forward, None, shared);
         }
         Self::by_warpgroups(inputs, KernelKind::WarpgroupForward, None, tensor, shared).unwrap_or_else(|| {
@@ -116,7 +116,7 @@ impl Options {
         // Gradients that are summed over pairs (of bias and buckets) are left to the portable kernels.
         let summed = bias.is_some() || matches!(score.relative, Some(Relative::Buckets(_)));
         let wide = q.dim.max(v.dim) > TENSOR_WIDTHS.backward;
-        if tensor == TensorCores::None || !multiplies_bf16(inputs) || summed || wide {
+        if tensor == TensorCores::None || !inputs.multiplies_in_bf16() || summed || wide {
             return Self::fitted(inputs, KernelKind::Backward, Some(d_out), shared);
         }
         Self::by_warpgroups(inputs, KernelKind::WarpgroupBackward, Some(d_out), tensor, shared)
@@ -265,12 +265,6 @@ impl Options {
         ];
         sizes.into_iter().chain(types).chain(terms.map(|(name, on)| (name, usize::from(on)))).collect()
     }
-}
-
-/// Whether products are in bf16, under the same conditions as on the CPU.
-fn multiplies_bf16(inputs: &Inputs) -> bool {
-    let halves = [inputs.q, inputs.k, inputs.v].iter().all(|view| view.data.dtype() == DType::Bf16);
-    halves && inputs.score.scale > 0.0
 }
 
 #[cfg(test)]

@@ -62,6 +62,7 @@ macro_rules! check_kernels {
                 tensors_of_any_type_are_computed_in_f32,
                 products_of_bf16_have_every_shape_and_term,
                 products_of_bf16_go_over_many_blocks,
+                bf16_that_only_travelled_is_multiplied_in_f32,
                 rows_may_lie_anywhere;
             kernel::terms:
                 each_term_alone,

@@ -33,6 +33,8 @@ pub struct Problem {
     pub step: usize,
     /// Storage type of q, k, v and the bias.
     pub storage: Storage,
+    /// Whether these only travelled in their type, so that products are not in bf16.
+    pub computes_in_f32: bool,
     /// Storage type of the gradient of the output.
     pub d_out_storage: Storage,
 }
@@ -132,6 +134,7 @@ impl Problem {
             first: (0, 0),
             step: 1,
             storage: Storage::F32,
+            computes_in_f32: false,
             d_out_storage: Storage::F32,
         }
     }
@@ -276,6 +279,7 @@ impl Problem {
             let v = v.data().slice(rows.start * v_width..rows.end * v_width);
             let k = View::stored(k, rows.len(), self.kv_heads, self.dim).expect("its size");
             let v = View::stored(v, rows.len(), self.kv_heads, self.v_dim).expect("its size");
+            let [q, k, v] = [q, k, v].map(|view| View { computes_in_f32: self.computes_in_f32, ..view });
             Inputs { q, k, v, heads: &map, score: &self.score, bias }
         };
         let attend = |by: fn(&Kernel, &Inputs, &[Tile], &mut Partial) -> ringspan::Result<()>| {
@@ -311,7 +315,8 @@ impl Problem {
 
     /// Whether the kernel rounds weights to bf16 for products.
     pub fn rounds(&self, kernel: &Kernel) -> bool {
-        self.storage == Storage::Bf16 && self.score.scale > 0.0 && kernel.multiplies_bf16()
+        let in_bf16 = self.storage == Storage::Bf16 && !self.computes_in_f32;
+        in_bf16 && self.score.scale > 0.0 && kernel.multiplies_bf16()
     }
 
     /// The kernels to compare with the reference.

@@ -49,6 +49,15 @@ pub fn products_of_bf16_go_over_many_blocks(kernels: &dyn Kernels) {
     }
 }
 
+/// The bound is that of f32, which products of bf16 exceed.
+pub fn bf16_that_only_travelled_is_multiplied_in_f32(kernels: &dyn Kernels) {
+    for dims in [(64, 64), (128, 128), (33, 7)] {
+        let mut problem = Problem::new(131, 290, (4, 2), dims, CAUSAL);
+        (problem.storage, problem.computes_in_f32) = (Storage::Bf16, true);
+        problem.check(kernels, &format!("{dims:?}"));
+    }
+}
+
 pub fn rows_may_lie_anywhere(kernels: &dyn Kernels) {
     let problem = Problem::new(70, 90, (4, 2), (16, 24), CAUSAL);
     let values = problem.values();

@@ -136,6 +136,13 @@ impl<'a> Inputs<'a> {
         self.bias.is_some() || self.score.counts_positions()
     }
 
+    /// Whether processors that multiply bf16 do so here: queries, keys and values are stored in bf16, and did not only travel in it. The
+    /// scale is then applied after the sums, so it must be positive for the maximum of products to be the maximum of scores.
+    pub fn multiplies_in_bf16(&self) -> bool {
+        let stored = |view: &View| view.data.dtype() == DType::Bf16 && !view.computes_in_f32;
+        [self.q, self.k, self.v].iter().all(stored) && self.score.scale > 0.0
+    }
+
     /// The input tensors: queries, keys, values, bias.
     fn views(&self) -> impl Iterator<Item = &View<'a>> {
         [&self.q, &self.k, &self.v].into_iter().chain(&self.bias)

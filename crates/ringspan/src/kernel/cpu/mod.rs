@@ -14,7 +14,7 @@ use super::plan::Plan;
 use super::progress::ProgressHook;
 use super::scaling::Scaling;
 use super::workers::Workers;
-use super::{Data, Inputs, Isa, Tile};
+use super::{Inputs, Isa, Tile};
 
 /// Number of queries whose packed form a worker holds at a time in the backward pass, so that they stay in the L3 cache.
 const SEGMENT: usize = 4096;
@@ -41,13 +41,9 @@ impl Cpu {
         }
     }
 
-    /// Uses products of bf16 if q, k and v are stored in bf16, and not only travelled in it. The scale is then applied after the sums, so it must be
-    /// positive for the maximum of products to be the maximum of scores.
+    /// The code for these inputs, with products of bf16 where they allow them.
     fn code_for(&self, inputs: &Inputs) -> Code {
-        let halves = [inputs.q, inputs.k, inputs.v]
-            .iter()
-            .all(|view| matches!(view.data, Data::Bf16(_)) && !view.computes_in_f32);
-        self.code.with_pairs(halves && inputs.score.scale > 0.0)
+        self.code.with_pairs(inputs.multiplies_in_bf16())
     }
 
     /// The factors on queries and products, for the code that computes them.
