@@ -13,21 +13,21 @@ use tokenizers::pre_tokenizers::metaspace::PrependScheme;
 use tokenizers::processors::template::TemplateProcessing;
 use tokenizers::{AddedToken, NormalizerWrapper, Tokenizer, normalizers};
 
-/// The message `ModelProto`, as far as it decides the tokens of a text.
+/// The file: what of it decides the tokens of a text.
 #[derive(Clone, PartialEq, Message)]
-struct ModelFile {
+struct ModelProto {
     #[prost(message, repeated, tag = "1")]
-    pieces: Vec<Piece>,
+    pieces: Vec<SentencePiece>,
     #[prost(message, optional, tag = "2")]
-    trainer: Option<Trainer>,
+    trainer_spec: Option<TrainerSpec>,
     #[prost(message, optional, tag = "3")]
-    normalizer: Option<Normalizer>,
+    normalizer_spec: Option<NormalizerSpec>,
 }
 
 #[derive(Clone, PartialEq, Message)]
-struct Piece {
+struct SentencePiece {
     #[prost(string, tag = "1")]
-    text: String,
+    piece: String,
     #[prost(float, tag = "2")]
     score: f32,
     #[prost(int32, optional, tag = "3")]
@@ -35,23 +35,29 @@ struct Piece {
 }
 
 #[derive(Clone, PartialEq, Message)]
-struct Trainer {
+struct TrainerSpec {
     #[prost(int32, optional, tag = "3")]
     model_type: Option<i32>,
+    #[prost(bool, tag = "24")]
+    treat_whitespace_as_suffix: bool,
     #[prost(bool, tag = "35")]
     byte_fallback: bool,
     #[prost(int32, optional, tag = "40")]
-    unknown: Option<i32>,
+    unk_id: Option<i32>,
     #[prost(int32, optional, tag = "42")]
-    end: Option<i32>,
+    eos_id: Option<i32>,
 }
 
 #[derive(Clone, PartialEq, Message)]
-struct Normalizer {
+struct NormalizerSpec {
     #[prost(bytes = "vec", tag = "2")]
-    precompiled: Vec<u8>,
+    precompiled_charsmap: Vec<u8>,
     #[prost(bool, optional, tag = "3")]
-    add_space_prefix: Option<bool>,
+    add_dummy_prefix: Option<bool>,
+    #[prost(bool, optional, tag = "4")]
+    remove_extra_whitespaces: Option<bool>,
+    #[prost(bool, optional, tag = "5")]
+    escape_whitespaces: Option<bool>,
 }
 
 /// The value of `model_type` for Unigram, which is also the default.
@@ -64,36 +70,50 @@ const USER_DEFINED: i32 = 4;
 /// Reads a tokenizer that puts the end token behind a text.
 ///
 /// # Errors
-/// A file that is missing or corrupt, another kind than Unigram, and one without pieces for unknown characters or for the end.
+/// A file that is missing or corrupt, another kind than Unigram, settings of white space that other tokenizers than T5's have, and a
+/// file without pieces for unknown characters or for the end.
 pub(super) fn tokenizer(path: &Path) -> Result<Tokenizer> {
     let bytes = std::fs::read(path).map_err(|source| Error::Io { path: path.to_owned(), source })?;
     let broken = |problem: String| Error::Format { path: path.to_owned(), problem };
-    let file = ModelFile::decode(&*bytes).map_err(|error| broken(format!("not a file of SentencePiece: {error}")))?;
-    let model_type = file.trainer.as_ref().and_then(|trainer| trainer.model_type).unwrap_or(UNIGRAM);
+    let file = ModelProto::decode(&*bytes).map_err(|error| broken(format!("not a file of SentencePiece: {error}")))?;
+    let (trainer, normalizer) = (file.trainer_spec.unwrap_or_default(), file.normalizer_spec.unwrap_or_default());
+    let model_type = trainer.model_type.unwrap_or(UNIGRAM);
     if model_type != UNIGRAM {
         return Err(broken(format!(
             "its model type is {model_type}; of SentencePiece's files, only those of Unigram ({UNIGRAM}) are read"
         )));
     }
-    build(file).map_err(|error| broken(format!("not a tokenizer: {error}")))
+    if trainer.treat_whitespace_as_suffix || normalizer.escape_whitespaces == Some(false) {
+        return Err(broken(format!(
+            "treat_whitespace_as_suffix is {} and escape_whitespaces {}; only false and true are read",
+            trainer.treat_whitespace_as_suffix,
+            normalizer.escape_whitespaces.unwrap_or(true)
+        )));
+    }
+    build(&file.pieces, &trainer, &normalizer).map_err(|error| broken(format!("not a tokenizer: {error}")))
 }
 
-fn build(file: ModelFile) -> tokenizers::Result<Tokenizer> {
-    let trainer = file.trainer.unwrap_or_default();
+fn build(
+    pieces: &[SentencePiece],
+    trainer: &TrainerSpec,
+    normalizer: &NormalizerSpec,
+) -> tokenizers::Result<Tokenizer> {
     let id = |number: Option<i32>, default: i32| usize::try_from(number.unwrap_or(default)).ok();
-    let (unknown, end) = (id(trainer.unknown, 0), id(trainer.end, 2));
-    let end = end.and_then(|end| Some((file.pieces.get(end)?.text.clone(), u32::try_from(end).ok()?)));
+    let (unknown, end) = (id(trainer.unk_id, 0), id(trainer.eos_id, 2));
+    let end = end.and_then(|end| Some((pieces.get(end)?.piece.clone(), u32::try_from(end).ok()?)));
     let end = end.ok_or("it has no piece for the end of a text (eos_id)")?;
-    let vocabulary = file.pieces.iter().map(|piece| (piece.text.clone(), f64::from(piece.score))).collect();
+    let vocabulary = pieces.iter().map(|piece| (piece.piece.clone(), f64::from(piece.score))).collect();
     let mut tokenizer = Tokenizer::new(Unigram::from(vocabulary, unknown, trainer.byte_fallback)?);
 
-    let normalizer = file.normalizer.unwrap_or_default();
-    let mut steps: Vec<NormalizerWrapper> =
-        vec![Strip::new(false, true).into(), Replace::new(ReplacePattern::Regex(" {2,}".into()), "▁")?.into()];
-    if !normalizer.precompiled.is_empty() {
-        steps.insert(0, Precompiled::from(&normalizer.precompiled)?.into());
+    let mut steps: Vec<NormalizerWrapper> = Vec::new();
+    if !normalizer.precompiled_charsmap.is_empty() {
+        steps.push(Precompiled::from(&normalizer.precompiled_charsmap)?.into());
     }
-    let prepend = match normalizer.add_space_prefix {
+    if normalizer.remove_extra_whitespaces.unwrap_or(true) {
+        steps.push(Strip::new(false, true).into());
+        steps.push(Replace::new(ReplacePattern::Regex(" {2,}".into()), "▁")?.into());
+    }
+    let prepend = match normalizer.add_dummy_prefix {
         Some(false) => PrependScheme::Never,
         None | Some(true) => PrependScheme::Always,
     };
@@ -102,8 +122,8 @@ fn build(file: ModelFile) -> tokenizers::Result<Tokenizer> {
     tokenizer.with_decoder(Some(Metaspace::new('▁', prepend, true)));
 
     let of_kinds = |kinds: &[i32], special: bool| -> Vec<AddedToken> {
-        let chosen = file.pieces.iter().filter(|piece| piece.kind.is_some_and(|kind| kinds.contains(&kind)));
-        chosen.map(|piece| AddedToken::from(piece.text.clone(), special).normalized(false)).collect()
+        let chosen = pieces.iter().filter(|piece| piece.kind.is_some_and(|kind| kinds.contains(&kind)));
+        chosen.map(|piece| AddedToken::from(piece.piece.clone(), special).normalized(false)).collect()
     };
     tokenizer.add_special_tokens(of_kinds(&[CONTROL, UNKNOWN], true))?;
     tokenizer.add_tokens(of_kinds(&[USER_DEFINED], false))?;

@@ -53,11 +53,13 @@ fn damaged_files_of_sentence_piece_are_refused_by_their_names() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("spiece.model");
     let whole = std::fs::read(self::folder().join("sentence_piece/spiece.model")).expect("a fixture");
-    // Cut within a piece; no pieces at all; the model type 2, BPE.
+    // Cut within a piece; no pieces at all; the model type 2, BPE; white space as a suffix; white space that is not escaped.
     for (bytes, wanted) in [
         (&whole[..whole.len() / 2], "not a file of SentencePiece"),
         (&[], "no piece for the end"),
         (&[0x12, 2, 0x18, 2], "model type is 2"),
+        (&[0x12, 3, 0xc0, 1, 1], "treat_whitespace_as_suffix is true"),
+        (&[0x1a, 2, 0x28, 0], "escape_whitespaces false"),
     ] {
         std::fs::write(&path, bytes).expect("written");
         let message = PromptTokenizer::open(folder.path()).expect_err("must be refused").to_string();
