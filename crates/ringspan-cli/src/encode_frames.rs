@@ -4,7 +4,7 @@ use crate::files::{self, OutputTensor};
 use crate::mesh::MeshArgs;
 use crate::output;
 use crate::video_io::{self, VaeArgs};
-use anyhow::Result;
+use anyhow::{Context, Result};
 use ringspan::comm::process_group::ProcessGroup;
 use safetensors::Dtype;
 use std::path::PathBuf;
@@ -32,7 +32,7 @@ pub(crate) struct EncodeFramesArgs {
 pub(crate) fn run(args: &EncodeFramesArgs, processes: &ProcessGroup) -> Result<()> {
     files::check_output("--out", &args.out)?;
     let mesh = video_io::mesh(&args.mesh, processes)?;
-    let frames = video_io::read_frames("--frames", &args.frames)?;
+    let frames = video_io::read_frames(&args.frames).context("--frames")?;
     let folder = args.vae.open()?;
     let encoder = folder.encoder()?;
     let plan = encoder.plan(frames.shape(), mesh.size, args.vae.memory)?;

@@ -55,7 +55,7 @@ pub(crate) fn read(path: &Path, name: &str) -> Result<VideoTensor> {
 }
 
 /// Reads frames from a folder of PNG files, a PNG file or a safetensors file.
-pub(crate) fn read_frames(flag: &str, path: &Path) -> Result<VideoTensor> {
+pub(crate) fn read_frames(path: &Path) -> Result<VideoTensor> {
     if path.is_dir() {
         return Ok(frames::read_pictures(path)?);
     }
@@ -63,7 +63,7 @@ pub(crate) fn read_frames(flag: &str, path: &Path) -> Result<VideoTensor> {
     if is("png") {
         return Ok(frames::read_picture(path)?);
     }
-    ensure!(is("safetensors"), "{flag} {}: neither a folder, nor a .png nor a .safetensors file", path.display());
+    ensure!(is("safetensors"), "{}: neither a folder, nor a .png nor a .safetensors file", path.display());
     read(path, "frames")
 }
 

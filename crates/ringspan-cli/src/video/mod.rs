@@ -41,7 +41,7 @@ pub(crate) struct VideoArgs {
     #[arg(long, value_name = "PNG", requires = "image")]
     last_image: Option<PathBuf>,
     /// Frames that VACE keeps, changes or follows, as many as the video has: a folder of PNG files, or a safetensors file with `frames`
-    /// [1,3,F,H,W] in [-1,1]; they are resized to the video's size
+    /// [1,3,F,H,W] in [-1,1]; they are rounded to 256 levels and resized to the video's size
     #[arg(long, value_name = "IN")]
     control_video: Option<PathBuf>,
     /// As many frames, bright where VACE makes the video anew, and dark where the frames of --control-video are kept [default: all
@@ -109,12 +109,15 @@ pub(crate) fn run(args: &VideoArgs, processes: &ProcessGroup) -> Result<()> {
     let mesh = VideoMesh { ring, ulysses, cfg_parallel, threads, deadline: DEADLINE, processes: processes.clone() };
     let plan = pipeline.plan(&request, &mesh)?;
     destination.check(plan.frames())?;
-    if args.dry_run {
-        return Ok(output::line(&plan)?);
+    match args.dry_run {
+        true => output::line(&plan)?,
+        false => output::note(&plan),
     }
-    output::note(&plan);
     for (name, cut) in ["--prompt", "--negative"].into_iter().zip(plan.cut()).filter(|(_, cut)| *cut > 0) {
         output::note(format_args!("note: {name}: the last {cut} tokens are cut off, since 512 are kept"));
+    }
+    if args.dry_run {
+        return Ok(());
     }
     if let Some(free) = ringspan::memory::available() {
         plan.check_free(processes.smallest(free)?)?;
@@ -190,8 +193,8 @@ impl VideoArgs {
 /// The frames of a flag; none without it.
 fn pictures(flag: &str, path: &Option<PathBuf>) -> Result<Vec<RgbFrame>> {
     let Some(path) = path else { return Ok(Vec::new()) };
-    let frames = read_frames(flag, path).with_context(|| flag.to_owned())?;
-    frames::to_rgb(&frames).with_context(|| format!("{flag} {}", path.display()))
+    let frames = read_frames(path).with_context(|| flag.to_owned())?;
+    frames::to_rgb(&frames).with_context(|| flag.to_owned())
 }
 
 fn read_picture(path: &Path) -> Result<RgbFrame> {

@@ -318,6 +318,9 @@ fn a_dry_run_prints_the_plan_of_the_run_and_writes_nothing() {
     let video = pipeline();
     let denoise = Video::denoise();
     let of_denoise = "--embeds in.safetensors --steps 4 --scheduler euler --out out.safetensors --ring 2";
+    let long = "word-".repeat(600);
+    let said = video.run(&format!("{} --out frames --dry-run", FLAGS.replace("cat", &long)));
+    assert!(String::from_utf8_lossy(&said.stderr).contains("--prompt: the last"), "a dry run names what is cut off");
     let of_video = format!("{FLAGS} --preview look.png --out frames --ring 2");
     for (video, flags) in [(&denoise, of_denoise), (&video, &of_video)] {
         let before = video.bench.files();
@@ -346,6 +349,8 @@ fn a_video_of_vace_takes_frames_a_mask_and_references() {
     std::fs::copy(of_fixture("image.png"), video.bench.path("look.png")).expect("copied");
     let flags = format!("{flags} --out out.safetensors");
     video.refused(&format!("{flags} --control-video look.png"), &["1 control frames", "9 frames"]);
+    std::fs::write(video.bench.path("look.txt"), "no frames").expect("written");
+    video.refused(&format!("{flags} --control-video look.txt"), &["--control-video: look.txt: neither a folder"]);
     let alone = video.run(&format!("{flags} --control-mask {mask}"));
     assert!(alone.status.code() == Some(2) && String::from_utf8_lossy(&alone.stderr).contains("--control-video"));
     video.refused(&format!("{flags} --reference-image look.png --preview look.png"), &["the run reads this picture"]);
