@@ -12,4 +12,5 @@ pub use error::{Error, Result};
 pub use gif::encode as gif;
 pub use png::{encode_picture, read_picture, read_pictures, write_folder};
 pub use resize::{ResizeFilter, resized};
+pub(crate) use rgb::from_rgb;
 pub use rgb::{RgbFrame, to_rgb};

@@ -50,7 +50,7 @@ fn level_of(x: f32) -> u8 {
 }
 
 /// The colors `[1, 3, F, H, W]` in [-1, 1] of pictures of one size.
-pub(super) fn from_rgb(pictures: &[RgbFrame]) -> ([usize; 5], Vec<f32>) {
+pub(crate) fn from_rgb(pictures: &[RgbFrame]) -> ([usize; 5], Vec<f32>) {
     let (height, width) = pictures.first().map_or((0, 0), |first| (first.height, first.width));
     let area = height * width;
     let mut values = vec![0.0; 3 * pictures.len() * area];

@@ -3,7 +3,7 @@
 
 use super::{Images, VideoPipeline, VideoRequest};
 use crate::error::{Error, Result};
-use crate::frames::{self, ResizeFilter, RgbFrame};
+use crate::frames::{self, ResizeFilter, RgbFrame, from_rgb};
 use crate::vae::VideoTensor;
 use candle_core::{Device, Tensor};
 
@@ -28,7 +28,8 @@ impl VideoControl {
 }
 
 impl VideoPipeline {
-    /// Checks that the pipeline takes the control of a request, and that it has as many frames as the video.
+    /// Checks that the pipeline takes the control of a request, that it has as many frames as the video, and that references have pixels
+    /// left when they are as small as the video.
     pub(super) fn check_control(&self, request: &VideoRequest) -> Result<()> {
         let control = &request.control;
         if self.images != Images::Control {
@@ -46,15 +47,13 @@ impl VideoPipeline {
                 return Err(Error::Input(format!("there are {given} {what}, and the video has {count} frames")));
             }
         }
+        for reference in &control.references {
+            ReferenceSize::of(reference, request.size, self.vae.config().space())?;
+        }
         match control.scale.filter(|scale| !scale.is_finite()) {
             Some(scale) => Err(Error::Input(format!("a control scale of {scale} is no finite number"))),
             None => Ok(()),
         }
-    }
-
-    /// Number of latent frames before those of the video: one for each reference.
-    pub(super) fn references(&self, request: &VideoRequest) -> usize {
-        request.control.references.len()
     }
 
     /// Channels of the control: latents of what is kept and of what is made anew, and the mask of each pixel of a latent.
@@ -68,10 +67,11 @@ impl VideoPipeline {
         Some(vec![request.control.scale?; blocks])
     }
 
-    /// The control `[1, channels, references + F, H, W]`; `encode` gives the latents `[1, z, F, H, W]` of frames.
+    /// The control `[1, channels, references + F, H, W]`, with a latent frame for each reference before those of the video; `encode` gives
+    /// the latents `[1, z, F, H, W]` of frames.
     ///
     /// # Errors
-    /// Those of `encode`.
+    /// Errors that `encode` returns.
     pub(super) fn control(
         &self,
         request: &VideoRequest,
@@ -89,15 +89,15 @@ impl VideoPipeline {
         let mut latents = Tensor::cat(&[kept, anew], 1)?;
         let mut mask = self.mask_of_latents(&mask, request.size)?;
         for reference in &request.control.references {
-            let latent = encode(&fitted(reference, request.size, self.vae.config().space())?)?;
+            let latent = encode(&reference_frame(reference, request.size, self.vae.config().space())?)?;
             latents = Tensor::cat(&[Tensor::cat(&[&latent, &latent.zeros_like()?], 1)?, latents], 2)?;
             mask = Tensor::cat(&[mask.narrow(2, 0, 1)?.zeros_like()?, mask], 2)?;
         }
         Ok(Tensor::cat(&[latents, mask], 1)?)
     }
 
-    /// The mask of latent frames `[1, s s, F, H, W]`: a channel for each of the s x s pixels that a latent stands for, from the frame in
-    /// the middle of those that a latent frame stands for, which are counted as if the first one stood for as many as the others.
+    /// The mask `[1, s s, F, H, W]` in the resolution of latents: each of the s x s pixels that a latent stands for has a channel. Latent
+    /// frame i of F has the mask of frame (i + 1/2) count / F, rounded down, as diffusers interpolates.
     fn mask_of_latents(&self, mask: &[f32], [count, height, width]: [usize; 3]) -> Result<Tensor> {
         let (space, time) = (self.vae.config().space(), self.vae.config().time());
         let (latent_frames, rows, columns) = (count.div_ceil(time), height / space, width / space);
@@ -116,14 +116,12 @@ impl VideoPipeline {
 
 /// Frames `[1, 3, F, H, W]` in [-1, 1] of pictures that are resized; gray (0) if there are none.
 fn colors(pictures: &[RgbFrame], [count, height, width]: [usize; 3]) -> Result<VideoTensor> {
-    let area = height * width;
-    let mut values = vec![0.0; 3 * count * area];
-    for (frame, picture) in pictures.iter().enumerate() {
-        for (index, level) in resized(picture, width, height)?.pixels.iter().enumerate() {
-            values[(index % 3 * count + frame) * area + index / 3] = f32::from(*level) / 127.5 - 1.0;
-        }
+    if pictures.is_empty() {
+        return VideoTensor::new([1, 3, count, height, width], vec![0.0; 3 * count * height * width]);
     }
-    VideoTensor::new([1, 3, count, height, width], values)
+    let resized: Result<Vec<_>> = pictures.iter().map(|picture| resized(picture, width, height)).collect();
+    let (shape, values) = from_rgb(&resized?);
+    VideoTensor::new(shape, values)
 }
 
 /// The mask `[F, H, W]` from 0 (kept) to 1 (made anew); all 1 without pictures.
@@ -142,27 +140,39 @@ fn resized(picture: &RgbFrame, width: usize, height: usize) -> Result<RgbFrame> 
     frames::resized(picture, width, height, ResizeFilter::Lanczos).map_err(|error| Error::Input(error.to_string()))
 }
 
-/// A reference as one frame `[1, 3, 1, H, W]`, as diffusers makes it: resized to sides that `space` divides, then as large as fits,
-/// interpolated linearly between the centers of pixels, in the middle of white.
-fn fitted(picture: &RgbFrame, [_, height, width]: [usize; 3], space: usize) -> Result<VideoTensor> {
-    let whole = |side: usize| side - side % space;
-    let (high, wide) = (whole(picture.height), whole(picture.width));
-    let scale = (height as f64 / high as f64).min(width as f64 / wide as f64);
-    let (rows, columns) = ((high as f64 * scale) as usize, (wide as f64 * scale) as usize);
-    if high == 0 || wide == 0 || rows == 0 || columns == 0 {
-        return Err(Error::Input(format!(
-            "a reference of {} x {} pixels has none left in {width} x {height}; each side needs at least {space}",
-            picture.width, picture.height
-        )));
+/// The sizes of a reference, as diffusers resizes it.
+struct ReferenceSize {
+    /// Height and width that `space`, the pixels of a latent, divides.
+    whole: [usize; 2],
+    /// Height and width with the same ratio, as large as fits into the video.
+    fitted: [usize; 2],
+}
+
+impl ReferenceSize {
+    fn of(picture: &RgbFrame, [_, height, width]: [usize; 3], space: usize) -> Result<Self> {
+        let whole = [picture.height, picture.width].map(|side| side - side % space);
+        let scale = (height as f64 / whole[0] as f64).min(width as f64 / whole[1] as f64);
+        let fitted = whole.map(|side| (side as f64 * scale) as usize);
+        if whole.contains(&0) || fitted.contains(&0) {
+            return Err(Error::Input(format!(
+                "a reference of {} x {} pixels has none left in {width} x {height}; each side needs at least {space}",
+                picture.width, picture.height
+            )));
+        }
+        Ok(Self { whole, fitted })
     }
+}
+
+/// A reference as one frame `[1, 3, 1, H, W]`: interpolated linearly between the centers of pixels, in the middle of white.
+fn reference_frame(picture: &RgbFrame, size @ [_, height, width]: [usize; 3], space: usize) -> Result<VideoTensor> {
+    let ReferenceSize { whole: [high, wide], fitted: [rows, columns] } = ReferenceSize::of(picture, size, space)?;
     let picture = resized(picture, wide, high)?;
     let (top, left) = ((height - rows) / 2, (width - columns) / 2);
-    let (of_rows, of_columns) = (neighbours(picture.height, rows), neighbours(picture.width, columns));
+    let (of_rows, of_columns) = (neighbours(high, rows), neighbours(wide, columns));
     let mut values = vec![1.0f32; 3 * height * width];
     for (color, plane) in values.chunks_exact_mut(height * width).enumerate() {
-        let level = |row: usize, column: usize| {
-            f32::from(picture.pixels[(row * picture.width + column) * 3 + color]) / 127.5 - 1.0
-        };
+        let level =
+            |row: usize, column: usize| f32::from(picture.pixels[(row * wide + column) * 3 + color]) / 127.5 - 1.0;
         for (row, (above, below, down)) in of_rows.iter().enumerate() {
             for (column, (before, after, right)) in of_columns.iter().enumerate() {
                 let upper = level(*above, *before) * (1.0 - right) + level(*above, *after) * right;

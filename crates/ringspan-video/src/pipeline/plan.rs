@@ -65,7 +65,7 @@ impl VideoPipeline {
         let channels = self.denoiser.transformer(0).config().out_channels();
         let [frames, height, width] = self.denoiser.latents_of(request.size)?;
         let of_video = [1, channels, frames, height, width];
-        let latents = [1, channels, self.references(request) + frames, height, width];
+        let latents = [1, channels, request.control.references.len() + frames, height, width];
         let guided = request.settings.guidance[..self.denoiser.stages()].iter().any(|guidance| *guidance != 1.0);
         if request.negative.is_some() && !guided {
             return Err(Error::Input("a negative prompt has no effect with guidance 1".into()));
@@ -99,7 +99,7 @@ impl VideoPipeline {
             self.encoded_shape(request).map(|shape| self.vae.plan_encoding(shape, ranks, memory)).transpose()?;
         let decode = self.vae.plan_decoding(of_video, ranks, memory)?;
         let [count, rows, columns] = request.size;
-        let reference = match self.references(request) {
+        let reference = match request.control.references.len() {
             0 => None,
             _ => Some(self.vae.plan_encoding([1, 3, 1, rows, columns], ranks, memory)?),
         };
@@ -143,9 +143,9 @@ impl VideoPipeline {
             stages.push(StageMemory { stage: VideoStage::Image, shared: 0, of_rank });
         }
         if let (Some(encode), Some(shape)) = (&plan.encode, self.encoded_shape(request)) {
-            // Of a control the frames, a part of them that is encoded, and the mask of one channel.
-            let bytes = if self.images == Images::Control { 28 * elements(shape) / 3 } else { 4 * elements(shape) };
-            stages.push(of_vae(VideoStage::Encode, encode, bytes));
+            // A control has its frames, the part of them that is being encoded, and a mask of one channel instead of three.
+            let channels = if self.images == Images::Control { 3 + 3 + 1 } else { 3 };
+            stages.push(of_vae(VideoStage::Encode, encode, 4 * elements(shape) / 3 * channels));
         }
         let preview = plan.preview.as_ref().map_or(0, |preview| preview.decode.weights() + preview.decode.bytes());
         stages.push(StageMemory {

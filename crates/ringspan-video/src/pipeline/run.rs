@@ -67,6 +67,7 @@ impl VideoPipeline {
             };
             if self.images == Images::Control {
                 control = Some(self.control(request, |frames| {
+                    // References are single frames, and have a plan of their own unless the video is one, too.
                     let plan = plan.reference.as_ref().filter(|_| frames.shape()[2] == 1).unwrap_or(encode);
                     let encoded = encoded(frames, plan)?;
                     Ok(Tensor::from_slice(encoded.values(), encoded.shape().as_slice(), &Device::Cpu)?)
@@ -92,7 +93,7 @@ impl VideoPipeline {
             told(VideoEvent::Stepped(step.number))?;
             match &plan.preview {
                 Some(preview) if preview.step == step.number => {
-                    let predicted = step.predicted()?.narrow(2, self.references(request), 1)?;
+                    let predicted = step.predicted()?.narrow(2, request.control.references.len(), 1)?;
                     told(VideoEvent::Preview(self.first_frame(&predicted, mesh, &preview.decode)?))
                 }
                 _ => Ok(()),
@@ -101,7 +102,7 @@ impl VideoPipeline {
         let latents = denoise_in_each_process(&self.denoiser, mesh, &inputs, &request.settings, stepped)?;
         self.denoiser.release();
         drop(inputs);
-        let references = self.references(request);
+        let references = request.control.references.len();
         let latents = video_tensor(&latents.narrow(2, references, latents.dim(2)? - references)?)?;
         tell(VideoEvent::Began(VideoStage::Decode))?;
         self.vae.decoder()?.decode(&latents, &ranks, &plan.decode)

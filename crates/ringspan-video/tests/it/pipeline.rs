@@ -308,6 +308,9 @@ fn what_does_not_fit_is_refused_with_the_numbers_before_weights_are_read() -> Re
     refused(&of_vace, change(&|control| control.frames.clear()), &single, &["a mask needs the frames"]);
     refused(&of_vace, change(&|control| control.scale = Some(f32::NAN)), &single, &["NaN", "no finite number"]);
     refused(&of_text, VideoRequest { control, ..good.clone() }, &single, &["no vace_layers"]);
+    let thin = RgbFrame { width: 7, height: 90, pixels: vec![0; 3 * 7 * 90] };
+    let thin = change(&|control| control.references.push(thin.clone()));
+    refused(&of_vace, thin, &single, &["a reference of 7 x 90 pixels", "at least 8"]);
     let plan = of_text.plan(&good, &single)?;
     assert!(plan.check_free(1 << 40).is_ok());
     let found = message(plan.check_free(1000));
