@@ -1,8 +1,8 @@
 //! Speed of products with quantized weights, compared with the same product in f32 and with reading the weight's bytes.
 //!
-//! Run `cargo bench -p ringspan-candle --bench quantized`. Arguments change the settings: `threads=1`, `size=4096`,
-//! `formats=Q4_K,MXFP4`, `rounds=5`, `many=no`, and `tokens=32` for the number of tokens in a product with many tokens,
-//! by default 512.
+//! Run `cargo bench -p ringspan-candle --bench quantized`. Arguments change the settings: `threads=1`, `size=4096` or
+//! `rows=262144 columns=640`, `formats=Q4_K,MXFP4`, `rounds=5`, `many=no`, and `tokens=32` for the number of tokens in a product
+//! with many tokens, by default 512.
 //!
 //! The methods are timed in turn, and the shortest times are printed, since other work on the machine only adds to them. With
 //! one token, each product uses another copy of the weight, so that its bytes come from memory.
@@ -20,7 +20,8 @@ const COPIES: usize = 256 << 20;
 
 struct Settings {
     threads: usize,
-    size: usize,
+    rows: usize,
+    columns: usize,
     rounds: usize,
     tokens: usize,
     formats: Vec<Format>,
@@ -36,9 +37,11 @@ impl Settings {
         let chosen = word("formats");
         let listed =
             |format: &Format| chosen.as_ref().is_none_or(|list| list.split(',').any(|x| x == format.to_string()));
+        let size = number("size", 4096);
         Self {
             threads: number("threads", std::thread::available_parallelism().map_or(1, |n| n.get())),
-            size: number("size", 4096),
+            rows: number("rows", size),
+            columns: number("columns", size),
             rounds: number("rounds", 7),
             tokens: number("tokens", 512),
             copies: word("copies").and_then(|x| x.parse().ok()),
@@ -49,9 +52,9 @@ impl Settings {
 }
 
 /// Random blocks whose scales are finite numbers.
-fn random(format: Format, size: usize, seed: u64) -> Result<QuantizedMatrix> {
+fn random(format: Format, rows: usize, columns: usize, seed: u64) -> Result<QuantizedMatrix> {
     let mut state = seed;
-    let mut bytes = vec![0u8; format.bytes(size, size)?];
+    let mut bytes = vec![0u8; format.bytes(rows, columns)?];
     for byte in &mut bytes {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
         *byte = (state >> 56) as u8;
@@ -72,7 +75,7 @@ fn random(format: Format, size: usize, seed: u64) -> Result<QuantizedMatrix> {
             _ => {}
         }
     }
-    QuantizedMatrix::new(format, size, size, bytes.into())
+    QuantizedMatrix::new(format, rows, columns, bytes.into())
 }
 
 fn seconds<R>(work: impl FnOnce() -> R) -> f64 {
@@ -101,8 +104,8 @@ fn read(bytes: &Bytes) -> u64 {
 }
 
 fn table(settings: &Settings) -> Result<()> {
-    let Settings { threads, size, rounds, tokens, .. } = *settings;
-    println!("{size} x {size}, {threads} threads, the least of {rounds} rounds");
+    let Settings { threads, rows, columns, rounds, tokens, .. } = *settings;
+    println!("{rows} x {columns}, {threads} threads, the least of {rounds} rounds");
     println!(
         "{:8}  {:>9} {:>9} {:>7} {:>8} {:>8}  {:>9} {:>8} {:>8}  {:>9}",
         "format",
@@ -116,15 +119,15 @@ fn table(settings: &Settings) -> Result<()> {
         "of f32",
         "decode ms"
     );
-    let x = |tokens: usize| Tensor::rand(-1f32, 1.0, (tokens, size), &Device::Cpu);
+    let x = |tokens: usize| Tensor::rand(-1f32, 1.0, (tokens, columns), &Device::Cpu);
     let (one, many) = (x(1)?, x(tokens)?);
-    let dense: Vec<Tensor> = (0..COPIES.div_ceil(4 * size * size))
-        .map(|_| Tensor::rand(-1f32, 1.0, (size, size), &Device::Cpu))
+    let dense: Vec<Tensor> = (0..COPIES.div_ceil(4 * rows * columns))
+        .map(|_| Tensor::rand(-1f32, 1.0, (rows, columns), &Device::Cpu))
         .collect::<Result<_>>()?;
     for format in &settings.formats {
-        let stored = format.bytes(size, size)?;
-        let weights =
-            (0..settings.copies.unwrap_or(COPIES.div_ceil(stored).min(64))).map(|i| random(*format, size, i as u64));
+        let stored = format.bytes(rows, columns)?;
+        let weights = (0..settings.copies.unwrap_or(COPIES.div_ceil(stored).min(64)))
+            .map(|i| random(*format, rows, columns, i as u64));
         let weights: Vec<QuantizedMatrix> = weights.collect::<Result<_>>()?;
         let mut times: [Vec<f64>; 6] = Default::default();
         for round in 0..rounds {
@@ -140,7 +143,7 @@ fn table(settings: &Settings) -> Result<()> {
         }
         let [fast, bytes, dense_fast, tiled, dense_tiled, decoded] = times.map(least);
         let (rate, of_read) = (stored as f64 / fast / 1e9, stored as f64 / bytes / 1e9);
-        let operations = 2.0 * (tokens * size * size) as f64;
+        let operations = 2.0 * (tokens * rows * columns) as f64;
         println!(
             "{:8}  {:9.3} {rate:9.2} {:7.2} {of_read:8.2} {:8.2}  {:9.2} {:8.1} {:8.3}  {:9.2}",
             format.to_string(),

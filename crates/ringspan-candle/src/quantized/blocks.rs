@@ -6,7 +6,7 @@ mod k_quants;
 
 pub(super) use k_quants::{Q4K, Q5K, Q6K};
 
-use super::lanes::Lanes;
+use super::lanes::{Lanes, f16_to_f32};
 use bytemuck::{AnyBitPattern, Pod, Zeroable};
 
 /// A block of LEN numbers. Consecutive blocks form a part of a row; their fields are bytes, so blocks may lie at any address.
@@ -172,6 +172,12 @@ pub(super) fn padded<T: Zeroable + Copy>(rest: &[T]) -> [T; 16] {
 plain!(F16, widen_half);
 plain!(BF16, widen_bf16);
 
+/// Repeats the scale of 32 numbers 16 times. Integer operations convert it, since the vector units are busy with the numbers' codes.
+#[inline(always)]
+fn scale<L: Lanes>(l: L, half: [u8; 2]) -> L::F {
+    l.splat(f16_to_f32(half))
+}
+
 #[repr(C)]
 #[derive(Clone, Copy, AnyBitPattern)]
 pub(super) struct Q4_0 {
@@ -183,7 +189,7 @@ pub(super) struct Q4_0 {
 impl BlockNumbers<32> for Q4_0 {
     #[inline(always)]
     fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
-        let (scale, eight) = (l.splat_half(self.scale), l.splat_bytes(8));
+        let (scale, eight) = (scale(l, self.scale), l.splat_bytes(8));
         let code = |codes| l.widen(l.sub_bytes(codes, eight));
         visitor.take_scaled(l, scale, l.nibbles(l.bytes(self.codes), code, code));
     }
@@ -202,12 +208,7 @@ pub(super) struct Q5_0 {
 impl BlockNumbers<32> for Q5_0 {
     #[inline(always)]
     fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
-        // Subtracting 16 from a code without the fifth bit sets its four high bits.
-        let (codes, less_sixteen, [first, second]) =
-            (l.bytes(self.codes), l.splat_bytes(0xf0), l.spread_unset(self.high));
-        let first = l.widen(l.or(l.low(codes), l.and(first, less_sixteen)));
-        let second = l.widen(l.or(l.high(codes), l.and(second, less_sixteen)));
-        visitor.take_scaled(l, l.splat_half(self.scale), [first, second]);
+        visitor.take_scaled(l, scale(l, self.scale), l.five_bits(l.bytes(self.codes), self.high));
     }
 }
 
@@ -222,7 +223,7 @@ impl BlockNumbers<32> for Q8_0 {
     #[inline(always)]
     fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
         let codes = [l.widen(l.bytes(self.codes[0])), l.widen(l.bytes(self.codes[1]))];
-        visitor.take_scaled(l, l.splat_half(self.scale), codes);
+        visitor.take_scaled(l, scale(l, self.scale), codes);
     }
 }
 
@@ -240,7 +241,7 @@ pub(super) struct Iq4Nl {
 impl BlockNumbers<32> for Iq4Nl {
     #[inline(always)]
     fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
-        chosen(l, l.splat_half(self.scale), UNEVEN, self.codes, visitor);
+        chosen(l, scale(l, self.scale), UNEVEN, self.codes, visitor);
     }
 }
 

@@ -14,7 +14,7 @@ use std::ops::Range;
 pub(super) const FEW: usize = 32;
 /// Columns that are decoded at once, which are whole blocks in all formats.
 const COLUMNS: usize = 512;
-/// Rows of the matrix that are decoded at once.
+/// Rows of the matrix that are multiplied at once.
 const ROWS: usize = 4;
 
 /// Adds `x weight^T` to out: x `[T, in]`, weight `[out, in]`, out `[T, out]`.
@@ -71,9 +71,17 @@ impl<B: Block<LEN>, const LEN: usize> VectorWork for OneToken<'_, B, LEN> {
 
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
-        // A loop, since closures that iterators call would not be compiled for the instruction set.
-        for (out, row) in self.out.iter_mut().zip(self.blocks.chunks_exact(self.x.len() / LEN)) {
-            *out += l.sum(B::dot(l, row, self.x));
+        // Loops, since closures that iterators call would not be compiled for the instruction set.
+        let of_row = self.x.len() / LEN;
+        for (out, rows) in self.out.chunks_mut(ROWS).zip(self.blocks.chunks(ROWS * of_row)) {
+            // Fewer rows are summed in the same way, so that the bits of a product do not depend on the rows beside it.
+            let mut sums = [l.splat(0.0); ROWS];
+            for (sum, row) in sums.iter_mut().zip(rows.chunks_exact(of_row)) {
+                *sum = B::dot(l, row, self.x);
+            }
+            for (out, sum) in out.iter_mut().zip(l.sums(sums)) {
+                *out += sum;
+            }
         }
     }
 }

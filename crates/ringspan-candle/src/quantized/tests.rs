@@ -91,7 +91,7 @@ impl<B: Block<LEN>, const LEN: usize> VectorWork for Row<'_, B, LEN> {
         let Self { blocks, x } = self;
         let mut values = vec![0.0; x.len()];
         B::decode(l, blocks, &mut values);
-        (values, l.sum(B::dot(l, blocks, x)))
+        (values, l.sums([B::dot(l, blocks, x); 4])[0])
     }
 }
 
@@ -114,6 +114,20 @@ fn every_instruction_set_decodes_to_the_bits_of_the_reference() -> Result<()> {
                     assert!((f64::from(dot) - sum).abs() <= 1e-6 * size, "{format}: {dot}, not {sum}, of {size:e}");
                 }
             }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn the_bits_of_a_product_do_not_depend_on_the_rows_beside_it() -> Result<()> {
+    const ROWS: usize = 7;
+    for format in [Format::Q5_0, Format::Q6K, Format::F16] {
+        let (weight, x) = (matrix(format, ROWS, 512)?, waves(1, 512, 3)?);
+        let together = pool::run(1, || linear_quantized(&x, &weight, None))??;
+        for row in 0..ROWS {
+            let alone = pool::run(1, || linear_quantized(&x, &weight.rows(row..row + 1)?, None))??;
+            assert_eq!(bits(&floats(&alone)?), bits(&floats(&together.narrow(1, row, 1)?)?), "{format}, row {row}");
         }
     }
     Ok(())
