@@ -8,7 +8,8 @@
 //! With `share=no`, each rank computes every linear layer of decoded tokens, as it does while a prompt waits. With `logits=no`, only the
 //! layers are timed: here rank 0 computes all logits, which ranks of a server share.
 //!
-//! At a depth, the cache holds zeros, which take as long to read as any other keys. With `generate=yes`, the same prompt is read,
+//! The memory of the cache has been written as far as `prompt`; beyond it, its pages are one page of zeros in the processor's caches, so
+//! that a depth up to `prompt` is needed to see what memory costs. With `generate=yes`, the same prompt is read,
 //! and tokens are generated, by `generate` with its contiguous cache.
 
 use candle_core::DType;

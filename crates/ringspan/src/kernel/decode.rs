@@ -93,7 +93,13 @@ impl Decode<'_> {
         for from in rows.clone().step_by(at_a_time) {
             let few = &mut few[..at_a_time * wide];
             copy(simd, few, wide, 1.0, |i| (from + i < rows.end).then(|| self.k.at(from + i, kv)));
+            // Rows further on are fetched while these are multiplied: a few for each head, as many as memory keeps up with.
+            let mut ahead = rows.end.min(from + 2 * at_a_time)..rows.end.min(from + 3 * at_a_time);
+            let some = at_a_time.div_ceil(heads.len());
             for (query, scores) in queries.chunks_exact(wide).zip(scores.chunks_exact_mut(CHUNK)) {
+                for row in ahead.by_ref().take(some) {
+                    self.k.at(row, kv).prefetch_far();
+                }
                 for (four, scores) in few.chunks_exact(4 * wide).zip(scores[from - rows.start..].chunks_exact_mut(4)) {
                     // SAFETY: four rows of `wide` elements, whole vectors, and as many of the query.
                     unsafe { dots(simd, query, four.as_ptr(), wide, scores) };
@@ -135,6 +141,9 @@ impl Decode<'_> {
             let few = &mut few[..at_a_time * v_wide];
             let depth = at_a_time.min(rows.end - from);
             copy(simd, few, v_wide, 1.0, |i| (i < depth).then(|| self.v.at(from + i, kv)));
+            for row in rows.end.min(from + 2 * at_a_time)..rows.end.min(from + 3 * at_a_time) {
+                self.v.at(row, kv).prefetch_far();
+            }
             let (weights, shape) = (scores[from - rows.start..].as_ptr(), (heads.len(), depth, v_wide));
             let (few, sums) = (few.as_ptr(), sums.as_mut_ptr());
             // SAFETY: the weights of heads are CHUNK apart; rows and sums have `v_wide` elements, whole vectors.

@@ -3,7 +3,7 @@
 use super::DType;
 use super::device_array::DeviceSlice;
 use super::quantized::QuantizedSlice;
-use super::vector::prefetch;
+use super::vector::{prefetch, prefetch_far};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use std::borrow::Cow;
@@ -116,6 +116,18 @@ impl<'a> Data<'a> {
         let mut to = vec![0.0; self.len()];
         self.copy_to(&mut to);
         Cow::Owned(to)
+    }
+
+    /// Prefetches elements that are needed later into the L2 cache.
+    #[inline(always)]
+    pub(super) fn prefetch_far(self) {
+        match self {
+            Data::F32(data) => prefetch_far(data),
+            Data::Bf16(data) => prefetch_far(data),
+            Data::F16(data) => prefetch_far(data),
+            Data::Q8_0(data) => data.prefetch(),
+            Data::Device(_) => (),
+        }
     }
 
     /// Prefetches the elements into the cache.
