@@ -43,6 +43,7 @@ SCRIPTS = {
     "make_quantized_fixture.py": (CANDLE / "quantized", ["."]),
     "make_text_encoder_fixture.py": (VIDEO / "text", ["."]),
     "make_video_vae_fixture.py": (VIDEO / "vae", ["."]),
+    "make_tiny_decoder_fixture.py": (VIDEO / "tiny_decoder", ["."]),
     "make_video_pipeline_fixture.py": (VIDEO / "pipeline", ["."]),
     "make_video_gguf_fixture.py": (VIDEO / "gguf", ["."]),
 }

@@ -13,6 +13,7 @@ use ringspan_video::denoise::VideoMesh;
 use ringspan_video::frames::{self, RgbFrame};
 use ringspan_video::pipeline::{VideoControl, VideoEvent, VideoPipeline, VideoRequest, VideoStage};
 use ringspan_video::transformer::WeightType;
+use ringspan_video::vae::TinyDecoderFile;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -74,6 +75,10 @@ pub(crate) struct VideoArgs {
     /// A PNG file for the first frame of the video that the transformer predicts after a quarter of the steps
     #[arg(long, value_name = "FILE")]
     preview: Option<PathBuf>,
+    /// The safetensors file of a tiny decoder (TAEHV: taew2_1, or taew2_2 for the 5B model), with which the preview is the whole video: a
+    /// GIF file
+    #[arg(long, value_name = "FILE", requires = "preview")]
+    tiny_decoder: Option<PathBuf>,
     /// Memory of activations and buffers on each rank; weights, and the frames themselves, come on top [default: what the
     /// transformer needs, and blocks of the decoder that fit 256 MiB if there are any, else the smallest]
     #[arg(long, value_name = "BYTES", value_parser = crate::serve::bytes)]
@@ -99,11 +104,19 @@ pub(crate) fn run(args: &VideoArgs, processes: &ProcessGroup) -> Result<()> {
     let (_, threads) = args.mesh.start_with(processes, &[(branches, "branches of --cfg-parallel")])?;
     let destination = Destination::of(&args.out)?;
     let pictures = args.image.iter().chain(&args.last_image).chain(&args.reference_image);
-    let preview = args.preview.as_ref().map(|path| Preview::new(path, pictures)).transpose()?;
+    let moving = args.tiny_decoder.is_some();
+    let preview = args.preview.as_ref().map(|path| Preview::new(path, moving, pictures)).transpose()?;
     let dtype = args.dtype.unwrap_or_else(|| WeightType::default_of(&args.model));
     let pipeline = VideoPipeline::open(&args.model, dtype).context("--model")?;
     let [first, second] = args.sampler.loras(pipeline.denoiser(), &args.model)?;
     let pipeline = pipeline.with_loras(0, first).context("--lora")?.with_loras(1, second).context("--lora-2")?;
+    let pipeline = match &args.tiny_decoder {
+        Some(file) => {
+            let opened = TinyDecoderFile::open(file).and_then(|decoder| pipeline.with_tiny_decoder(decoder));
+            opened.with_context(|| format!("--tiny-decoder {}", file.display()))?
+        }
+        None => pipeline,
+    };
     let request = args.request(&pipeline)?;
     let (ring, ulysses, cfg_parallel) = (args.mesh.ring, args.mesh.ulysses, args.cfg_parallel);
     let mesh = VideoMesh { ring, ulysses, cfg_parallel, threads, deadline: DEADLINE, processes: processes.clone() };

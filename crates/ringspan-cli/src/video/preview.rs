@@ -1,4 +1,4 @@
-//! The preview: a picture of an unfinished run.
+//! The preview: a picture, or a moving picture, of an unfinished run.
 
 use crate::files;
 use crate::interrupt::Unfinished;
@@ -12,15 +12,21 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// file.
 pub(super) struct Preview {
     path: PathBuf,
+    /// Whether it is a GIF of the whole video, not a picture of the first frame.
+    moving: bool,
     replaces: bool,
     unfinished: Mutex<Option<Unfinished>>,
 }
 
 impl Preview {
     /// Refuses a path that cannot be written, or that is one of the pictures that the run reads.
-    pub(super) fn new<'a>(path: &Path, pictures: impl IntoIterator<Item = &'a PathBuf>) -> Result<Self> {
-        let is_png = path.extension().is_some_and(|found| found.eq_ignore_ascii_case("png"));
-        ensure!(is_png, "--preview {}: a preview is one picture, so the name must end in .png", path.display());
+    pub(super) fn new<'a>(path: &Path, moving: bool, pictures: impl IntoIterator<Item = &'a PathBuf>) -> Result<Self> {
+        let (extension, shown) = match moving {
+            true => ("gif", "with --tiny-decoder a preview is the whole video"),
+            false => ("png", "a preview is one picture"),
+        };
+        let fits = path.extension().is_some_and(|found| found.eq_ignore_ascii_case(extension));
+        ensure!(fits, "--preview {}: {shown}, so the name must end in .{extension}", path.display());
         files::check_output("--preview", path)?;
         let same = |picture: &&PathBuf| {
             path == picture.as_path() || path.canonicalize().ok() == picture.canonicalize().ok() && path.exists()
@@ -28,14 +34,16 @@ impl Preview {
         if let Some(picture) = pictures.into_iter().find(same) {
             bail!("--preview {}: the run reads this picture", picture.display());
         }
-        Ok(Self { path: path.to_owned(), replaces: path.exists(), unfinished: Mutex::default() })
+        Ok(Self { path: path.to_owned(), moving, replaces: path.exists(), unfinished: Mutex::default() })
     }
 
-    /// Writes the first frame of a video.
+    /// Writes a video, or its first frame.
     pub(super) fn write(&self, video: &VideoTensor) -> Result<()> {
         let pictures = frames::to_rgb(video)?;
-        let first = pictures.first().context("a preview without a frame")?;
-        let picture = frames::encode_picture(&self.path, first)?;
+        let picture = match self.moving {
+            true => frames::gif(&pictures)?,
+            false => frames::encode_picture(&self.path, pictures.first().context("a preview without a frame")?)?,
+        };
         if !self.replaces {
             *self.lock() = Some(Unfinished::file(self.path.clone()));
         }

@@ -314,6 +314,24 @@ fn a_video_is_what_its_stages_make_one_by_one() {
 }
 
 #[test]
+fn with_a_tiny_decoder_the_preview_is_the_whole_video() {
+    let video = pipeline();
+    let [tiny, of_5b] = ["taew2_1", "taew2_2"].map(|name| fixture(&format!("tiny_decoder/{name}.safetensors")));
+    let (flags, tiny) = (format!("{FLAGS} --out new.gif"), format!("--tiny-decoder {}", tiny.display()));
+    let said = video.succeeds(&format!("{flags} --preview look.gif {tiny} --ring 2"));
+    assert!(said.contains("all frames, by the tiny decoder after step 1"), "{said}");
+    let gif = std::fs::read(video.bench.path("look.gif")).expect("a GIF");
+    // A block of graphics control begins each of the frames.
+    let frames = gif.windows(4).filter(|bytes| bytes[..3] == [0x21, 0xf9, 4]).count();
+    assert!(gif.starts_with(b"GIF89a") && frames == 9, "{frames} frames");
+    let preview = format!("{flags} --preview look2.gif");
+    video.refused(&format!("{flags} --preview look2.png {tiny}"), &["look2.png", ".gif"]);
+    video.refused(&format!("{flags} {tiny}"), &["--preview"]);
+    video.refused(&format!("{preview} --tiny-decoder {}", of_5b.display()), &["6 channels", "16 x 16", "have 16"]);
+    video.refused(&format!("{preview} --tiny-decoder none.safetensors"), &["--tiny-decoder none.safetensors"]);
+}
+
+#[test]
 fn a_dry_run_prints_the_plan_of_the_run_and_writes_nothing() {
     let video = pipeline();
     let denoise = Video::denoise();

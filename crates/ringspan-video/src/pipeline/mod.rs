@@ -20,7 +20,7 @@ use crate::lora::LoraSource;
 use crate::tensor_folder::read_json;
 use crate::text_encoder::{PromptTokenizer, TextEncoder};
 use crate::transformer::WeightType;
-use crate::vae::VaeFolder;
+use crate::vae::{TinyDecoderFile, VaeFolder};
 use serde_json::{Map, Value};
 use std::path::Path;
 
@@ -33,6 +33,8 @@ pub struct VideoPipeline {
     image_encoder: Option<ImageEncoder>,
     denoiser: DenoiseFolder,
     vae: VaeFolder,
+    /// A decoder for previews.
+    tiny_decoder: Option<TinyDecoderFile>,
     images: Images,
 }
 
@@ -70,7 +72,7 @@ pub struct VideoRequest {
     pub settings: DenoiseSettings,
     /// The most bytes of activations and buffers on each rank.
     pub memory: Option<u64>,
-    /// Whether a frame is decoded a quarter of the steps in.
+    /// Whether the first frame, or with a tiny decoder the whole video, is decoded a quarter of the steps in.
     pub preview: bool,
 }
 
@@ -142,7 +144,7 @@ impl VideoPipeline {
             );
         }
         let tokenizer = PromptTokenizer::open(path)?;
-        let pipeline = Self { tokenizer, text_encoder, image_encoder, denoiser, vae, images };
+        let pipeline = Self { tokenizer, text_encoder, image_encoder, denoiser, vae, tiny_decoder: None, images };
         match of_control.filter(|given| is_vace && *given != pipeline.control_channels()) {
             Some(given) => refuse(format!(
                 "transformer takes a control of {given} channels (vace_in_channels); with this vae it has {}: twice the latents and a \
@@ -185,6 +187,23 @@ impl VideoPipeline {
     /// As for [`DenoiseFolder::with_loras`].
     pub fn with_loras(self, stage: usize, sources: &[LoraSource]) -> Result<Self> {
         Ok(Self { denoiser: self.denoiser.with_loras(stage, sources)?, ..self })
+    }
+
+    /// The pipeline with a tiny decoder, so that previews show the whole video.
+    ///
+    /// # Errors
+    /// A decoder of other latents than those of the pipeline.
+    pub fn with_tiny_decoder(self, decoder: TinyDecoderFile) -> Result<Self> {
+        let vae = self.vae.config();
+        let (found, wanted) = (decoder.sizes(), [vae.z_dim, vae.time(), vae.space()]);
+        if found != wanted {
+            return Err(Error::Config(format!(
+                "the tiny decoder takes latents of {} channels, {} frames and {} x {} pixels, but those of the pipeline have {}, {} and \
+                 {} x {}",
+                found[0], found[1], found[2], found[2], wanted[0], wanted[1], wanted[2], wanted[2]
+            )));
+        }
+        Ok(Self { tiny_decoder: Some(decoder), ..self })
     }
 
     /// The transformers and the scheduler.

@@ -29,12 +29,30 @@ pub struct VideoPlan {
     local: usize,
 }
 
-/// A frame that is decoded while the transformer computes.
+/// What is decoded while the transformer computes.
 #[derive(Debug)]
 pub(super) struct Preview {
     /// The step after which it is decoded.
     pub(super) step: usize,
-    pub(super) decode: vae::Plan,
+    pub(super) decode: PreviewDecoding,
+}
+
+/// How a preview is decoded.
+#[derive(Debug)]
+pub(super) enum PreviewDecoding {
+    /// The first frame, by the autoencoder.
+    FirstFrame(vae::Plan),
+    /// All frames, by the tiny decoder, which takes so many bytes with its weights and the frames.
+    Video { bytes: u64 },
+}
+
+impl PreviewDecoding {
+    fn bytes(&self) -> u64 {
+        match self {
+            Self::FirstFrame(plan) => plan.weights() + plan.bytes(),
+            Self::Video { bytes } => *bytes,
+        }
+    }
 }
 
 /// The memory of a stage, in bytes.
@@ -105,9 +123,8 @@ impl VideoPipeline {
         };
         let preview = match request.preview {
             true => {
-                let first = [1, channels, 1, height, width];
                 let step = request.settings.steps.div_ceil(4);
-                Some(Preview { step, decode: self.vae.plan_decoding(first, 1, memory)? })
+                Some(Preview { step, decode: self.plan_preview(of_video, memory)? })
             }
             false => None,
         };
@@ -126,6 +143,29 @@ impl VideoPipeline {
         };
         plan.stages = self.stages(request, &plan, ranks)?;
         Ok(plan)
+    }
+
+    /// How a preview of latents `[1, C, F, H, W]` is decoded, by one rank.
+    fn plan_preview(&self, latents: [usize; 5], memory: Option<u64>) -> Result<PreviewDecoding> {
+        let Some(tiny) = &self.tiny_decoder else {
+            let [batch, channels, _, height, width] = latents;
+            return Ok(PreviewDecoding::FirstFrame(self.vae.plan_decoding(
+                [batch, channels, 1, height, width],
+                1,
+                memory,
+            )?));
+        };
+        let (bytes, frames) = (tiny.bytes(latents), tiny.frames(latents)?);
+        match memory.filter(|memory| bytes > *memory) {
+            Some(memory) => Err(Error::Input(format!(
+                "the tiny decoder takes {} for frames of this size, more than the memory of {} that is given",
+                bytes_text(bytes),
+                bytes_text(memory)
+            ))),
+            None => Ok(PreviewDecoding::Video {
+                bytes: tiny.weights() + bytes + 4 * frames.iter().product::<usize>() as u64,
+            }),
+        }
     }
 
     fn stages(&self, request: &VideoRequest, plan: &VideoPlan, ranks: usize) -> Result<Vec<StageMemory>> {
@@ -147,7 +187,7 @@ impl VideoPipeline {
             let channels = if self.images == Images::Control { 3 + 3 + 1 } else { 3 };
             stages.push(of_vae(VideoStage::Encode, encode, 4 * elements(shape) / 3 * channels));
         }
-        let preview = plan.preview.as_ref().map_or(0, |preview| preview.decode.weights() + preview.decode.bytes());
+        let preview = plan.preview.as_ref().map_or(0, |preview| preview.decode.bytes());
         stages.push(StageMemory {
             stage: VideoStage::Denoise,
             shared: plan.denoise.most_weights() + preview,
@@ -218,7 +258,11 @@ impl fmt::Display for VideoPlan {
             writeln!(f, "encode    {encode}")?;
         }
         if let Some(preview) = &self.preview {
-            writeln!(f, "preview   after step {}", preview.step)?;
+            let shown = match preview.decode {
+                PreviewDecoding::FirstFrame(_) => "the first frame",
+                PreviewDecoding::Video { .. } => "all frames, by the tiny decoder",
+            };
+            writeln!(f, "preview   {shown} after step {}", preview.step)?;
         }
         writeln!(f, "decode    {}", self.decode)?;
         let stages = self.stages.iter().map(|memory| format!("{} {}", memory.stage, bytes_text(self.bytes_of(memory))));

@@ -1,5 +1,6 @@
 //! Runs the stages of a pipeline, one after the other.
 
+use super::plan::PreviewDecoding;
 use super::{Images, VideoPipeline, VideoPlan, VideoRequest, VideoStage};
 use crate::denoise::{DenoiseInputs, DenoiseStep, VideoMesh, denoise_in_each_process};
 use crate::encoder_mesh::EncoderMesh;
@@ -19,7 +20,7 @@ pub enum VideoEvent {
     Skipped(usize),
     /// So many steps have been taken.
     Stepped(usize),
-    /// The first frame `[1, 3, 1, H, W]` of the video that the transformer predicts so far.
+    /// The first frame `[1, 3, 1, H, W]` of the video that the transformer predicts so far; with a tiny decoder all frames.
     Preview(VideoTensor),
 }
 
@@ -93,8 +94,9 @@ impl VideoPipeline {
             told(VideoEvent::Stepped(step.number))?;
             match &plan.preview {
                 Some(preview) if preview.step == step.number => {
-                    let predicted = step.predicted()?.narrow(2, request.control.references.len(), 1)?;
-                    told(VideoEvent::Preview(self.first_frame(&predicted, mesh, &preview.decode)?))
+                    let (predicted, references) = (step.predicted()?, request.control.references.len());
+                    let predicted = predicted.narrow(2, references, predicted.dim(2)? - references)?;
+                    told(VideoEvent::Preview(self.preview(&predicted, mesh, &preview.decode)?))
                 }
                 _ => Ok(()),
             }
@@ -116,12 +118,23 @@ impl VideoPipeline {
         Ok(Tensor::from_vec(states, (1, rows, width), &Device::Cpu)?)
     }
 
-    /// The frame of the first predicted latents `[1, C, 1, H, W]`, decoded by this rank alone.
-    fn first_frame(&self, latents: &Tensor, mesh: &VideoMesh, plan: &Plan) -> Result<VideoTensor> {
-        let alone = Mesh { processes: ProcessGroup::single(), size: 1, threads: mesh.threads, deadline: mesh.deadline };
-        let first = video_tensor(latents)?;
-        let frame = self.vae.decoder()?.decode(&first, &alone, plan)?;
-        frame.ok_or_else(|| Error::Mesh("a rank alone has no rank 0".into()))
+    /// Decodes the predicted latents `[1, C, F, H, W]`, or the first of them, by this rank alone.
+    fn preview(&self, latents: &Tensor, mesh: &VideoMesh, decode: &PreviewDecoding) -> Result<VideoTensor> {
+        match (decode, &self.tiny_decoder) {
+            (PreviewDecoding::Video { .. }, Some(tiny)) => {
+                let latents = video_tensor(latents)?;
+                tiny.decoder()?.decode(&latents, tiny.frames(latents.shape())?, mesh.threads)
+            }
+            (PreviewDecoding::Video { .. }, None) => {
+                Err(Error::Config("this pipeline has no tiny decoder, but its plan has".into()))
+            }
+            (PreviewDecoding::FirstFrame(plan), _) => {
+                let processes = ProcessGroup::single();
+                let alone = Mesh { processes, size: 1, threads: mesh.threads, deadline: mesh.deadline };
+                let frame = self.vae.decoder()?.decode(&video_tensor(&latents.narrow(2, 0, 1)?)?, &alone, plan)?;
+                frame.ok_or_else(|| Error::Mesh("a rank alone has no rank 0".into()))
+            }
+        }
     }
 }
 

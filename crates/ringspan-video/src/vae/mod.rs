@@ -24,10 +24,12 @@ mod segment;
 mod shortcut;
 mod streamed;
 mod strip;
+mod tiny_decoder;
 mod video_tensor;
 
 pub use config::VaeConfig;
 pub use plan::Plan;
+pub use tiny_decoder::{TinyDecoder, TinyDecoderFile};
 pub use video_tensor::VideoTensor;
 
 use crate::error::{Error, Result};

@@ -1,6 +1,7 @@
 //! The text encoder against transformers, the autoencoder against diffusers, and every mesh and tiling against one rank.
 
 mod text;
+mod tiny_decoder;
 
 use ringspan::comm::process_group::ProcessGroup;
 use ringspan_video::vae::{Mesh, Plan, VaeFolder, VideoTensor};
@@ -16,7 +17,11 @@ fn fixture(name: &str) -> PathBuf {
 
 /// A tensor of the reference.
 fn reference(model: &str, tensor: &str) -> VideoTensor {
-    let bytes = std::fs::read(fixture(model).join("reference.safetensors")).expect("a fixture");
+    tensor_of(&fixture(model).join("reference.safetensors"), tensor)
+}
+
+fn tensor_of(file: &Path, tensor: &str) -> VideoTensor {
+    let bytes = std::fs::read(file).expect("a fixture");
     let file = SafeTensors::deserialize(&bytes).expect("safetensors");
     let view = file.tensor(tensor).expect("a tensor");
     let values = view.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().expect("four bytes"))).collect();
