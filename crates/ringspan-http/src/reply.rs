@@ -102,3 +102,24 @@ impl Usage {
             "total_tokens": self.prompt_tokens + self.completion_tokens, "prompt_tokens_details": details})
     }
 }
+
+/// When a stream reports the usage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum StreamUsage {
+    Never,
+    /// In a last chunk of its own; `usage` is null in the others, as clients of OpenAI expect.
+    AtEnd,
+    /// Also in each chunk, of its choice so far (vLLM's `continuous_usage_stats`).
+    InEachChunk,
+}
+
+impl StreamUsage {
+    /// Adds the usage of a chunk's choice so far to the chunk.
+    pub(crate) fn write(self, chunk: &mut Value, so_far: Usage) {
+        match self {
+            Self::Never => {}
+            Self::AtEnd => chunk["usage"] = Value::Null,
+            Self::InEachChunk => chunk["usage"] = so_far.to_json(),
+        }
+    }
+}

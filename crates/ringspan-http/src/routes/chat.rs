@@ -6,7 +6,7 @@ use crate::conversation::{self, Conversation, PromptEnd};
 use crate::error::{ApiError, Result};
 use crate::fields::Fields;
 use crate::generation::End;
-use crate::reply::{Reply, ReplyPart};
+use crate::reply::{Reply, ReplyPart, StreamUsage, Usage};
 use crate::routes::begin::{ConversationRequest, begin};
 use crate::sampling::{MOST_LOGPROBS, Sampling};
 use crate::tools::Parsed;
@@ -24,7 +24,7 @@ struct ChatRequest {
     conversation: Conversation,
     sampling: Sampling,
     stream: bool,
-    include_usage: bool,
+    usage: StreamUsage,
 }
 
 impl ConversationRequest for ChatRequest {
@@ -52,14 +52,14 @@ impl ConversationRequest for ChatRequest {
             variables: conversation::variables(&mut fields)?,
             end: PromptEnd::take(&mut fields)?,
         };
-        let (stream, include_usage) = streaming(&mut fields)?;
+        let (stream, usage) = streaming(&mut fields)?;
         fields.only("echo", &[json!(false)], "it belongs to /v1/completions")?;
         fields.only("add_special_tokens", &[json!(false)], "the template writes them")?;
         fields.only("modalities", &[json!(["text"])], "this server answers with text")?;
         fields.only("functions", &[json!([])], "use tools")?;
         fields.only("function_call", &[], "use tool_choice")?;
         fields.finish()?;
-        Ok(Self { target, conversation, sampling, stream, include_usage })
+        Ok(Self { target, conversation, sampling, stream, usage })
     }
 
     fn prompt(&self) -> (&Target, &Conversation, &Sampling) {
@@ -67,18 +67,26 @@ impl ConversationRequest for ChatRequest {
     }
 }
 
-/// Takes `stream` and `stream_options`; returns whether to stream, and whether the stream ends with the usage.
-pub(crate) fn streaming(fields: &mut Fields) -> Result<(bool, bool)> {
+/// Takes `stream` and `stream_options`; returns whether to stream, and when the stream reports the usage.
+pub(crate) fn streaming(fields: &mut Fields) -> Result<(bool, StreamUsage)> {
     let stream = fields.boolean("stream")?.unwrap_or(false);
-    let Some(mut options) = fields.fields("stream_options")? else { return Ok((stream, false)) };
+    let Some(mut options) = fields.fields("stream_options")? else { return Ok((stream, StreamUsage::Never)) };
     if !stream {
         return Err(ApiError::field("stream_options", "needs stream: true"));
     }
-    let include_usage = options.boolean("include_usage")?.unwrap_or(false);
-    options.only("continuous_usage_stats", &[json!(false)], "usage is reported once, at the end")?;
+    let at_end = options.boolean("include_usage")?.unwrap_or(false);
+    let in_each_chunk = options.boolean("continuous_usage_stats")?.unwrap_or(false);
     options.boolean("include_obfuscation")?;
     options.finish()?;
-    Ok((stream, include_usage))
+    let usage = match (at_end, in_each_chunk) {
+        (true, true) => StreamUsage::InEachChunk,
+        (true, false) => StreamUsage::AtEnd,
+        (false, false) => StreamUsage::Never,
+        (false, true) => {
+            return Err(ApiError::field("stream_options.continuous_usage_stats", "needs include_usage: true"));
+        }
+    };
+    Ok((stream, usage))
 }
 
 pub(crate) async fn create(State(app): State<Arc<App>>, Body(body): Body) -> Result<Response> {
@@ -173,27 +181,27 @@ impl ChatCompletion {
         Ok(Json(body).into_response())
     }
 
-    fn chunk(&self, choices: Vec<Value>) -> Value {
+    /// A chunk of the stream; `usage` is that of its choice so far.
+    fn chunk(&self, choices: Vec<Value>, usage: Usage) -> Value {
         let mut chunk = self.object("chat.completion.chunk", choices);
-        if self.request.include_usage {
-            chunk["usage"] = Value::Null;
-        }
+        self.request.usage.write(&mut chunk, usage);
         chunk
     }
 
-    fn delta(&self, index: usize, delta: Value, tokens: &[(u32, Option<TokenLogprobs>)]) -> Value {
+    fn delta(&self, index: usize, delta: Value, tokens: &[(u32, Option<TokenLogprobs>)], usage: Usage) -> Value {
         let logprobs = if tokens.is_empty() { Value::Null } else { self.logprobs(tokens) };
         let mut choice = json!({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": null});
         if self.request.sampling.return_token_ids {
             choice["token_ids"] = tokens.iter().map(|(token, _)| *token).collect();
         }
-        self.chunk(vec![choice])
+        self.chunk(vec![choice], usage)
     }
 
     async fn stream(self, mut reply: Reply, writer: sse::Writer) -> Result<()> {
-        for index in 0..self.request.sampling.n {
+        let mut usage = vec![reply.usage; self.request.sampling.n];
+        for (index, usage) in usage.iter().enumerate() {
             let role = self.request.conversation.role();
-            let mut first = self.delta(index, json!({"role": role, "content": ""}), &[]);
+            let mut first = self.delta(index, json!({"role": role, "content": ""}), &[], *usage);
             if self.request.sampling.return_token_ids {
                 first["prompt_token_ids"] = reply.prompt.clone().into();
             }
@@ -203,13 +211,14 @@ impl ChatCompletion {
         while let Some((index, part)) = reply.next().await? {
             match part {
                 ReplyPart::Prompt(all) => {
-                    let mut chunk = self.chunk(Vec::new());
+                    let mut chunk = self.chunk(Vec::new(), usage[index]);
                     chunk["prompt_logprobs"] = logprobs::prompt(&self.app.vocabulary, &all);
                     writer.data(&chunk).await;
                 }
                 ReplyPart::Said(said, mut tokens) => {
+                    usage[index].completion_tokens += tokens.len();
                     if said.is_empty() && !tokens.is_empty() {
-                        writer.data(&self.delta(index, json!({}), &tokens)).await;
+                        writer.data(&self.delta(index, json!({}), &tokens, usage[index])).await;
                     }
                     for part in said {
                         let delta = match part {
@@ -220,19 +229,21 @@ impl ChatCompletion {
                                     "type": "function", "function": {"name": call.name, "arguments": call.arguments}}]})
                             }
                         };
-                        writer.data(&self.delta(index, delta, &std::mem::take(&mut tokens))).await;
+                        writer.data(&self.delta(index, delta, &std::mem::take(&mut tokens), usage[index])).await;
                     }
                 }
                 ReplyPart::End(end, called) => {
-                    let mut chunk = self.delta(index, json!({}), &[]);
+                    usage[index] = Usage { completion_tokens: 0, ..usage[index] };
+                    usage[index].add(&end);
+                    let mut chunk = self.delta(index, json!({}), &[], usage[index]);
                     chunk["choices"][0]["finish_reason"] = finish_reason(&end, called).into();
                     chunk["choices"][0]["stop_reason"] = stop_reason(&end);
                     writer.data(&chunk).await;
                 }
             }
         }
-        if self.request.include_usage {
-            let mut last = self.chunk(Vec::new());
+        if self.request.usage != StreamUsage::Never {
+            let mut last = self.chunk(Vec::new(), reply.usage);
             last["usage"] = reply.usage.to_json();
             writer.data(&last).await;
         }

@@ -7,7 +7,7 @@ use crate::error::{ApiError, Result};
 use crate::fields::{Fields, token_ids};
 use crate::generation::{self, End, TextPart, Texts};
 use crate::logprobs::{self, LegacyLogprobs};
-use crate::reply::Usage;
+use crate::reply::{StreamUsage, Usage};
 use crate::sampling::{MOST_LOGPROBS, Sampling};
 use crate::sse;
 use crate::vocabulary::Vocabulary;
@@ -67,7 +67,7 @@ struct CompletionRequest {
     /// Whether the client asked for `prompt_logprobs`; an echo needs them too, but does not report them.
     prompt_logprobs: bool,
     stream: bool,
-    include_usage: bool,
+    usage: StreamUsage,
 }
 
 impl CompletionRequest {
@@ -94,9 +94,9 @@ impl CompletionRequest {
         fields.only("suffix", &[json!("")], "texts are continued at their end")?;
         fields.only("best_of", &[json!(sampling.n)], "as many texts are computed as are returned; use n")?;
         fields.only("truncate_prompt_tokens", &[], "shorten the prompt yourself")?;
-        let (stream, include_usage) = streaming(&mut fields)?;
+        let (stream, usage) = streaming(&mut fields)?;
         fields.finish()?;
-        Ok(Self { target, prompts, sampling, echo, prompt_logprobs, stream, include_usage })
+        Ok(Self { target, prompts, sampling, echo, prompt_logprobs, stream, usage })
     }
 }
 
@@ -136,6 +136,8 @@ struct Choice {
     tokens: Vec<u32>,
     prompt_logprobs: Value,
     end: Option<End>,
+    /// Generated tokens so far, those that are reported already included.
+    generated: usize,
     /// Whether the echo of the prompt is in the text.
     echoed: bool,
 }
@@ -163,6 +165,7 @@ impl Completion {
             }
             TextPart::Text { text, tokens } => {
                 choice.text.push_str(&text);
+                choice.generated += tokens.len();
                 for (token, logprobs) in &tokens {
                     choice.push(vocabulary, *token, logprobs.as_ref());
                 }
@@ -170,6 +173,7 @@ impl Completion {
             }
             TextPart::End(end) => {
                 self.usage.add(&end);
+                choice.generated = end.tokens;
                 choice.end = Some(end);
                 Ok(true)
             }
@@ -198,6 +202,13 @@ impl Completion {
         value
     }
 
+    /// The usage of a choice so far.
+    fn usage_of(&self, index: usize) -> Usage {
+        let (prompt, choice) = (&self.request.prompts[index / self.request.sampling.n], &self.choices[index]);
+        let cached_tokens = choice.end.as_ref().map_or(0, |end| end.cached_tokens);
+        Usage { prompt_tokens: prompt.tokens.len(), completion_tokens: choice.generated, cached_tokens }
+    }
+
     fn object(&self, choices: Vec<Value>) -> Value {
         json!({"id": self.id, "object": "text_completion", "created": self.created, "model": self.request.target.model,
             "choices": choices})
@@ -218,13 +229,11 @@ impl Completion {
             if self.add(index, part)? {
                 let choice = self.take(index);
                 let mut chunk = self.object(vec![choice]);
-                if self.request.include_usage {
-                    chunk["usage"] = Value::Null;
-                }
+                self.request.usage.write(&mut chunk, self.usage_of(index));
                 writer.data(&chunk).await;
             }
         }
-        if self.request.include_usage {
+        if self.request.usage != StreamUsage::Never {
             let mut last = self.object(Vec::new());
             last["usage"] = self.usage.to_json();
             writer.data(&last).await;

@@ -47,6 +47,25 @@ fn a_stream_is_a_role_then_whole_characters_then_a_reason_then_usage() {
 }
 
 #[test]
+fn the_usage_of_each_choice_so_far_may_be_in_each_chunk() {
+    let server = start();
+    let options = json!({"include_usage": true, "continuous_usage_stats": true});
+    let chunks = server.chat("say:é😀x", json!({"stream": true, "n": 2, "stream_options": options})).chunks();
+    let prompt = chunks.last().unwrap()["usage"]["prompt_tokens"].clone();
+    for index in 0..2 {
+        let of_choice = chunks.iter().filter(|chunk| chunk["choices"][0]["index"] == index);
+        let usage: Vec<&Value> = of_choice.map(|chunk| &chunk["usage"]).collect();
+        assert!(usage.iter().all(|usage| usage["prompt_tokens"] == prompt), "{usage:?}");
+        let counts: Vec<&Value> = usage.iter().map(|usage| &usage["completion_tokens"]).collect();
+        assert_eq!(counts, [0, 2, 6, 7, 8], "role, three characters, end");
+    }
+    assert_eq!(chunks.last().unwrap()["usage"]["completion_tokens"], 16);
+    let alone = json!({"stream": true, "stream_options": {"continuous_usage_stats": true}});
+    let error = server.chat("x", alone).error(400);
+    assert!(error["message"].as_str().unwrap().contains("include_usage"), "{error}");
+}
+
+#[test]
 fn stop_strings_end_texts_across_tokens_and_are_left_out() {
     let server = start();
     for stream in [false, true] {

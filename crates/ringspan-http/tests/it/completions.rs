@@ -76,6 +76,24 @@ fn a_stream_ends_with_a_reason_and_usage() {
 }
 
 #[test]
+fn the_usage_of_each_text_so_far_may_be_in_each_chunk() {
+    let server = start();
+    let options = json!({"include_usage": true, "continuous_usage_stats": true});
+    let asked = json!({"prompt": ["say:é!", "say:ab"], "stream": true, "stream_options": options});
+    let chunks = server.complete("", asked).chunks();
+    let mut prompts = 0;
+    for index in 0..2 {
+        let of_text: Vec<&Value> = chunks.iter().filter(|chunk| chunk["choices"][0]["index"] == index).collect();
+        let counts: Vec<u64> =
+            of_text.iter().map(|chunk| chunk["usage"]["completion_tokens"].as_u64().unwrap()).collect();
+        assert!(counts.is_sorted() && counts.last() == Some(&[4, 3][index]), "{counts:?}");
+        prompts += of_text[0]["usage"]["prompt_tokens"].as_u64().unwrap();
+    }
+    let usage = &chunks.last().unwrap()["usage"];
+    assert_eq!((&usage["prompt_tokens"], &usage["completion_tokens"]), (&json!(prompts), &json!(7)));
+}
+
+#[test]
 fn what_has_no_meaning_here_is_refused_by_name() {
     let server = start();
     for (name, value) in [
