@@ -25,6 +25,8 @@ pub(crate) enum TextPart {
         text: String,
         /// The tokens, with log-probabilities if they were asked for.
         tokens: Vec<(u32, Option<TokenLogprobs>)>,
+        /// The number of tokens generated so far, also of those whose text is held back.
+        generated: usize,
     },
     /// The text has ended.
     End(End),
@@ -222,7 +224,7 @@ impl Text {
                     match stream.push(token, logprob)? {
                         Some(part) => part,
                         None if !stream.stopped() => continue,
-                        None => TextPart::Text { text: String::new(), tokens: Vec::new() },
+                        None => TextPart::Text { text: String::new(), tokens: Vec::new(), generated: stream.tokens },
                     }
                 }
                 Event::Finished { reason } => {
@@ -328,7 +330,7 @@ impl<'a> CertainText<'a> {
         let text = self.stream.push(token).map_err(|error| error.to_string())?;
         self.released += text.len();
         let tokens = self.release();
-        Ok((!text.is_empty() || !tokens.is_empty()).then_some(TextPart::Text { text, tokens }))
+        Ok((!text.is_empty() || !tokens.is_empty()).then_some(TextPart::Text { text, tokens, generated: self.tokens }))
     }
 
     /// Ends the text; returns what was held back.
@@ -339,7 +341,7 @@ impl<'a> CertainText<'a> {
             true => self.release(),
             false => self.held.drain(..).map(|(_, token)| token).collect(),
         };
-        Ok(TextPart::Text { text, tokens })
+        Ok(TextPart::Text { text, tokens, generated: self.tokens })
     }
 
     /// The tokens that begin in the released text. Those of a stop string begin after it.

@@ -19,6 +19,8 @@ pub(crate) struct Reply {
     pub(crate) prompt: Vec<u32>,
     /// The usage so far; complete once all answers have ended.
     pub(crate) usage: Usage,
+    /// The number of tokens generated for each answer so far.
+    pub(crate) generated: Vec<usize>,
 }
 
 /// A part of an answer.
@@ -36,7 +38,15 @@ impl Reply {
     /// The answers to a prompt: their texts, and what finds the calls of tools in each.
     pub(crate) fn new(prompt: Vec<u32>, texts: Texts, parsers: Vec<ToolParser>) -> Self {
         let usage = Usage { prompt_tokens: prompt.len(), ..Usage::default() };
-        Self { called: vec![false; parsers.len()], texts, parsers, ended: None, prompt, usage }
+        Self {
+            called: vec![false; parsers.len()],
+            generated: vec![0; parsers.len()],
+            texts,
+            parsers,
+            ended: None,
+            prompt,
+            usage,
+        }
     }
 
     /// The next part, with the index of its answer; `None` once all have ended.
@@ -50,7 +60,8 @@ impl Reply {
         let Some((index, part)) = self.texts.next().await? else { return Ok(None) };
         let part = match part {
             TextPart::Prompt(logprobs) => ReplyPart::Prompt(logprobs),
-            TextPart::Text { text, tokens } => {
+            TextPart::Text { text, tokens, generated } => {
+                self.generated[index] = generated;
                 let parsed = self.parsers[index].push(&text);
                 self.note(index, &parsed);
                 ReplyPart::Said(parsed, tokens)

@@ -105,7 +105,7 @@ pub(crate) fn run(args: &VideoArgs, processes: &ProcessGroup) -> Result<()> {
     let destination = Destination::of(&args.out)?;
     let pictures = args.image.iter().chain(&args.last_image).chain(&args.reference_image);
     let moving = args.tiny_decoder.is_some();
-    let preview = args.preview.as_ref().map(|path| Preview::new(path, moving, pictures)).transpose()?;
+    let preview = args.preview.as_ref().map(|path| Preview::new(path, moving, pictures, &args.out)).transpose()?;
     let dtype = args.dtype.unwrap_or_else(|| WeightType::default_of(&args.model));
     let pipeline = VideoPipeline::open(&args.model, dtype).context("--model")?;
     let [first, second] = args.sampler.loras(pipeline.denoiser(), &args.model)?;

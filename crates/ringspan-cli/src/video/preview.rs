@@ -19,8 +19,13 @@ pub(super) struct Preview {
 }
 
 impl Preview {
-    /// Refuses a path that cannot be written, or that is one of the pictures that the run reads.
-    pub(super) fn new<'a>(path: &Path, moving: bool, pictures: impl IntoIterator<Item = &'a PathBuf>) -> Result<Self> {
+    /// Refuses a path that cannot be written, that is one of the pictures that the run reads, or where the video goes.
+    pub(super) fn new<'a>(
+        path: &Path,
+        moving: bool,
+        pictures: impl IntoIterator<Item = &'a PathBuf>,
+        out: &Path,
+    ) -> Result<Self> {
         let (extension, shown) = match moving {
             true => ("gif", "with --tiny-decoder a preview is the whole video"),
             false => ("png", "a preview is one picture"),
@@ -28,10 +33,10 @@ impl Preview {
         let fits = path.extension().is_some_and(|found| found.eq_ignore_ascii_case(extension));
         ensure!(fits, "--preview {}: {shown}, so the name must end in .{extension}", path.display());
         files::check_output("--preview", path)?;
-        let same = |picture: &&PathBuf| {
-            path == picture.as_path() || path.canonicalize().ok() == picture.canonicalize().ok() && path.exists()
-        };
-        if let Some(picture) = pictures.into_iter().find(same) {
+        if same(path, out) {
+            bail!("--preview {}: the video of --out is this file", path.display());
+        }
+        if let Some(picture) = pictures.into_iter().find(|picture| same(path, picture)) {
             bail!("--preview {}: the run reads this picture", picture.display());
         }
         Ok(Self { path: path.to_owned(), moving, replaces: path.exists(), unfinished: Mutex::default() })
@@ -64,4 +69,16 @@ impl Preview {
     fn lock(&self) -> MutexGuard<'_, Option<Unfinished>> {
         self.unfinished.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Whether two paths are of one file, which need not exist.
+fn same(a: &Path, b: &Path) -> bool {
+    let place = |path: &Path| match path.canonicalize() {
+        Ok(path) => Some(path),
+        Err(_) => {
+            let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+            Some(folder.canonicalize().ok()?.join(path.file_name()?))
+        }
+    };
+    a == b || place(a).is_some_and(|a| Some(a) == place(b))
 }

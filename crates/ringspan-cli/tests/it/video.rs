@@ -326,10 +326,12 @@ fn with_a_tiny_decoder_the_preview_is_the_whole_video() {
     assert!(gif.starts_with(b"GIF89a") && frames == 9, "{frames} frames");
     let preview = format!("{flags} --preview look2.gif");
     video.refused(&format!("{flags} --preview look2.png {tiny}"), &["look2.png", ".gif"]);
+    let ours = format!("{FLAGS} --out new.gif --preview ./new.gif {tiny}");
+    video.refused(&ours, &["--preview ./new.gif", "--out is this file"]);
     let without_preview = video.run(&format!("{flags} {tiny}"));
     let said = String::from_utf8_lossy(&without_preview.stderr);
     assert!(without_preview.status.code() == Some(2) && said.contains("--preview <FILE>"), "{said}");
-    video.refused(&format!("{preview} --tiny-decoder {}", of_5b.display()), &["6 channels", "16 x 16", "have 16"]);
+    video.refused(&format!("{preview} --tiny-decoder {}", of_5b.display()), &["4 channels", "16 x 16", "have 16"]);
     video.refused(&format!("{preview} --tiny-decoder none.safetensors"), &["--tiny-decoder none.safetensors"]);
 }
 

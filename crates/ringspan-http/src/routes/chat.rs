@@ -216,7 +216,7 @@ impl ChatCompletion {
                     writer.data(&chunk).await;
                 }
                 ReplyPart::Said(said, mut tokens) => {
-                    usage[index].completion_tokens += tokens.len();
+                    usage[index].completion_tokens = reply.generated[index];
                     if said.is_empty() && !tokens.is_empty() {
                         writer.data(&self.delta(index, json!({}), &tokens, usage[index])).await;
                     }

@@ -163,9 +163,9 @@ impl Completion {
                 choice.prompt_logprobs = logprobs::prompt(vocabulary, &all);
                 Ok(self.request.echo)
             }
-            TextPart::Text { text, tokens } => {
+            TextPart::Text { text, tokens, generated } => {
                 choice.text.push_str(&text);
-                choice.generated += tokens.len();
+                choice.generated = generated;
                 for (token, logprobs) in &tokens {
                     choice.push(vocabulary, *token, logprobs.as_ref());
                 }

@@ -38,7 +38,9 @@ impl VideoPipeline {
             (Images::FirstFrame, _, true) => {
                 refuse("this pipeline takes the first frame alone: a last image has no effect")
             }
-            (Images::FirstFrame, true, _) if request.preview && self.tiny_decoder.is_none() => {
+            (Images::FirstFrame, true, _)
+                if request.preview && (self.tiny_decoder.is_none() || request.size[0] == 1) =>
+            {
                 refuse("a preview shows the first frame, which is the given image here: it would show nothing new")
             }
             (_, _, true) if request.size[0] < 2 => {

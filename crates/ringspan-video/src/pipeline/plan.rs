@@ -63,12 +63,14 @@ struct StageMemory {
     shared: u64,
     /// What each rank has of its own.
     of_rank: u64,
+    /// What rank 0 has in addition.
+    of_lead: u64,
 }
 
 impl StageMemory {
     /// Bytes on a machine with so many ranks in so many processes.
     fn bytes(self, ranks: usize, processes: usize) -> u64 {
-        self.shared * processes as u64 + self.of_rank * ranks as u64
+        self.shared * processes as u64 + self.of_rank * ranks as u64 + self.of_lead
     }
 }
 
@@ -158,7 +160,8 @@ impl VideoPipeline {
         let (bytes, frames) = (tiny.bytes(latents), tiny.frames(latents)?);
         match memory.filter(|memory| bytes > *memory) {
             Some(memory) => Err(Error::Input(format!(
-                "the tiny decoder takes {} for frames of this size, more than the memory of {} that is given",
+                "the tiny decoder takes {} for frames of this size, more than the memory of {} that is given; without it, a preview \
+                 takes less",
                 bytes_text(bytes),
                 bytes_text(memory)
             ))),
@@ -174,13 +177,14 @@ impl VideoPipeline {
             stage,
             shared: coding.weights() + tensors,
             of_rank: coding.bytes(),
+            of_lead: 0,
         };
         let tokens = plan.negative.iter().map(|negative| negative.ids.len()).fold(plan.prompt.ids.len(), usize::max);
         let text = self.text_encoder.bytes(tokens, ranks)?;
-        let mut stages = vec![StageMemory { stage: VideoStage::Text, shared: 0, of_rank: text }];
+        let mut stages = vec![StageMemory { stage: VideoStage::Text, shared: 0, of_rank: text, of_lead: 0 }];
         if let (Some(encoder), Some(images)) = (&self.image_encoder, self.embedded_images(request)) {
             let of_rank = encoder.bytes(images.len(), ranks);
-            stages.push(StageMemory { stage: VideoStage::Image, shared: 0, of_rank });
+            stages.push(StageMemory { stage: VideoStage::Image, shared: 0, of_rank, of_lead: 0 });
         }
         if let (Some(encode), Some(shape)) = (&plan.encode, self.encoded_shape(request)) {
             // A control has its frames, the part of them that is being encoded, and a mask of one channel instead of three.
@@ -190,8 +194,9 @@ impl VideoPipeline {
         let preview = plan.preview.as_ref().map_or(0, |preview| preview.decode.bytes());
         stages.push(StageMemory {
             stage: VideoStage::Denoise,
-            shared: plan.denoise.most_weights() + preview,
+            shared: plan.denoise.most_weights(),
             of_rank: plan.denoise.activations(),
+            of_lead: preview,
         });
         // The parts of all ranks, and the frames that they are joined to.
         stages.push(of_vae(VideoStage::Decode, &plan.decode, 8 * elements(plan.frames)));

@@ -78,6 +78,8 @@ impl VideoPipeline {
             }
         }
         tell(VideoEvent::Began(VideoStage::Denoise))?;
+        // What is given of the first frame stays as it is; predictions of it have no meaning.
+        let given = if self.images == Images::FirstFrame { condition.clone() } else { None };
         let inputs = DenoiseInputs {
             prompt_embeds,
             negative_prompt_embeds,
@@ -95,7 +97,11 @@ impl VideoPipeline {
             match &plan.preview {
                 Some(preview) if preview.step == step.number => {
                     let (predicted, references) = (step.predicted()?, request.control.references.len());
-                    let predicted = predicted.narrow(2, references, predicted.dim(2)? - references)?;
+                    let mut predicted = predicted.narrow(2, references, predicted.dim(2)? - references)?;
+                    if let Some(first) = &given {
+                        let rest = predicted.narrow(2, 1, predicted.dim(2)? - 1)?;
+                        predicted = Tensor::cat(&[&first.to_dtype(rest.dtype())?, &rest], 2)?;
+                    }
                     told(VideoEvent::Preview(self.preview(&predicted, mesh, &preview.decode)?))
                 }
                 _ => Ok(()),

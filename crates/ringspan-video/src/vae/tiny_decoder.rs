@@ -50,10 +50,10 @@ impl TinyDecoderFile {
         let of = |layer: usize| {
             let name = format!("decoder.{layer}.weight");
             match *tensors.shape(&name)? {
-                [outputs, inputs, 3, 3] => Ok([outputs, inputs]),
+                [outputs @ 1.., inputs @ 1.., 3, 3] => Ok([outputs, inputs]),
                 ref shape => Err(Error::Format {
                     path: path.to_owned(),
-                    problem: format!("{name} has shape {shape:?}; TAEHV's is that of a convolution of 3 x 3"),
+                    problem: format!("{name} has shape {shape:?}; TAEHV's are [outputs, inputs, 3, 3], none of them 0"),
                 }),
             }
         };
@@ -86,7 +86,7 @@ impl TinyDecoderFile {
         let refuse = |problem: String| Err(Error::Format { path: path.to_owned(), problem });
         for (name, wanted) in &wanted {
             let shape = self.tensors.shape(name)?;
-            // Layers that lengthen time may have been trained to make more frames than are asked of them.
+            // In some files the first layer that lengthens time makes two frames; TAEHV takes the last of them.
             let more = name.ends_with(".conv.weight") && shape.len() == 4 && shape[1..] == wanted[1..];
             let fits = shape == wanted || more && shape[0] > wanted[0] && shape[0].is_multiple_of(wanted[0]);
             if !fits {
@@ -153,15 +153,27 @@ impl TinyDecoderFile {
     /// The most bytes that decoding latents `[B, C, F, H, W]` takes in addition to the weights and to the frames.
     #[must_use]
     pub fn bytes(&self, latents: [usize; 5]) -> u64 {
-        let area = (latents[3] * latents[4]) as u64;
-        // What memory blocks keep, and at the size that takes most: a frame, the input of its layer, the same with padding, the output.
-        let kept: u64 = (0..TIMES.len()).map(|scale| 3 * self.widths[scale] as u64 * (area << (2 * scale))).sum();
-        let largest = (0..=TIMES.len()).map(|scale| {
-            let width = self.widths[scale.saturating_sub(1)].max(self.widths[scale]) as u64;
-            let doubled = if scale < TIMES.len() { 2 } else { 1 };
-            (2 * doubled + 2) * width * (area << (2 * scale))
-        });
-        4 * (kept + largest.max().unwrap_or(0))
+        let [height, width] = [latents[3] as u64, latents[4] as u64];
+        let positions = |scale: usize| (height * width) << (2 * scale);
+        let padded = |scale: usize| ((height << scale) + 2) * ((width << scale) + 2);
+        // A convolution has its input twice, the second time with padding, and its sums beside its output.
+        let convolution = |scale, inputs: u64, outputs: u64| {
+            inputs * (positions(scale) + padded(scale)) + 2 * outputs * padded(scale)
+        };
+        let widths = self.widths.map(|width| width as u64);
+        let last = TIMES.len();
+        let colors = 3 * (self.patch * self.patch) as u64;
+        let ends = [
+            convolution(0, self.channels as u64, widths[0]),
+            convolution(last, widths[last - 1], widths[last]),
+            convolution(last, widths[last], colors),
+        ];
+        let blocks = (0..last)
+            .map(|scale| widths[scale] * positions(scale) + convolution(scale, 2 * widths[scale], widths[scale]));
+        let largest = blocks.chain(ends).max().unwrap_or(0);
+        // Memory blocks keep their inputs, and frames that are made of one wait for each other.
+        let kept = (0..last).map(|scale| (3 + TIMES[scale] as u64) * widths[scale] * positions(scale)).sum::<u64>();
+        4 * (largest + kept)
     }
 
     /// Reads the decoder.
@@ -172,7 +184,7 @@ impl TinyDecoderFile {
         let mut read = BTreeMap::new();
         for (name, sizes, has_bias) in self.convolutions() {
             let weight = self.tensors.read(&format!("{name}.weight"))?;
-            // Of more frames than are wanted, the last ones.
+            // If the layer makes more frames than are taken, the last ones are.
             let weight = weight.narrow(0, weight.dim(0)? - sizes.outputs, sizes.outputs)?;
             let bias = match has_bias {
                 true => self.tensors.read(&format!("{name}.bias"))?,

@@ -12,7 +12,7 @@ use ringspan_video::noise::noise;
 use ringspan_video::pipeline::{VideoControl, VideoEvent, VideoPipeline, VideoRequest, VideoStage};
 use ringspan_video::tensor_folder::read_json;
 use ringspan_video::transformer::WeightType;
-use ringspan_video::vae::VideoTensor;
+use ringspan_video::vae::{TinyDecoderFile, VideoTensor};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -237,6 +237,36 @@ fn stages_follow_each_other_and_the_preview_is_near_the_first_frame() -> Result<
     let preview = preview.into_inner().expect("no panic").expect("a preview");
     let far = distance(&tensor(&preview), &first);
     assert!(far < 1e-5, "after the last step the prediction is the video: {far:e}");
+    Ok(())
+}
+
+#[test]
+fn a_preview_of_the_whole_video_begins_with_the_image_that_is_given() -> Result<()> {
+    let folder = folder("ti2v");
+    let tiny = TinyDecoderFile::open(&fixture("../tiny_decoder/taew2_2.safetensors"))?;
+    let pipeline = VideoPipeline::open(folder.path(), WeightType::F32)?.with_tiny_decoder(tiny)?;
+    let request = |seed| VideoRequest { preview: true, seed, ..request("ti2v", &pipeline) };
+    let mesh = VideoMesh { ring: 2, ..VideoMesh::single() };
+    let frames = |seed| -> Result<[Tensor; 2]> {
+        let (request, preview) = (request(seed), Mutex::new(None));
+        let plan = pipeline.plan(&request, &mesh)?;
+        pipeline.run(&request, &mesh, &plan, |event| {
+            if let VideoEvent::Preview(frames) = event {
+                *preview.lock().expect("no panic") = Some(frames);
+            }
+            Ok(())
+        })?;
+        let preview = preview.into_inner().expect("no panic").expect("a preview");
+        assert_eq!(preview.shape(), [1, 3, 5, 64, 64]);
+        let preview = tensor(&preview);
+        Ok([preview.narrow(2, 0, 1)?, preview.narrow(2, 1, 4)?])
+    };
+    // The first frame depends on the first latents alone, which are the image's; noise makes the others.
+    let ([first, rest], [same, others]) = (frames(7)?, frames(8)?);
+    assert!(distance(&first, &same) == 0.0 && distance(&rest, &others) > 0.01);
+    let short = VideoRequest { size: [1, 64, 64], ..request(7) };
+    let said = message(pipeline.plan(&short, &mesh));
+    assert!(said.contains("nothing new"), "{said}");
     Ok(())
 }
 

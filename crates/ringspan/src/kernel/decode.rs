@@ -93,7 +93,8 @@ impl Decode<'_> {
         for from in rows.clone().step_by(at_a_time) {
             let few = &mut few[..at_a_time * wide];
             copy(simd, few, wide, 1.0, |i| (from + i < rows.end).then(|| self.k.at(from + i, kv)));
-            // Rows further on are fetched while these are multiplied: a few for each head, as many as memory keeps up with.
+            // Rows further on are fetched while these are multiplied. Their requests are spread over the heads, since many at once would
+            // fill the processor's queue of outstanding loads.
             let mut ahead = rows.end.min(from + 2 * at_a_time)..rows.end.min(from + 3 * at_a_time);
             let some = at_a_time.div_ceil(heads.len());
             for (query, scores) in queries.chunks_exact(wide).zip(scores.chunks_exact_mut(CHUNK)) {

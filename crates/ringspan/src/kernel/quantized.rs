@@ -1,7 +1,7 @@
 //! Numbers quantized in blocks with a common factor, such as keys and values of a cache; kernels convert them to f32
 //! when they pack them.
 
-use super::vector::prefetch;
+use super::vector::{prefetch, prefetch_far};
 use half::f16;
 use std::ops::Range;
 
@@ -121,6 +121,11 @@ impl<'a> QuantizedSlice<'a> {
     #[inline(always)]
     pub(super) fn prefetch(self) {
         prefetch(self.own_blocks());
+    }
+
+    #[inline(always)]
+    pub(super) fn prefetch_far(self) {
+        prefetch_far(self.own_blocks());
     }
 
     #[inline(always)]

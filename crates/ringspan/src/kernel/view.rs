@@ -125,7 +125,7 @@ impl<'a> Data<'a> {
             Data::F32(data) => prefetch_far(data),
             Data::Bf16(data) => prefetch_far(data),
             Data::F16(data) => prefetch_far(data),
-            Data::Q8_0(data) => data.prefetch(),
+            Data::Q8_0(data) => data.prefetch_far(),
             Data::Device(_) => (),
         }
     }

@@ -187,7 +187,7 @@ impl Lanes for V4 {
         ]
     }
 
-    /// Sixteen is added where the fifth bit is set, which takes one instruction.
+    /// The table has 16 subtracted already; it is added again where the fifth bit is set, which takes one instruction.
     #[inline(always)]
     fn five_bits(self, low: __m128i, [a, b, c, d]: [u8; 4]) -> [__m512; 2] {
         let sixteen = self.splat(16.0);
