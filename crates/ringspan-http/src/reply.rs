@@ -108,9 +108,15 @@ impl Usage {
 
     /// In OpenAI's shape.
     pub(crate) fn to_json(self) -> Value {
-        let details = json!({"cached_tokens": self.cached_tokens});
+        let mut usage = self.counts();
+        usage["prompt_tokens_details"] = json!({"cached_tokens": self.cached_tokens});
+        usage
+    }
+
+    /// The tokens alone, without what is known only at the end.
+    fn counts(self) -> Value {
         json!({"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens, "prompt_tokens_details": details})
+            "total_tokens": self.prompt_tokens + self.completion_tokens})
     }
 }
 
@@ -130,7 +136,7 @@ impl StreamUsage {
         match self {
             Self::Never => {}
             Self::AtEnd => chunk["usage"] = Value::Null,
-            Self::InEachChunk => chunk["usage"] = so_far.to_json(),
+            Self::InEachChunk => chunk["usage"] = so_far.counts(),
         }
     }
 }

@@ -233,8 +233,7 @@ impl ChatCompletion {
                     }
                 }
                 ReplyPart::End(end, called) => {
-                    usage[index] = Usage { completion_tokens: 0, ..usage[index] };
-                    usage[index].add(&end);
+                    usage[index].completion_tokens = end.tokens;
                     let mut chunk = self.delta(index, json!({}), &[], usage[index]);
                     chunk["choices"][0]["finish_reason"] = finish_reason(&end, called).into();
                     chunk["choices"][0]["stop_reason"] = stop_reason(&end);

@@ -205,8 +205,7 @@ impl Completion {
     /// The usage of a choice so far.
     fn usage_of(&self, index: usize) -> Usage {
         let (prompt, choice) = (&self.request.prompts[index / self.request.sampling.n], &self.choices[index]);
-        let cached_tokens = choice.end.as_ref().map_or(0, |end| end.cached_tokens);
-        Usage { prompt_tokens: prompt.tokens.len(), completion_tokens: choice.generated, cached_tokens }
+        Usage { prompt_tokens: prompt.tokens.len(), completion_tokens: choice.generated, ..Usage::default() }
     }
 
     fn object(&self, choices: Vec<Value>) -> Value {

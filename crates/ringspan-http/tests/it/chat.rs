@@ -56,6 +56,7 @@ fn the_usage_of_each_choice_so_far_may_be_in_each_chunk() {
         let of_choice = chunks.iter().filter(|chunk| chunk["choices"][0]["index"] == index);
         let usage: Vec<&Value> = of_choice.map(|chunk| &chunk["usage"]).collect();
         assert!(usage.iter().all(|usage| usage["prompt_tokens"] == prompt), "{usage:?}");
+        assert!(usage.iter().all(|usage| usage.get("prompt_tokens_details").is_none()), "known at the end only");
         let counts: Vec<&Value> = usage.iter().map(|usage| &usage["completion_tokens"]).collect();
         assert_eq!(counts, [0, 2, 6, 7, 8], "role, three characters, end");
     }

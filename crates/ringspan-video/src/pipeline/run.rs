@@ -127,10 +127,7 @@ impl VideoPipeline {
     /// Decodes the predicted latents `[1, C, F, H, W]`, or the first of them, by this rank alone.
     fn preview(&self, latents: &Tensor, mesh: &VideoMesh, decode: &PreviewDecoding) -> Result<VideoTensor> {
         match (decode, &self.tiny_decoder) {
-            (PreviewDecoding::Video { .. }, Some(tiny)) => {
-                let latents = video_tensor(latents)?;
-                tiny.decoder()?.decode(&latents, tiny.frames(latents.shape())?, mesh.threads)
-            }
+            (PreviewDecoding::Video { .. }, Some(tiny)) => tiny.decode(&video_tensor(latents)?, mesh.threads),
             (PreviewDecoding::Video { .. }, None) => {
                 Err(Error::Config("this pipeline has no tiny decoder, but its plan has".into()))
             }

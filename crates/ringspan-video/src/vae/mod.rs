@@ -29,7 +29,7 @@ mod video_tensor;
 
 pub use config::VaeConfig;
 pub use plan::Plan;
-pub use tiny_decoder::{TinyDecoder, TinyDecoderFile};
+pub use tiny_decoder::TinyDecoderFile;
 pub use video_tensor::VideoTensor;
 
 use crate::error::{Error, Result};

@@ -176,11 +176,16 @@ impl TinyDecoderFile {
         4 * (largest + kept)
     }
 
-    /// Reads the decoder.
+    /// Reads the weights and decodes latents `[B, C, F, H, W]` as the transformer gives them, on so many threads, to frames
+    /// `[B, 3, 4 F - 3, H, W]` in [-1, 1].
     ///
     /// # Errors
-    /// Failures of the file system.
-    pub fn decoder(&self) -> Result<TinyDecoder> {
+    /// As for [`frames`](Self::frames), failures of the file system, and a machine that cannot start the threads.
+    pub fn decode(&self, latents: &VideoTensor, threads: usize) -> Result<VideoTensor> {
+        self.decoder()?.decode(latents, self.frames(latents.shape())?, threads)
+    }
+
+    fn decoder(&self) -> Result<TinyDecoder> {
         let mut read = BTreeMap::new();
         for (name, sizes, has_bias) in self.convolutions() {
             let weight = self.tensors.read(&format!("{name}.weight"))?;
@@ -196,7 +201,7 @@ impl TinyDecoderFile {
             let missing = || Error::Config(format!("{name} is none of the convolutions of the tiny decoder"));
             read.remove(&name).ok_or_else(missing)
         };
-        let mut layers = vec![Layer::Bound, Layer::Convolution(take("decoder.1".into())?), Layer::Rectify];
+        let mut layers = vec![Layer::Clamp, Layer::Convolution(take("decoder.1".into())?), Layer::Relu];
         for (scale, time) in TIMES.into_iter().enumerate() {
             let layer = FIRST_SCALE + scale * SCALE_LAYERS;
             for block in layer..layer + 3 {
@@ -206,22 +211,22 @@ impl TinyDecoderFile {
             layers.push(Layer::Grow(take(format!("decoder.{}.conv", layer + 4))?, time));
             layers.push(Layer::Convolution(take(format!("decoder.{}", layer + 5))?));
         }
-        layers.extend([Layer::Rectify, Layer::Convolution(take(format!("decoder.{LAST}"))?)]);
+        layers.extend([Layer::Relu, Layer::Convolution(take(format!("decoder.{LAST}"))?)]);
         Ok(TinyDecoder { layers, patch: self.patch })
     }
 }
 
 /// A tiny decoder with its weights.
-pub struct TinyDecoder {
+struct TinyDecoder {
     layers: Vec<Layer>,
     patch: usize,
 }
 
 enum Layer {
-    /// Bounds numbers to (-3, 3), smoothly.
-    Bound,
+    /// Bounds numbers to (-3, 3), smoothly: 3 tanh(x / 3).
+    Clamp,
     Convolution(Convolution),
-    Rectify,
+    Relu,
     /// Three convolutions, of a frame together with the block's input of the frame before; the frame is added to the result.
     Memory([Convolution; 3]),
     /// A convolution that makes so many frames of one, each then of twice the height and width.
@@ -247,11 +252,8 @@ struct Frames<'a> {
 }
 
 impl TinyDecoder {
-    /// Decodes latents `[B, C, F, H, W]` as the transformer gives them, on so many threads, to frames `[B, 3, 4 F - 3, H, W]` in [-1, 1].
-    ///
-    /// # Errors
-    /// A machine that cannot start the threads. The shape must be one that [`TinyDecoderFile::frames`] takes.
-    pub fn decode(&self, latents: &VideoTensor, shape: [usize; 5], threads: usize) -> Result<VideoTensor> {
+    /// Decodes latents to frames of the shape that [`TinyDecoderFile::frames`] gives.
+    fn decode(&self, latents: &VideoTensor, shape: [usize; 5], threads: usize) -> Result<VideoTensor> {
         let mut values = vec![0.0; shape.iter().product()];
         pool::run(threads, || {
             for (video, values) in values.chunks_exact_mut(shape[1..].iter().product()).enumerate() {
@@ -287,8 +289,8 @@ impl TinyDecoder {
     fn pass(&self, first: usize, mut frame: Frame, before: &mut [Option<Frame>], out: &mut Frames) {
         for (index, layer) in self.layers.iter().enumerate().skip(first) {
             frame = match layer {
-                Layer::Bound => frame.each(|x| (x / 3.0).tanh() * 3.0),
-                Layer::Rectify => frame.each(|x| x.max(0.0)),
+                Layer::Clamp => frame.each(|x| (x / 3.0).tanh() * 3.0),
+                Layer::Relu => frame.each(|x| x.max(0.0)),
                 Layer::Convolution(convolution) => frame.convolved(convolution, None),
                 Layer::Memory([first, second, third]) => {
                     let inner = frame.beside(before[index].as_ref()).convolved(first, None).each(|x| x.max(0.0));

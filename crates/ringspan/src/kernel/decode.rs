@@ -142,6 +142,7 @@ impl Decode<'_> {
             let few = &mut few[..at_a_time * v_wide];
             let depth = at_a_time.min(rows.end - from);
             copy(simd, few, v_wide, 1.0, |i| (i < depth).then(|| self.v.at(from + i, kv)));
+            // Values are fetched ahead all at once, since one call multiplies them for all heads.
             for row in rows.end.min(from + 2 * at_a_time)..rows.end.min(from + 3 * at_a_time) {
                 self.v.at(row, kv).prefetch_far();
             }
