@@ -14,6 +14,12 @@ fn some_of(limit: usize, count: usize, seed: u64) -> Vec<u32> {
     keyed.into_iter().take(count).map(|(_, row)| row).collect()
 }
 
+/// Rows of `count` tokens in pages of `page` tokens, which are in random order among `pages` pages.
+fn in_pages(count: usize, page: usize, pages: usize, seed: u64) -> Vec<u32> {
+    let pages = some_of(pages, count.div_ceil(page), seed);
+    (0..count).map(|token| pages[token / page] * page as u32 + (token % page) as u32).collect()
+}
+
 /// A tensor of `room` rows, of which `rows` hold those of `values`, and the others NaN.
 fn scattered(values: &[f32], width: usize, rows: &[u32], room: usize) -> Vec<f32> {
     let mut all = vec![f32::NAN; room * width];
@@ -114,6 +120,60 @@ fn keys_in_blocks_give_the_bits_of_their_numbers() {
             let (in_blocks, in_f32) = (of(k_blocks, v_blocks), of(Data::F32(&k_numbers), Data::F32(&v_numbers)));
             assert!(computed(&in_blocks) == computed(&in_f32), "{kernel:?}, {queries} queries, {keys} keys");
         });
+    }
+}
+
+/// Rows that are adjacent in memory are read in place if they are whole vectors of f32 or bf16, and copied otherwise: a head's bits
+/// depend neither on this nor on the other heads, of which a task may read some or all.
+#[test]
+fn decoding_reads_pages_with_the_bits_of_scattered_rows() {
+    for storage in [Storage::F32, Storage::Bf16, Storage::F16] {
+        for (keys, heads, kv_heads, (dim, v_dim)) in [
+            (2500, 4, 1, (256, 256)),
+            (1100, 6, 3, (64, 48)),
+            (2048, 16, 2, (32, 80)),
+            (45, 6, 2, (16, 112)),
+            (5000, 5, 5, (48, 16)),
+        ] {
+            let mut problem = Problem::new(1, keys, (heads, kv_heads), (dim, v_dim), Band { lo: -2000, hi: i64::MAX });
+            problem.storage = storage;
+            let (values, tiles) = (problem.values(), &problem.blocks[0].1);
+            let map = HeadMap::new(problem.kv_of.clone(), kv_heads).expect("heads in order");
+            let q = storage.store(&values.q);
+            let decoded = |kernel: &Kernel, rows: &[u32]| {
+                let room = rows.iter().max().map_or(0, |last| *last as usize + 1);
+                let spread = |values: &[f32], dim: usize| scattered(values, kv_heads * dim, rows, room);
+                let (k, v) = (spread(&values.k, dim), spread(&values.v, v_dim));
+                let [k, v] = [&k, &v].map(|x| storage.store(x));
+                let inputs = Inputs {
+                    q: view(q.data(), 1, heads, dim),
+                    k: view(k.data(), room, kv_heads, dim).with_rows(rows),
+                    v: view(v.data(), room, kv_heads, v_dim).with_rows(rows),
+                    heads: &map,
+                    score: &problem.score,
+                    bias: None,
+                };
+                let (mut forward, mut decoded) = (Partial::new(1, heads, v_dim), Partial::new(1, heads, v_dim));
+                kernel.forward(&inputs, tiles, &mut forward).expect("no failure");
+                kernel.decode(&inputs, tiles, &mut decoded).expect("no failure");
+                let [(wanted, _), (got, _)] = [forward, decoded.clone()].map(|x| x.finish(1, heads, v_dim, None));
+                for (got, wanted) in got.iter().zip(&wanted) {
+                    // Products of bf16 round probabilities.
+                    let tolerance = if storage == Storage::Bf16 { 1e-2 } else { 1e-5 };
+                    assert!((got - wanted).abs() < tolerance, "{kernel:?}, {storage:?}: {got} for {wanted}");
+                }
+                decoded
+            };
+            for isa in Isa::available() {
+                let kernels = [1, 3].map(|threads| Kernel::with_isa(threads, isa).expect("available"));
+                let wanted = decoded(&kernels[0], &some_of(keys + 50, keys, 9));
+                for (kernel, page) in kernels.iter().flat_map(|kernel| [16, 48, 7].map(|page| (kernel, page))) {
+                    let rows = in_pages(keys, page, keys / page + 5, 4);
+                    let what = format!("{kernel:?}, {storage:?}, {keys} keys in pages of {page}, {heads} heads");
+                    assert!(decoded(kernel, &rows) == wanted, "{what}");
+                }
+            }
+        }
     }
 }
 

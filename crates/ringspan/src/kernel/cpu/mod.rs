@@ -83,10 +83,7 @@ impl Cpu {
             return self.forward_workspace(inputs, tiles);
         }
         let chunks: usize = tiles.iter().map(|tile| tile.k.len().div_ceil(decode::CHUNK)).sum();
-        let group = (0..k.heads).map(|kv| heads.queries_of(kv).len()).max().unwrap_or(0);
-        let states = lines(k.heads * chunks * group * (2 + v.dim));
-        let workers = self.workers.count().min(k.heads * chunks);
-        bytes(states + workers * lines(Decode::scratch(k.dim, v.dim, group)))
+        bytes(Decode::workspace(heads, (k.dim, v.dim), chunks, self.workers.count()))
     }
 
     /// Upper bound on the bytes of buffers that a [`backward`](Self::backward) call with these shapes holds, without its

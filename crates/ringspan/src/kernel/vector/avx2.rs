@@ -1,6 +1,7 @@
 //! Vectors of 8 f32 with AVX2.
 
 use super::{LeftOperand, RightOperand, Simd, exp2_slope};
+use half::bf16;
 use std::arch::asm;
 use std::arch::x86_64::*;
 use std::mem::transmute_copy;
@@ -37,6 +38,14 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn load(self, from: *const f32) -> __m256 {
         avx2!(_mm256_loadu_ps(from))
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16(self, from: *const bf16) -> __m256 {
+        avx2!({
+            let numbers = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(numbers))
+        })
     }
 
     #[inline(always)]

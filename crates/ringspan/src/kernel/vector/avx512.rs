@@ -54,6 +54,14 @@ impl<const PAIRS: bool> Simd for Avx512<PAIRS> {
     }
 
     #[inline(always)]
+    unsafe fn load_bf16(self, from: *const bf16) -> __m512 {
+        avx512!({
+            let numbers = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(numbers))
+        })
+    }
+
+    #[inline(always)]
     unsafe fn store(self, to: *mut f32, x: __m512) {
         avx512!(_mm512_storeu_ps(to, x))
     }

@@ -34,6 +34,11 @@ pub(super) trait Simd: Copy {
     /// # Safety
     /// `from` must be readable for `LANES` numbers.
     unsafe fn load(self, from: *const f32) -> Self::V;
+    /// Reads `LANES` numbers of bf16.
+    ///
+    /// # Safety
+    /// `from` must be readable for `LANES` numbers.
+    unsafe fn load_bf16(self, from: *const bf16) -> Self::V;
     /// Writes `LANES` numbers.
     ///
     /// # Safety
@@ -91,6 +96,19 @@ pub(super) trait Simd: Copy {
     fn transpose(self, square: &mut [Self::V; 16]);
     /// The sum of the lanes.
     fn sum(self, x: Self::V) -> f32;
+    /// The sums of the lanes of the first `LANES` vectors, as one vector.
+    #[inline(always)]
+    fn sums(self, mut square: [Self::V; 16]) -> Self::V {
+        self.transpose(&mut square);
+        let mut left = Self::LANES / 2;
+        while left > 0 {
+            for i in 0..left {
+                square[i] = self.add(square[i], square[i + left]);
+            }
+            left /= 2;
+        }
+        square[0]
+    }
     /// Adds a small matrix product, of R rows of `a` and V vectors of columns of `b`, to `sums`: `sums[i][v] += a[i * a.row
     /// + t * a.step] * b[t * b.step + v * LANES ..][..LANES]` for all t below `depth`, in ascending order of t.
     ///
@@ -180,6 +198,18 @@ pub(super) fn prefetch_far<T>(elements: &[T]) {
         use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
         // SAFETY: SSE is part of the architecture, and a prefetch reads nothing.
         unsafe { _mm_prefetch::<_MM_HINT_T1>(line.as_ptr().cast()) };
+    }
+}
+
+/// Prefetches the cache line of an address into the L2 cache; any address will do, since nothing is read.
+#[inline(always)]
+#[cfg_attr(not(target_arch = "x86_64"), expect(unused_variables, reason = "nothing to ask"))]
+pub(super) fn prefetch_line<T>(address: *const T) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        // SAFETY: SSE is part of the architecture, and a prefetch reads nothing.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) };
     }
 }
 

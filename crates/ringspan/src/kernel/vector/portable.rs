@@ -1,6 +1,7 @@
 //! Vectors as arrays, for any machine; the compiler turns loops over them into vector instructions.
 
 use super::{EXP2, LeftOperand, RightOperand, Simd, multiply};
+use half::bf16;
 use std::hint::black_box;
 
 /// Number of vectors of columns in a product of four rows. On x86-64 it fits the registers if each product needs one before
@@ -45,6 +46,13 @@ impl<const N: usize> Simd for Portable<N> {
     unsafe fn load(self, from: *const f32) -> Self::V {
         // SAFETY: the caller gives N readable numbers; arrays of f32 need no more alignment than f32.
         unsafe { from.cast::<[f32; N]>().read() }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16(self, from: *const bf16) -> Self::V {
+        // SAFETY: the caller gives N readable numbers; arrays of bf16 need no more alignment than bf16.
+        let from = unsafe { from.cast::<[bf16; N]>().read() };
+        each(|i| f32::from_bits(u32::from(from[i].to_bits()) << 16))
     }
 
     #[inline(always)]

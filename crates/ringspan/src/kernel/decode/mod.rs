@@ -1,0 +1,256 @@
+//! Decoding kernel for queries that each have many cached keys of their own: nothing is packed, and every key and value is read
+//! once for its head group.
+//!
+//! Keys are divided into chunks that do not depend on the number of threads, and the chunks are merged in order ("flash
+//! decoding", Dao et al., 2023), so any number of threads gives the same bits.
+
+mod head_ranges;
+mod rows;
+
+use super::buffer::{Pool, Target, lines};
+use super::dispatch::dispatch;
+use super::isa::Code;
+use super::pack::copy;
+use super::plan::BlockPair;
+use super::scaling::Scaling;
+use super::terms::ScoreTerms;
+use super::vector::{Simd, exp};
+use super::workers::Workers;
+use super::{HeadMap, Partial, Tile, View};
+use head_ranges::{HeadRange, TASKS, head_ranges};
+use rows::Rows;
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Number of key rows in a chunk.
+pub(super) const CHUNK: usize = 1024;
+
+/// Maximum number of elements in a vector.
+const MAX_LANES: usize = 16;
+
+/// Number of rows of a head that are read at a time: a multiple of the vectors' lengths that divides CHUNK, and that pages of a cache
+/// have a multiple of.
+const ROWS: usize = MAX_LANES;
+
+/// Number of elements between those that are read and those that are fetched from memory meanwhile. Half and twice of it were
+/// slower on Zen 4.
+const AHEAD: usize = 8192;
+
+/// Whether each tile has a single query: with several, those of a tile would read the same keys again and again.
+pub(super) fn has_single_queries(tiles: &[Tile]) -> bool {
+    tiles.iter().all(|tile| tile.q.len() <= 1)
+}
+
+/// The tensors and parameters that all chunks of a call share; each tile has one query.
+pub(super) struct Decode<'a> {
+    pub(super) q: View<'a>,
+    pub(super) k: View<'a>,
+    pub(super) v: View<'a>,
+    pub(super) heads: &'a HeadMap,
+    pub(super) scaling: Scaling,
+    pub(super) terms: Option<&'a ScoreTerms<'a>>,
+}
+
+impl Decode<'_> {
+    /// Number of elements of one head's state: maximum, sum, weighted values.
+    pub(super) fn state(&self) -> usize {
+        2 + self.v.dim
+    }
+
+    /// Number of elements of a worker's scratch: for each of `heads` heads scores of a chunk, the query and the sum of values,
+    /// then rows in f32.
+    pub(super) fn scratch(dim: usize, v_dim: usize, heads: usize) -> usize {
+        let (wide, v_wide) = (dim.next_multiple_of(MAX_LANES), v_dim.next_multiple_of(MAX_LANES));
+        heads * (CHUNK + wide + v_wide) + ROWS * wide.max(v_wide)
+    }
+
+    /// Upper bound on the number of elements that a call holds which reads rows of `dim` and `v_dim` elements in at most `chunks` chunks.
+    pub(super) fn workspace(heads: &HeadMap, (dim, v_dim): (usize, usize), chunks: usize, workers: usize) -> usize {
+        let ranges = |chunks| head_ranges(heads, chunks, workers);
+        let most = |ranges: &[HeadRange]| ranges.iter().map(|range| range.heads().len()).max().unwrap_or(0);
+        // With fewer chunks there are more ranges of heads, which need not be equal.
+        let divided = (1..=chunks.min(TASKS * workers)).chain([chunks]);
+        let states = divided.map(|chunks| chunks * ranges(chunks).len() * most(&ranges(chunks)) * (2 + v_dim)).max();
+        let scratch = lines(Self::scratch(dim, v_dim, most(&ranges(chunks))));
+        lines(states.unwrap_or(0)) + workers.min(heads.kv_heads() * chunks) * scratch
+    }
+
+    /// Computes the softmax states of the heads of `range`, over at most CHUNK rows of `tile`, which must all be visible.
+    ///
+    /// This kernel does not use R and N, the shape of the packed kernels.
+    ///
+    /// # Safety
+    /// The instruction set must be enabled, `states` have a state per head, and `scratch` its size for these heads.
+    #[inline(always)]
+    pub(super) unsafe fn chunk<S: Simd>(
+        &self,
+        simd: S,
+        range: &HeadRange,
+        rows: Range<usize>,
+        tile: &Tile,
+        states: &mut [f32],
+        scratch: &mut [f32],
+    ) {
+        let heads = range.heads();
+        let (wide, v_wide) = (self.k.dim.next_multiple_of(MAX_LANES), self.v.dim.next_multiple_of(MAX_LANES));
+        let (scores, rest) = scratch.split_at_mut(heads.len() * CHUNK);
+        let (queries, rest) = rest.split_at_mut(heads.len() * wide);
+        let (sums, copies) = rest.split_at_mut(heads.len() * v_wide);
+        copy(simd, queries, wide, self.scaling.queries, |i| Some(self.q.at(tile.q.start, heads.start + i)));
+        for (here, soon) in rows_at_a_time(&rows, range.kv.len() * wide) {
+            for (kv, own) in range.groups() {
+                let keys = Rows::new(simd, &self.k, (kv, wide), here.clone(), soon.clone(), copies);
+                let scores = &mut scores[own.start * CHUNK + here.start - rows.start..];
+                keys.score(simd, &queries[own.start * wide..own.end * wide], scores);
+            }
+        }
+        let block_pair = BlockPair::of_query(tile, rows.start);
+        let state = states.chunks_exact_mut(self.state());
+        for ((scores, state), head) in scores.chunks_exact_mut(CHUNK).zip(state).zip(heads) {
+            (state[0], state[1]) = self.exponentiate(simd, head, &block_pair, rows.len(), scores);
+        }
+        sums.fill(0.0);
+        for (here, soon) in rows_at_a_time(&rows, range.kv.len() * v_wide) {
+            for (kv, own) in range.groups() {
+                let values = Rows::new(simd, &self.v, (kv, v_wide), here.clone(), soon.clone(), copies);
+                let weights = &scores[own.start * CHUNK + here.start - rows.start..];
+                values.add_weighted(simd, weights, &mut sums[own.start * v_wide..own.end * v_wide]);
+            }
+        }
+        for (state, sum) in states.chunks_exact_mut(self.state()).zip(sums.chunks_exact(v_wide)) {
+            state[2..].copy_from_slice(&sum[..self.v.dim]);
+        }
+    }
+
+    /// Replaces the first `rows` scores of a head by the exponentials of their differences to their maximum, and scores up to the next
+    /// multiple of ROWS by 0. Returns the maximum and the sum of the exponentials.
+    #[inline(always)]
+    fn exponentiate<S: Simd>(
+        &self,
+        simd: S,
+        head: usize,
+        block_pair: &BlockPair,
+        rows: usize,
+        scores: &mut [f32],
+    ) -> (f32, f32) {
+        let (seen, rest) = scores.split_at_mut(rows);
+        if self.scaling.products != 1.0 {
+            seen.iter_mut().for_each(|s| *s *= self.scaling.products);
+        }
+        if let Some(terms) = self.terms {
+            terms.score_single_query(simd, head, block_pair, seen);
+        }
+        // The last rows that are read at a time may extend beyond the last key; exp turns their scores into exact zeros.
+        let whole = rows.next_multiple_of(ROWS);
+        rest[..whole - rows].fill(f32::NEG_INFINITY);
+        let mut most = simd.splat(f32::NEG_INFINITY);
+        for scores in scores[..whole].chunks_exact(S::LANES) {
+            // SAFETY: the chunk has LANES numbers.
+            most = simd.max(unsafe { simd.load(scores.as_ptr()) }, most);
+        }
+        let mut lanes = [f32::NEG_INFINITY; MAX_LANES];
+        // SAFETY: no vector has more than MAX_LANES numbers.
+        unsafe { simd.store(lanes.as_mut_ptr(), most) };
+        let max = lanes.into_iter().fold(f32::NEG_INFINITY, f32::max);
+        let finite = simd.splat(max.max(f32::MIN));
+        let mut sum = simd.splat(0.0);
+        for scores in scores[..whole].chunks_exact_mut(S::LANES) {
+            // SAFETY: the chunk has LANES numbers.
+            unsafe {
+                let x = exp(simd, simd.sub(simd.load(scores.as_ptr()), finite));
+                sum = simd.add(sum, x);
+                simd.store(scores.as_mut_ptr(), x);
+            }
+        }
+        if let Some(terms) = self.terms {
+            terms.drop_single_query(head, block_pair, &mut scores[..rows]);
+        }
+        (max, simd.sum(sum))
+    }
+
+    /// Adds the visible key rows of each tile to the state of its query.
+    pub(super) fn run<'t>(
+        &self,
+        code: Code,
+        workers: &Workers,
+        pool: &Pool,
+        progress: &(dyn Fn(usize) + Sync),
+        visible: &[(Range<usize>, &'t Tile)],
+        partial: &mut Partial,
+    ) {
+        let chunk = |(rows, tile): &(Range<usize>, &'t Tile)| {
+            let (rows, tile) = (rows.clone(), *tile);
+            rows.clone().step_by(CHUNK).map(move |from| (from..rows.end.min(from + CHUNK), tile))
+        };
+        let chunks: Vec<(Range<usize>, &Tile)> = visible.iter().flat_map(chunk).collect();
+        let ranges = head_ranges(self.heads, chunks.len(), workers.count());
+        let heads = ranges.iter().map(|range| range.heads().len()).max().unwrap_or(0);
+        let tasks = ranges.len() * chunks.len();
+        if tasks == 0 {
+            return;
+        }
+        let size = heads * self.state();
+        let mut states = pool.take(tasks * size);
+        let target = Target::new(&mut states);
+        let next = AtomicUsize::new(0);
+        // Waking a thread costs about as much as reading this many numbers.
+        let rows: usize = chunks.iter().map(|(rows, _)| rows.len()).sum();
+        let kv_heads: usize = ranges.iter().map(|range| range.groups().count()).sum();
+        let worth = (rows * kv_heads * (self.k.dim + self.v.dim)).div_ceil(1 << 19);
+        workers.run(workers.count().min(tasks).min(worth), &|worker| {
+            let mut scratch = pool.take(Self::scratch(self.k.dim, self.v.dim, heads));
+            loop {
+                let task = next.fetch_add(1, Ordering::Relaxed);
+                if task >= tasks {
+                    break;
+                }
+                let (range, (rows, tile)) = (&ranges[task % ranges.len()], chunks[task / ranges.len()].clone());
+                // SAFETY: the counter gives each task, and with it these states, to one worker.
+                unsafe {
+                    let states = target.row(task * size, range.heads().len() * self.state());
+                    decode_chunk(code, self, range, rows, tile, states, &mut scratch);
+                }
+                progress(worker);
+            }
+            pool.give(scratch);
+        });
+        for (task, states) in states.chunks_exact(size).take(tasks).enumerate() {
+            let (_, tile) = &chunks[task / ranges.len()];
+            self.merge(ranges[task % ranges.len()].heads(), tile.q.start, states, partial);
+        }
+        pool.give(states);
+    }
+
+    /// Merges the states of a chunk into the running states of a query's heads.
+    fn merge(&self, heads: Range<usize>, query: usize, states: &[f32], partial: &mut Partial) {
+        for (head, state) in heads.zip(states.chunks_exact(self.state())) {
+            let at = head * self.q.tokens + query;
+            let max = partial.max[at].max(state[0]);
+            // Subtracting a finite number avoids the NaN of -inf - (-inf).
+            let finite = max.max(f32::MIN);
+            let (old, new) = ((partial.max[at] - finite).exp(), (state[0] - finite).exp());
+            partial.max[at] = max;
+            partial.sum[at] = partial.sum[at] * old + state[1] * new;
+            let out = &mut partial.out[(query * self.q.heads + head) * self.v.dim..][..self.v.dim];
+            for (out, x) in out.iter_mut().zip(&state[2..]) {
+                *out = *out * old + x * new;
+            }
+        }
+    }
+}
+
+/// Divides rows of `width` elements, all heads together, into those that are read at a time, each with rows that are read soon.
+fn rows_at_a_time(rows: &Range<usize>, width: usize) -> impl Iterator<Item = (Range<usize>, Range<usize>)> {
+    let (end, ahead) = (rows.end, (AHEAD / width.max(1)).next_multiple_of(ROWS).max(ROWS));
+    rows.clone().step_by(ROWS).map(move |from| {
+        let soon = from + ahead;
+        (from..end.min(from + ROWS), soon.min(end)..end.min(soon + ROWS))
+    })
+}
+
+dispatch!(
+    decode_chunk,
+    Decode<'_>,
+    chunk<[], [], []>(range: &HeadRange, rows: Range<usize>, tile: &Tile, states: &mut [f32], scratch: &mut [f32]),
+    "[`Decode::chunk`] compiled for `isa`."
+);

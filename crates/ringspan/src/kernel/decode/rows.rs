@@ -1,0 +1,246 @@
+//! Products of the queries of some heads with rows of keys, and of their weights with rows of values.
+//!
+//! Rows of f32 and bf16 that are adjacent in memory, as those of a page are, are read in place; others are copied.
+
+use super::super::pack::copy;
+use super::super::vector::{Simd, prefetch_line};
+use super::super::{Data, View};
+use super::{CHUNK, MAX_LANES, ROWS};
+use half::bf16;
+use std::ops::Range;
+
+/// An element of a row that is read in place.
+pub(super) trait Element: Copy {
+    /// Loads `LANES` elements in f32.
+    ///
+    /// # Safety
+    /// `from` must be readable for `LANES` elements.
+    unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::V;
+}
+
+impl Element for f32 {
+    #[inline(always)]
+    unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::V {
+        // SAFETY: the contract of the caller.
+        unsafe { simd.load(from) }
+    }
+}
+
+impl Element for bf16 {
+    #[inline(always)]
+    unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::V {
+        // SAFETY: the contract of the caller.
+        unsafe { simd.load_bf16(from) }
+    }
+}
+
+/// Some rows of keys or values of one head, each of whole vectors; there is a multiple of ROWS of them.
+#[derive(Clone, Copy)]
+pub(super) enum Rows<'a> {
+    F32(Strided<'a, f32>),
+    Bf16(Strided<'a, bf16>),
+}
+
+/// Rows that are `stride` elements apart.
+#[derive(Clone, Copy)]
+pub(super) struct Strided<'a, E> {
+    elements: &'a [E],
+    stride: usize,
+    count: usize,
+    width: usize,
+    /// The first element of rows that are read soon, which are fetched from memory while these are multiplied.
+    soon: *const E,
+}
+
+impl<'a> Rows<'a> {
+    /// The rows of the tokens `tokens`, of which there is one at least, and the head `head`. If they are copied, each is padded with
+    /// zeros to `width` elements, and rows of zeros follow the last token; `copies` has room for all of these. Rows of the tokens
+    /// `soon` are read soon.
+    #[inline(always)]
+    pub(super) fn new<S: Simd>(
+        simd: S,
+        view: &View<'a>,
+        (head, width): (usize, usize),
+        tokens: Range<usize>,
+        soon: Range<usize>,
+        copies: &'a mut [f32],
+    ) -> Self {
+        let count = tokens.len().next_multiple_of(ROWS);
+        if count == tokens.len()
+            && width == view.dim
+            && let Some(first) = first_of_adjacent(view, tokens.clone())
+        {
+            let (at, stride) = (first * view.token_stride + head * view.head_stride, view.token_stride);
+            let all = at..at + (count - 1) * stride + width;
+            let soon = if soon.is_empty() { tokens.start } else { soon.start };
+            match (view.data, view.at(soon, head)) {
+                (Data::F32(data), Data::F32(soon)) => {
+                    return Self::F32(Strided { elements: &data[all], stride, count, width, soon: soon.as_ptr() });
+                }
+                (Data::Bf16(data), Data::Bf16(soon)) => {
+                    return Self::Bf16(Strided { elements: &data[all], stride, count, width, soon: soon.as_ptr() });
+                }
+                _ => (),
+            }
+        }
+        for token in soon {
+            view.at(token, head).prefetch_far();
+        }
+        let copies = &mut copies[..count * width];
+        copy(simd, copies, width, 1.0, |i| (i < tokens.len()).then(|| view.at(tokens.start + i, head)));
+        Self::F32(Strided { elements: copies, stride: width, count, width, soon: copies.as_ptr() })
+    }
+
+    /// Computes the products with queries of whole vectors: that of row i and query h is `scores[h * CHUNK + i]`.
+    #[inline(always)]
+    pub(super) fn score<S: Simd>(self, simd: S, queries: &[f32], scores: &mut [f32]) {
+        match self {
+            Self::F32(rows) => rows.score(simd, queries, scores),
+            Self::Bf16(rows) => rows.score(simd, queries, scores),
+        }
+    }
+
+    /// Adds the rows, multiplied by the weight `weights[h * CHUNK + i]` of row i, to the sums of each head h, which have whole vectors.
+    #[inline(always)]
+    pub(super) fn add_weighted<S: Simd>(self, simd: S, weights: &[f32], sums: &mut [f32]) {
+        match self {
+            Self::F32(rows) => rows.add_weighted(simd, weights, sums),
+            Self::Bf16(rows) => rows.add_weighted(simd, weights, sums),
+        }
+    }
+}
+
+impl<E: Element> Strided<'_, E> {
+    /// A product has as many rows and queries as a vector has lanes, so that their sums are one vector.
+    #[inline(always)]
+    fn score<S: Simd>(self, simd: S, queries: &[f32], scores: &mut [f32]) {
+        let heads = queries.len() / self.width;
+        match (S::LANES, heads % 4) {
+            (16, 0) => self.score_square::<S, 4, 4>(simd, queries, scores),
+            (16, 2) => self.score_square::<S, 2, 8>(simd, queries, scores),
+            (16, _) => self.score_square::<S, 1, 16>(simd, queries, scores),
+            (8, 0 | 2) => self.score_square::<S, 2, 4>(simd, queries, scores),
+            (8, _) => self.score_square::<S, 1, 8>(simd, queries, scores),
+            (_, 0 | 2) => self.score_square::<S, 2, 2>(simd, queries, scores),
+            (_, _) => self.score_square::<S, 1, 4>(simd, queries, scores),
+        }
+    }
+
+    /// Multiplies H queries with R rows at once.
+    #[inline(always)]
+    fn score_square<S: Simd, const H: usize, const R: usize>(self, simd: S, queries: &[f32], scores: &mut [f32]) {
+        let Self { elements, stride, count, width, soon } = self;
+        assert!(H * R == S::LANES && count.is_multiple_of(R) && width.is_multiple_of(S::LANES));
+        assert!(queries.len().is_multiple_of(H * width) && elements.len() >= (count - 1) * stride + width);
+        for first in (0..count).step_by(R) {
+            for (group, queries) in queries.chunks_exact(H * width).enumerate() {
+                let mut sums = [[simd.splat(0.0); R]; H];
+                for at in (0..width).step_by(S::LANES) {
+                    let mut q = [simd.splat(0.0); H];
+                    for h in 0..H {
+                        // SAFETY: the chunk has H queries of `width` elements.
+                        q[h] = unsafe { simd.load(queries.as_ptr().add(h * width + at)) };
+                    }
+                    for r in 0..R {
+                        prefetch_line(soon.wrapping_add((first + r) * stride + at));
+                        // SAFETY: the asserted size.
+                        let k = unsafe { E::load(simd, elements.as_ptr().add((first + r) * stride + at)) };
+                        for h in 0..H {
+                            sums[h][r] = simd.fma(q[h], k, sums[h][r]);
+                        }
+                    }
+                }
+                let mut square = [simd.splat(0.0); 16];
+                for h in 0..H {
+                    square[h * R..][..R].copy_from_slice(&sums[h]);
+                }
+                let mut totals = [0.0; MAX_LANES];
+                // SAFETY: no vector has more than MAX_LANES numbers.
+                unsafe { simd.store(totals.as_mut_ptr(), simd.sums(square)) };
+                for h in 0..H {
+                    scores[(group * H + h) * CHUNK + first..][..R].copy_from_slice(&totals[h * R..][..R]);
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn add_weighted<S: Simd>(self, simd: S, weights: &[f32], sums: &mut [f32]) {
+        match sums.len() / self.width % 4 {
+            0 => self.add_for_heads::<S, 4>(simd, weights, sums),
+            2 => self.add_for_heads::<S, 2>(simd, weights, sums),
+            _ => self.add_for_heads::<S, 1>(simd, weights, sums),
+        }
+    }
+
+    /// Adds the rows to the sums of H heads at once.
+    #[inline(always)]
+    fn add_for_heads<S: Simd, const H: usize>(self, simd: S, weights: &[f32], sums: &mut [f32]) {
+        for (group, sums) in sums.chunks_exact_mut(H * self.width).enumerate() {
+            let weights = &weights[group * H * CHUNK..];
+            let mut column = 0;
+            while column < self.width {
+                column += match (self.width - column) / S::LANES {
+                    1 => self.add_columns::<S, H, 1>(simd, column, weights, sums),
+                    4.. if S::LANES == 16 || H < 4 => self.add_columns::<S, H, 4>(simd, column, weights, sums),
+                    _ => self.add_columns::<S, H, 2>(simd, column, weights, sums),
+                };
+            }
+        }
+    }
+
+    /// Adds V vectors of columns of each row to the sums of H heads, and returns the number of columns.
+    #[inline(always)]
+    fn add_columns<S: Simd, const H: usize, const V: usize>(
+        self,
+        simd: S,
+        column: usize,
+        weights: &[f32],
+        sums: &mut [f32],
+    ) -> usize {
+        let Self { elements, stride, count, width, soon } = self;
+        let columns = V * S::LANES;
+        assert!(column + columns <= width && sums.len() == H * width && weights.len() >= (H - 1) * CHUNK + count);
+        assert!(elements.len() >= (count - 1) * stride + width);
+        let mut added = [[simd.splat(0.0); V]; H];
+        for h in 0..H {
+            for v in 0..V {
+                // SAFETY: the asserted size of the sums.
+                added[h][v] = unsafe { simd.load(sums.as_ptr().add(h * width + column + v * S::LANES)) };
+            }
+        }
+        for row in 0..count {
+            let mut values = [simd.splat(0.0); V];
+            for v in 0..V {
+                prefetch_line(soon.wrapping_add(row * stride + column + v * S::LANES));
+                // SAFETY: the asserted size of the rows.
+                values[v] = unsafe { E::load(simd, elements.as_ptr().add(row * stride + column + v * S::LANES)) };
+            }
+            for h in 0..H {
+                // SAFETY: the asserted size of the weights.
+                let weight = simd.splat(unsafe { *weights.as_ptr().add(h * CHUNK + row) });
+                for v in 0..V {
+                    added[h][v] = simd.fma(weight, values[v], added[h][v]);
+                }
+            }
+        }
+        for h in 0..H {
+            for v in 0..V {
+                // SAFETY: as above.
+                unsafe { simd.store(sums.as_mut_ptr().add(h * width + column + v * S::LANES), added[h][v]) };
+            }
+        }
+        columns
+    }
+}
+
+/// The row of the first token, if the tokens are in adjacent rows, in order.
+#[inline(always)]
+fn first_of_adjacent(view: &View, tokens: Range<usize>) -> Option<usize> {
+    let Some(rows) = view.rows else { return Some(tokens.start) };
+    let rows = &rows[tokens];
+    let first = *rows.first()?;
+    // Without an early end this compiles to vector instructions.
+    let differ = rows.iter().zip(first..).fold(0, |differ, (row, wanted)| differ | (row ^ wanted));
+    (differ == 0).then_some(first as usize)
+}
