@@ -12,7 +12,7 @@ use std::hint::black_box;
 use std::time::Instant;
 
 /// The arguments that have an effect.
-const NAMES: [&str; 9] = ["tokens", "heads", "kv_heads", "dim", "layers", "page", "type", "threads", "rounds"];
+const NAMES: [&str; 10] = ["tokens", "heads", "kv_heads", "dim", "layers", "page", "type", "threads", "isa", "rounds"];
 /// Least duration of one timing in seconds.
 const LEAST: f64 = 0.2;
 
@@ -41,8 +41,8 @@ impl Cached {
 
     /// The elements as whole words of memory.
     fn words(&self) -> &[u64] {
-        // SAFETY: every pattern of bits is a number.
         match self {
+            // SAFETY: every pattern of bits is a number.
             Self::F32(values) => unsafe { values.align_to().1 },
             // SAFETY: as above.
             Self::Bf16(values) => unsafe { values.align_to().1 },
@@ -97,14 +97,15 @@ fn number(name: &str, default: usize) -> usize {
 
 fn main() {
     for argument in std::env::args().skip(1) {
-        if let Some((name, _)) = argument.split_once('=').filter(|(name, _)| !NAMES.contains(name) && *name != "isa") {
-            panic!("{argument}: '{name}' is unknown: possible are isa, {}", NAMES.join(", "));
+        if let Some((name, _)) = argument.split_once('=').filter(|(name, _)| !NAMES.contains(name)) {
+            panic!("{argument}: '{name}' is unknown: possible are {}", NAMES.join(", "));
         }
     }
     let (tokens, page) = (number("tokens", 16384), number("page", 64));
     let (heads, kv_heads, dim) = (number("heads", 4), number("kv_heads", 1), number("dim", 256));
     let (layers, threads, rounds) = (number("layers", 3), number("threads", 2), number("rounds", 9));
-    let isa = given("isa").map_or(Isa::best(), |name| name.parse().unwrap_or_else(|error| panic!("isa={name}: {error}")));
+    let isa =
+        given("isa").map_or(Isa::best(), |name| name.parse().unwrap_or_else(|error| panic!("isa={name}: {error}")));
     let kernel = Kernel::with_isa(threads, isa).unwrap_or_else(|error| panic!("isa={isa}: {error}"));
     println!("S={tokens} H={heads} G={kv_heads} D={dim}, {layers} layers, pages of {page}, {threads} threads, {isa}");
     println!("{:8} {:>10} {:>10} {:>22}", "", "ms", "GB/s", "share of reading");

@@ -82,7 +82,7 @@ impl Cpu {
         if !decode::has_single_queries(tiles) {
             return self.forward_workspace(inputs, tiles);
         }
-        let chunks: usize = tiles.iter().map(|tile| tile.k.len().div_ceil(decode::CHUNK)).sum();
+        let chunks: usize = tiles.iter().map(|tile| decode::most_chunks(tile.k.len())).sum();
         bytes(Decode::workspace(heads, (k.dim, v.dim), chunks, self.workers.count()))
     }
 

@@ -22,13 +22,27 @@ use rows::Rows;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Number of key rows in a chunk.
-pub(super) const CHUNK: usize = 1024;
+/// Maximum and minimum number of key rows in a chunk.
+const CHUNK: usize = 1024;
+const LEAST_CHUNK: usize = 128;
+
+/// Number of chunks of a query whose keys are few, unless chunks are of minimum length: then several threads have something to do.
+const CHUNKS: usize = 8;
+
+/// Number of rows in each chunk of so many; the last chunk may have fewer.
+fn chunk_rows(rows: usize) -> usize {
+    rows.div_ceil(CHUNKS).next_multiple_of(ROWS).clamp(LEAST_CHUNK, CHUNK)
+}
+
+/// The largest number of chunks of at most this number of rows.
+pub(super) fn most_chunks(rows: usize) -> usize {
+    rows.div_ceil(LEAST_CHUNK).min(CHUNKS).max(rows.div_ceil(CHUNK))
+}
 
 /// Maximum number of elements in a vector.
 const MAX_LANES: usize = 16;
 
-/// Number of rows of a head that are read at a time: a multiple of the vectors' lengths that divides CHUNK, and that pages of a cache
+/// Number of rows of a head that are read at a time: a multiple of the vectors' lengths that divides all chunks but the last, and that pages of a cache
 /// have a multiple of.
 const ROWS: usize = MAX_LANES;
 
@@ -180,7 +194,8 @@ impl Decode<'_> {
     ) {
         let chunk = |(rows, tile): &(Range<usize>, &'t Tile)| {
             let (rows, tile) = (rows.clone(), *tile);
-            rows.clone().step_by(CHUNK).map(move |from| (from..rows.end.min(from + CHUNK), tile))
+            let each = chunk_rows(rows.len());
+            rows.clone().step_by(each).map(move |from| (from..rows.end.min(from + each), tile))
         };
         let chunks: Vec<(Range<usize>, &Tile)> = visible.iter().flat_map(chunk).collect();
         let ranges = head_ranges(self.heads, chunks.len(), workers.count());
@@ -196,7 +211,7 @@ impl Decode<'_> {
         // Waking a thread costs about as much as reading this many numbers.
         let rows: usize = chunks.iter().map(|(rows, _)| rows.len()).sum();
         let kv_heads: usize = ranges.iter().map(|range| range.groups().count()).sum();
-        let worth = (rows * kv_heads * (self.k.dim + self.v.dim)).div_ceil(1 << 19);
+        let worth = (rows * kv_heads * (self.k.dim + self.v.dim)).div_ceil(1 << 17);
         workers.run(workers.count().min(tasks).min(worth), &|worker| {
             let mut scratch = pool.take(Self::scratch(self.k.dim, self.v.dim, heads));
             loop {
@@ -254,3 +269,34 @@ dispatch!(
     chunk<[], [], []>(range: &HeadRange, rows: Range<usize>, tile: &Tile, states: &mut [f32], scratch: &mut [f32]),
     "[`Decode::chunk`] compiled for `isa`."
 );
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_are_as_many_as_is_planned_for_and_have_rows_to_read_at_a_time() {
+        for rows in 1..20_000 {
+            let each = chunk_rows(rows);
+            assert!(each.is_multiple_of(ROWS) && each <= CHUNK, "{rows}: {each}");
+            assert!(rows.div_ceil(each) <= most_chunks(rows), "{rows}: {each}");
+            assert!(most_chunks(rows - 1) <= most_chunks(rows), "{rows}");
+        }
+    }
+
+    #[test]
+    fn ranges_of_heads_cover_each_head_once_and_are_few_for_long_texts() {
+        let map = HeadMap::new(vec![1, 1, 1, 2, 4, 4, 6], 7).expect("in order");
+        for (chunks, workers, most) in [(1, 1, 4), (1, 2, 7), (3, 2, 3), (8, 2, 1), (100, 1, 1), (0, 1, 7)] {
+            let ranges = head_ranges(&map, chunks, workers);
+            assert!(ranges.len() <= most, "{chunks} chunks, {workers} workers: {} ranges", ranges.len());
+            let heads: Vec<usize> = ranges.iter().flat_map(HeadRange::heads).collect();
+            assert_eq!(heads, [0, 1, 2, 3, 4, 5, 6]);
+            for range in &ranges {
+                for (kv, own) in range.groups() {
+                    assert_eq!(range.heads().start + own.start..range.heads().start + own.end, map.queries_of(kv));
+                }
+            }
+        }
+    }
+}

@@ -137,28 +137,28 @@ impl<E: Element> Strided<'_, E> {
                 let mut sums = [[simd.splat(0.0); R]; H];
                 for at in (0..width).step_by(S::LANES) {
                     let mut q = [simd.splat(0.0); H];
-                    for h in 0..H {
+                    for (h, q) in q.iter_mut().enumerate() {
                         // SAFETY: the chunk has H queries of `width` elements.
-                        q[h] = unsafe { simd.load(queries.as_ptr().add(h * width + at)) };
+                        *q = unsafe { simd.load(queries.as_ptr().add(h * width + at)) };
                     }
                     for r in 0..R {
                         prefetch_line(soon.wrapping_add((first + r) * stride + at));
                         // SAFETY: the asserted size.
                         let k = unsafe { E::load(simd, elements.as_ptr().add((first + r) * stride + at)) };
-                        for h in 0..H {
-                            sums[h][r] = simd.fma(q[h], k, sums[h][r]);
+                        for (sums, q) in sums.iter_mut().zip(q) {
+                            sums[r] = simd.fma(q, k, sums[r]);
                         }
                     }
                 }
                 let mut square = [simd.splat(0.0); 16];
-                for h in 0..H {
-                    square[h * R..][..R].copy_from_slice(&sums[h]);
+                for (square, sums) in square.chunks_exact_mut(R).zip(&sums) {
+                    square.copy_from_slice(sums);
                 }
                 let mut totals = [0.0; MAX_LANES];
                 // SAFETY: no vector has more than MAX_LANES numbers.
                 unsafe { simd.store(totals.as_mut_ptr(), simd.sums(square)) };
-                for h in 0..H {
-                    scores[(group * H + h) * CHUNK + first..][..R].copy_from_slice(&totals[h * R..][..R]);
+                for (h, totals) in totals.chunks_exact(R).take(H).enumerate() {
+                    scores[(group * H + h) * CHUNK + first..][..R].copy_from_slice(totals);
                 }
             }
         }
@@ -203,31 +203,32 @@ impl<E: Element> Strided<'_, E> {
         assert!(column + columns <= width && sums.len() == H * width && weights.len() >= (H - 1) * CHUNK + count);
         assert!(elements.len() >= (count - 1) * stride + width);
         let mut added = [[simd.splat(0.0); V]; H];
-        for h in 0..H {
-            for v in 0..V {
+        for (h, added) in added.iter_mut().enumerate() {
+            for (v, added) in added.iter_mut().enumerate() {
                 // SAFETY: the asserted size of the sums.
-                added[h][v] = unsafe { simd.load(sums.as_ptr().add(h * width + column + v * S::LANES)) };
+                *added = unsafe { simd.load(sums.as_ptr().add(h * width + column + v * S::LANES)) };
             }
         }
         for row in 0..count {
             let mut values = [simd.splat(0.0); V];
-            for v in 0..V {
-                prefetch_line(soon.wrapping_add(row * stride + column + v * S::LANES));
+            for (v, value) in values.iter_mut().enumerate() {
+                let at = row * stride + column + v * S::LANES;
+                prefetch_line(soon.wrapping_add(at));
                 // SAFETY: the asserted size of the rows.
-                values[v] = unsafe { E::load(simd, elements.as_ptr().add(row * stride + column + v * S::LANES)) };
+                *value = unsafe { E::load(simd, elements.as_ptr().add(at)) };
             }
-            for h in 0..H {
+            for (h, added) in added.iter_mut().enumerate() {
                 // SAFETY: the asserted size of the weights.
                 let weight = simd.splat(unsafe { *weights.as_ptr().add(h * CHUNK + row) });
-                for v in 0..V {
-                    added[h][v] = simd.fma(weight, values[v], added[h][v]);
+                for (added, value) in added.iter_mut().zip(values) {
+                    *added = simd.fma(weight, value, *added);
                 }
             }
         }
-        for h in 0..H {
-            for v in 0..V {
+        for (h, added) in added.iter().enumerate() {
+            for (v, added) in added.iter().enumerate() {
                 // SAFETY: as above.
-                unsafe { simd.store(sums.as_mut_ptr().add(h * width + column + v * S::LANES), added[h][v]) };
+                unsafe { simd.store(sums.as_mut_ptr().add(h * width + column + v * S::LANES), *added) };
             }
         }
         columns
