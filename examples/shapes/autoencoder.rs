@@ -6,7 +6,8 @@
 
 use candle_core::{Device, Tensor};
 use ringspan_video::frames::RgbFrame;
-use ringspan_video::vae::{Mesh, VaeFolder, VideoTensor};
+use ringspan_video::ranks::VideoRanks;
+use ringspan_video::vae::{VaeFolder, VideoTensor};
 use serde_json::json;
 use std::collections::HashMap;
 use std::error::Error;
@@ -156,7 +157,11 @@ impl Weights {
 }
 
 /// The latents `[1, C, F, H, W]` of a video's pictures.
-pub(crate) fn encoded(folder: &Path, pictures: &[RgbFrame], mesh: &Mesh) -> Result<VideoTensor, Box<dyn Error>> {
+pub(crate) fn encoded(
+    folder: &Path,
+    pictures: &[RgbFrame],
+    ranks: &mut VideoRanks,
+) -> Result<VideoTensor, Box<dyn Error>> {
     let (height, width, frames) = (pictures[0].height, pictures[0].width, pictures.len());
     let area = height * width;
     let mut values = vec![0.0; 3 * frames * area];
@@ -167,6 +172,6 @@ pub(crate) fn encoded(folder: &Path, pictures: &[RgbFrame], mesh: &Mesh) -> Resu
     }
     let video = VideoTensor::new([1, 3, frames, height, width], values)?;
     let encoder = VaeFolder::open(folder)?.encoder()?;
-    let plan = encoder.plan(video.shape(), mesh.size, None)?;
-    encoder.encode(&video, mesh, &plan)?.ok_or_else(|| "this process has rank 0".into())
+    let plan = encoder.plan(video.shape(), ranks.size(), None)?;
+    encoder.encode(&video, ranks, &plan)?.ok_or_else(|| "this process has rank 0".into())
 }

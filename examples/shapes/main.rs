@@ -14,14 +14,14 @@ mod text_encoder;
 mod train;
 
 use candle_core::{Device, Tensor};
-use ringspan_video::denoise::{DenoiseSettings, VideoMesh};
-use ringspan_video::encoder_mesh::EncoderMesh;
+use ringspan_video::denoise::DenoiseSettings;
 use ringspan_video::frames;
 use ringspan_video::pipeline::{VideoControl, VideoEvent, VideoPipeline, VideoRequest};
+use ringspan_video::ranks::{VideoMesh, VideoRanks};
 use ringspan_video::scheduler::{SchedulerConfig, SchedulerKind};
 use ringspan_video::text_encoder::{PROMPT_ROWS, PromptTokenizer, TextEncoder};
 use ringspan_video::transformer::{WanConfig, WeightType};
-use ringspan_video::vae::{Mesh, VideoTensor};
+use ringspan_video::vae::VideoTensor;
 use serde_json::json;
 use std::collections::HashMap;
 use std::error::Error;
@@ -46,16 +46,16 @@ fn main() -> Result<()> {
     let steps = arguments.next().map_or(Ok(4000), |steps| steps.parse())?;
     let batch = arguments.next().map_or(Ok(8), |batch| batch.parse())?;
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let mesh = VideoMesh { threads, ..VideoMesh::single() };
+    let mut ranks = VideoRanks::start(&VideoMesh { threads, ..VideoMesh::single() })?;
     let done = steps_done(&folder)?;
     // A training that goes on sees other noise.
     let training = Training { steps, batch, seed: 1 + done };
-    let losses = write_pipeline(&folder, &mesh, training)?;
+    let losses = write_pipeline(&folder, &mut ranks, training)?;
     std::fs::write(folder.join(STEPS_DONE), (done + steps as u64).to_string())?;
     println!("loss {:.4} in the first quarter of the steps, {:.4} in the last", losses[0], losses[1]);
+    let mut two = VideoRanks::start(&VideoMesh { ring: 2, threads: threads.div_ceil(2), ..VideoMesh::single() })?;
     for (index, prompt) in SHOWN.into_iter().enumerate() {
-        let ranks = VideoMesh { ring: 2, threads: threads.div_ceil(2), ..VideoMesh::single() };
-        let video = make(&folder, prompt, 20, index as u64, &ranks)?;
+        let video = make(&folder, prompt, 20, index as u64, &mut two)?;
         let path = folder.join(format!("{}.gif", prompt.replace(' ', "_")));
         std::fs::write(&path, frames::gif(&frames::to_rgb(&video)?)?)?;
         println!("{}", path.display());
@@ -83,16 +83,15 @@ fn steps_done(folder: &Path) -> Result<u64> {
 }
 
 /// Writes all files of a pipeline, and trains its transformer; returns the mean losses of the first and the last steps.
-fn write_pipeline(folder: &Path, mesh: &VideoMesh, training: Training) -> Result<[f64; 2]> {
+fn write_pipeline(folder: &Path, ranks: &mut VideoRanks, training: Training) -> Result<[f64; 2]> {
     let (vae, transformer) = (folder.join("vae"), folder.join("transformer"));
     text_encoder::write(folder, &shapes::words(), 3)?;
-    let ranks = Mesh { processes: mesh.processes.clone(), size: 1, threads: mesh.threads, deadline: mesh.deadline };
     // The statistics of latents are those of the data, so that latents are as wide as the noise.
     autoencoder::write(&vae, &[0.0; autoencoder::CHANNELS], &[1.0; autoencoder::CHANNELS])?;
-    let plain = encoded(&vae, &ranks)?;
+    let plain = encoded(&vae, ranks)?;
     let [mean, std] = statistics(&plain)?;
     autoencoder::write(&vae, &mean, &std)?;
-    let examples = Examples { videos: encoded(&vae, &ranks)?, prompts: prompts(folder, mesh)? };
+    let examples = Examples { videos: encoded(&vae, ranks)?, prompts: prompts(folder, ranks)? };
 
     std::fs::create_dir_all(&transformer)?;
     let config = json!({
@@ -107,7 +106,7 @@ fn write_pipeline(folder: &Path, mesh: &VideoMesh, training: Training) -> Result
         true => candle_core::safetensors::load(&file, &Device::Cpu)?,
         false => HashMap::new(),
     };
-    let trained = mesh.run(|groups| train(groups, &config, &before, &examples, training))?;
+    let trained = ranks.run(|groups| train(groups, &config, &before, &examples, training))?;
     let (weights, losses) = trained.into_iter().next().ok_or("this process has rank 0")?;
     candle_core::safetensors::save(&weights, file)?;
 
@@ -121,10 +120,10 @@ fn write_pipeline(folder: &Path, mesh: &VideoMesh, training: Training) -> Result
 }
 
 /// The latents of the videos of all prompts but those shown, with the numbers of the prompts.
-fn encoded(vae: &Path, mesh: &Mesh) -> Result<Vec<(usize, Tensor)>> {
+fn encoded(vae: &Path, ranks: &mut VideoRanks) -> Result<Vec<(usize, Tensor)>> {
     let trained = (0..shapes::PROMPTS).filter(|prompt| !SHOWN.contains(&shapes::prompt(*prompt).as_str()));
     let encode = |prompt| {
-        let latents = autoencoder::encoded(vae, &shapes::video(prompt), mesh)?;
+        let latents = autoencoder::encoded(vae, &shapes::video(prompt), ranks)?;
         Ok((prompt, Tensor::from_slice(latents.values(), latents.shape().as_slice(), &Device::Cpu)?))
     };
     trained.map(encode).collect()
@@ -140,19 +139,12 @@ fn statistics(videos: &[(usize, Tensor)]) -> Result<[Vec<f32>; 2]> {
 }
 
 /// The embeddings of all prompts, and of the empty one.
-fn prompts(folder: &Path, mesh: &VideoMesh) -> Result<Vec<Tensor>> {
+fn prompts(folder: &Path, ranks: &mut VideoRanks) -> Result<Vec<Tensor>> {
     let (tokenizer, encoder) = (PromptTokenizer::open(folder)?, TextEncoder::open(folder)?);
-    let ranks = EncoderMesh {
-        processes: mesh.processes.clone(),
-        ring: 1,
-        ulysses: 1,
-        threads: mesh.threads,
-        deadline: mesh.deadline,
-    };
     let all = (0..shapes::PROMPTS).map(shapes::prompt).chain([String::new()]);
     all.map(|prompt| {
         let tokens = tokenizer.encode(&prompt, PROMPT_ROWS)?.ids;
-        let mut states = encoder.encode(&tokens, &ranks)?.ok_or("this process has rank 0")?;
+        let mut states = encoder.encode(&tokens, ranks)?.ok_or("this process has rank 0")?;
         states.resize(PROMPT_ROWS * text_encoder::WIDTH, 0.0);
         Ok(Tensor::from_vec(states, (1, PROMPT_ROWS, text_encoder::WIDTH), &Device::Cpu)?)
     })
@@ -160,7 +152,7 @@ fn prompts(folder: &Path, mesh: &VideoMesh) -> Result<Vec<Tensor>> {
 }
 
 /// A video of a prompt, as `ringspan video` makes it.
-fn make(folder: &Path, prompt: &str, steps: usize, seed: u64, mesh: &VideoMesh) -> Result<VideoTensor> {
+fn make(folder: &Path, prompt: &str, steps: usize, seed: u64, ranks: &mut VideoRanks) -> Result<VideoTensor> {
     let pipeline = VideoPipeline::open(folder, WeightType::F32)?;
     let scheduler = pipeline.denoiser().scheduler().unwrap_or_else(|| SchedulerConfig::new(SchedulerKind::Euler));
     let request = VideoRequest {
@@ -175,8 +167,8 @@ fn make(folder: &Path, prompt: &str, steps: usize, seed: u64, mesh: &VideoMesh) 
         memory: None,
         preview: false,
     };
-    let plan = pipeline.plan(&request, mesh)?;
-    let video = pipeline.run(&request, mesh, &plan, |_: VideoEvent| Ok(()))?;
+    let plan = pipeline.plan(&request, ranks.mesh())?;
+    let video = pipeline.run(&request, ranks, &plan, |_: VideoEvent| Ok(()))?;
     video.ok_or_else(|| "this process has rank 0".into())
 }
 
@@ -189,23 +181,24 @@ mod tests {
     #[test]
     fn a_few_steps_make_a_pipeline_and_a_video_of_it() {
         let folder = tempfile::tempdir().expect("a folder");
-        let mesh = VideoMesh::single();
-        let losses = write_pipeline(folder.path(), &mesh, Training { steps: 24, batch: 2, seed: 1 }).expect("trained");
+        let mut ranks = VideoRanks::start(&VideoMesh::single()).expect("a rank");
+        let losses =
+            write_pipeline(folder.path(), &mut ranks, Training { steps: 24, batch: 2, seed: 1 }).expect("trained");
         assert!(losses[1] < 0.97 * losses[0], "{losses:?}");
-        let ranks = Mesh { processes: mesh.processes.clone(), size: 1, threads: 1, deadline: mesh.deadline };
         let pictures = shapes::video(0);
         let vae = folder.path().join("vae");
-        let latents = autoencoder::encoded(&vae, &pictures, &ranks).expect("latents");
+        let latents = autoencoder::encoded(&vae, &pictures, &mut ranks).expect("latents");
         let decoder = VaeFolder::open(&vae).and_then(|folder| folder.decoder()).expect("a decoder");
         let plan = decoder.plan(latents.shape(), 1, None).expect("a plan");
-        let decoded = decoder.decode(&latents, &ranks, &plan).expect("decoded").expect("rank 0");
+        let decoded = decoder.decode(&latents, &mut ranks, &plan).expect("decoded").expect("rank 0");
         let again = frames::to_rgb(&decoded).expect("pictures");
         let apart = |(a, b): (&u8, &u8)| f64::from(a.abs_diff(*b));
         let mean = pictures.iter().zip(&again).flat_map(|(a, b)| a.pixels.iter().zip(&b.pixels)).map(apart);
         let mean = mean.sum::<f64>() / (pictures.len() * pictures[0].pixels.len()) as f64;
         assert!(mean < 4.0, "pictures are {mean} of 256 levels away from themselves");
-        let one = make(folder.path(), SHOWN[0], 2, 0, &mesh).expect("a video");
-        let two = make(folder.path(), SHOWN[0], 2, 0, &VideoMesh { ring: 2, ..VideoMesh::single() }).expect("a video");
+        let one = make(folder.path(), SHOWN[0], 2, 0, &mut ranks).expect("a video");
+        let mut ranks = VideoRanks::start(&VideoMesh { ring: 2, ..VideoMesh::single() }).expect("two ranks");
+        let two = make(folder.path(), SHOWN[0], 2, 0, &mut ranks).expect("a video");
         assert_eq!(one.shape(), [1, 3, shapes::FRAMES, shapes::SIDE, shapes::SIDE]);
         let most = one.values().iter().zip(two.values()).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         assert!(most < 1e-3, "two ranks make another video: {most}");

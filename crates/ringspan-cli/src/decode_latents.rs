@@ -5,6 +5,7 @@ use crate::output;
 use crate::video_io::{self, Destination, VaeArgs};
 use anyhow::Result;
 use ringspan::comm::process_group::ProcessGroup;
+use ringspan_video::ranks::VideoRanks;
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -29,15 +30,15 @@ pub(crate) struct DecodeLatentsArgs {
 
 pub(crate) fn run(args: &DecodeLatentsArgs, processes: &ProcessGroup) -> Result<()> {
     let destination = Destination::of(&args.out)?;
-    let mesh = video_io::mesh(&args.mesh, processes)?;
+    let mesh = video_io::mesh(&args.mesh, false, processes)?;
     let latents = video_io::read(&args.latents, "latents")?;
     let folder = args.vae.open()?;
     let decoder = folder.decoder()?;
     destination.check(decoder.frames(latents.shape())?)?;
-    let plan = decoder.plan(latents.shape(), mesh.size, args.vae.memory)?;
-    output::note(format_args!("{}: {plan}", args.vae.summary(mesh.size, mesh.threads, latents.shape()[4])));
+    let plan = decoder.plan(latents.shape(), mesh.size(), args.vae.memory)?;
+    output::note(format_args!("{}: {plan}", args.vae.summary(mesh.size(), mesh.threads, latents.shape()[4])));
     let began = Instant::now();
-    let Some(frames) = decoder.decode(&latents, &mesh, &plan)? else { return Ok(()) };
+    let Some(frames) = decoder.decode(&latents, &mut VideoRanks::start(&mesh)?, &plan)? else { return Ok(()) };
     let seconds = began.elapsed().as_secs_f64();
     let [batch, _, count, height, width] = frames.shape();
     destination.write(frames)?;

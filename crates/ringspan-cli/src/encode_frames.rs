@@ -6,6 +6,7 @@ use crate::output;
 use crate::video_io::{self, VaeArgs};
 use anyhow::{Context, Result};
 use ringspan::comm::process_group::ProcessGroup;
+use ringspan_video::ranks::VideoRanks;
 use safetensors::Dtype;
 use std::path::PathBuf;
 use std::time::Instant;
@@ -31,17 +32,17 @@ pub(crate) struct EncodeFramesArgs {
 
 pub(crate) fn run(args: &EncodeFramesArgs, processes: &ProcessGroup) -> Result<()> {
     files::check_output("--out", &args.out)?;
-    let mesh = video_io::mesh(&args.mesh, processes)?;
+    let mesh = video_io::mesh(&args.mesh, false, processes)?;
     let frames = video_io::read_frames(&args.frames).context("--frames")?;
     let folder = args.vae.open()?;
     let encoder = folder.encoder()?;
-    let plan = encoder.plan(frames.shape(), mesh.size, args.vae.memory)?;
+    let plan = encoder.plan(frames.shape(), mesh.size(), args.vae.memory)?;
     output::note(format_args!(
         "{}: {plan}",
-        args.vae.summary(mesh.size, mesh.threads, encoder.latents(frames.shape())?[4])
+        args.vae.summary(mesh.size(), mesh.threads, encoder.latents(frames.shape())?[4])
     ));
     let began = Instant::now();
-    let Some(latents) = encoder.encode(&frames, &mesh, &plan)? else { return Ok(()) };
+    let Some(latents) = encoder.encode(&frames, &mut VideoRanks::start(&mesh)?, &plan)? else { return Ok(()) };
     let seconds = began.elapsed().as_secs_f64();
     let shape = latents.shape();
     let out = OutputTensor::new("latents", Dtype::F32, shape.to_vec(), latents.into_values());

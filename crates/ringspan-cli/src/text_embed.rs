@@ -1,11 +1,12 @@
 //! `ringspan text-embed`: the embeddings of a prompt, by UMT5's encoder.
 
 use crate::files::{self, OutputTensor};
-use crate::mesh::{DEADLINE, MeshArgs};
+use crate::mesh::MeshArgs;
 use crate::output;
+use crate::video_io;
 use anyhow::{Context, Result};
 use ringspan::comm::process_group::ProcessGroup;
-use ringspan_video::encoder_mesh::EncoderMesh;
+use ringspan_video::ranks::VideoRanks;
 use ringspan_video::text_encoder::{PROMPT_ROWS, PromptTokenizer, TextEncoder};
 use safetensors::Dtype;
 use std::path::PathBuf;
@@ -14,7 +15,8 @@ use std::time::Instant;
 /// Make the embeddings of a prompt for WAN's transformer with UMT5's encoder, over a mesh of ranks that share the tokens
 ///
 /// OUT receives `prompt_embeds` [1,512,d] f32, and with --negative also `negative_prompt_embeds`: the states of the prompt's
-/// tokens with the end token, and zeros after them. Weights are read layer by layer.
+/// tokens with the end token, and zeros after them. Weights are read layer by layer. Only the number of ranks, R x U, counts
+/// here: the tokens are shared by a ring of all ranks.
 #[derive(Debug, clap::Args)]
 pub(crate) struct TextEmbedArgs {
     /// The folder of a pipeline, with text_encoder and tokenizer, or of an encoder with tokenizer.json or spiece.model in it
@@ -35,9 +37,7 @@ pub(crate) struct TextEmbedArgs {
 
 pub(crate) fn run(args: &TextEmbedArgs, processes: &ProcessGroup) -> Result<()> {
     files::check_output("--out", &args.out)?;
-    let (_, threads) = args.mesh.start(processes)?;
-    let (ring, ulysses) = (args.mesh.ring, args.mesh.ulysses);
-    let mesh = EncoderMesh { processes: processes.clone(), ring, ulysses, threads, deadline: DEADLINE };
+    let mut ranks = VideoRanks::start(&video_io::mesh(&args.mesh, false, processes)?)?;
     let of_model = || format!("--model {}", args.model.display());
     let tokenizer = PromptTokenizer::open(&args.model).with_context(of_model)?;
     let encoder = TextEncoder::open(&args.model).with_context(of_model)?;
@@ -55,7 +55,7 @@ pub(crate) fn run(args: &TextEmbedArgs, processes: &ProcessGroup) -> Result<()> 
             ));
         }
         count += tokens.ids.len();
-        let Some(mut states) = encoder.encode(&tokens.ids, &mesh)? else { continue };
+        let Some(mut states) = encoder.encode(&tokens.ids, &mut ranks)? else { continue };
         states.resize(PROMPT_ROWS * width, 0.0);
         out.push(OutputTensor::new(name, Dtype::F32, vec![1, PROMPT_ROWS, width], states));
     }

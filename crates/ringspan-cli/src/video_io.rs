@@ -5,7 +5,8 @@ use crate::mesh::{DEADLINE, MeshArgs};
 use anyhow::{Context, Result, ensure};
 use ringspan::comm::process_group::ProcessGroup;
 use ringspan_video::frames;
-use ringspan_video::vae::{Mesh, VaeFolder, VideoTensor};
+use ringspan_video::ranks::VideoMesh;
+use ringspan_video::vae::{VaeFolder, VideoTensor};
 use safetensors::Dtype;
 use std::path::{Path, PathBuf};
 
@@ -38,9 +39,12 @@ impl VaeArgs {
     }
 }
 
-pub(crate) fn mesh(args: &MeshArgs, processes: &ProcessGroup) -> Result<Mesh> {
-    let (size, threads) = args.start(processes)?;
-    Ok(Mesh { processes: processes.clone(), size, threads, deadline: DEADLINE })
+/// The mesh that was asked for. Each branch of guidance is one more replica of it with `cfg_parallel`.
+pub(crate) fn mesh(args: &MeshArgs, cfg_parallel: bool, processes: &ProcessGroup) -> Result<VideoMesh> {
+    let branches = if cfg_parallel { 2 } else { 1 };
+    let (_, threads) = args.start_with(processes, &[(branches, "branches of --cfg-parallel")])?;
+    let (ring, ulysses) = (args.ring, args.ulysses);
+    Ok(VideoMesh { ring, ulysses, cfg_parallel, threads, deadline: DEADLINE, processes: processes.clone() })
 }
 
 /// Reads a tensor `[B, C, F, H, W]` of a safetensors file.

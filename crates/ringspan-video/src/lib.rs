@@ -3,7 +3,7 @@
 
 mod bytes_text;
 pub mod denoise;
-pub mod encoder_mesh;
+mod encoder_rank;
 pub mod error;
 pub mod frames;
 mod gguf_folder;
@@ -12,6 +12,7 @@ pub mod lora;
 pub mod noise;
 mod original_names;
 pub mod pipeline;
+pub mod ranks;
 pub mod scheduler;
 pub mod tensor_folder;
 pub mod text_encoder;

@@ -3,8 +3,9 @@
 use candle_core::{DType, Device, Tensor};
 use ringspan_testing::CountingAllocator;
 use ringspan_video::Result;
-use ringspan_video::denoise::{DenoiseFolder, DenoiseInputs, DenoisePlan, DenoiseSettings, VideoMesh, denoise};
+use ringspan_video::denoise::{DenoiseFolder, DenoiseInputs, DenoisePlan, DenoiseSettings, denoise};
 use ringspan_video::noise::noise;
+use ringspan_video::ranks::{VideoMesh, VideoRanks};
 use ringspan_video::scheduler::{SchedulerConfig, SchedulerKind};
 use ringspan_video::transformer::{WanConfig, WanTransformer, WeightType};
 use serde_json::{Value, json};
@@ -70,7 +71,8 @@ fn the_peak_is_what_the_plan_predicts() -> Result<()> {
             let (mut peak, mut ratio) = (0, 0.0);
             // Ranks are threads, whose peaks coincide in some runs only, so the largest of up to four runs counts.
             for _ in 0..4 {
-                let (latents, of_run) = ALLOCATOR.peak_of(|| denoise(&folder, &mesh, &inputs, &settings, |_| Ok(())));
+                let (latents, of_run) = ALLOCATOR
+                    .peak_of(|| denoise(&folder, &mut VideoRanks::start(&mesh)?, &inputs, &settings, |_| Ok(())));
                 assert!(latents?.is_some());
                 peak = peak.max(of_run);
                 ratio = peak as f64 / predicted as f64;

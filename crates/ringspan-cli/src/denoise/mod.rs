@@ -8,13 +8,15 @@ pub(crate) use progress::Progress;
 pub(crate) use sampler::SamplerArgs;
 
 use crate::files::{self, OutputTensor};
-use crate::mesh::{DEADLINE, MeshArgs};
+use crate::mesh::MeshArgs;
 use crate::output;
+use crate::video_io;
 use anyhow::{Context, Result, ensure};
 use input::Input;
 use ringspan::comm::process_group::ProcessGroup;
-use ringspan_video::denoise::{DenoiseFolder, DenoisePlan, DenoiseStep, VideoMesh, denoise};
+use ringspan_video::denoise::{DenoiseFolder, DenoisePlan, DenoiseStep, denoise};
 use ringspan_video::noise::noise;
+use ringspan_video::ranks::VideoRanks;
 use ringspan_video::transformer::WeightType;
 use safetensors::Dtype;
 use std::path::PathBuf;
@@ -66,9 +68,7 @@ pub(crate) struct DenoiseArgs {
 }
 
 pub(crate) fn run(args: &DenoiseArgs, processes: &ProcessGroup) -> Result<()> {
-    // Each branch of guidance is one more replica of the mesh.
-    let branches = if args.cfg_parallel { 2 } else { 1 };
-    let (_, threads) = args.mesh.start_with(processes, &[(branches, "branches of --cfg-parallel")])?;
+    let mesh = video_io::mesh(&args.mesh, args.cfg_parallel, processes)?;
     files::check_output("--out", &args.out)?;
     let dtype = args.dtype.unwrap_or_else(|| WeightType::default_of(&args.model));
     let folder = DenoiseFolder::open(&args.model, dtype).context("--model")?;
@@ -77,8 +77,6 @@ pub(crate) fn run(args: &DenoiseArgs, processes: &ProcessGroup) -> Result<()> {
     let settings = args.sampler.settings(&folder, &args.model)?;
     let video = args.frames.zip(args.height.zip(args.width)).map(|(frames, (height, width))| [frames, height, width]);
     let mut inputs = Input::read(&args.embeds)?.with_latents(&folder, video)?;
-    let (ring, ulysses, cfg_parallel) = (args.mesh.ring, args.mesh.ulysses, args.cfg_parallel);
-    let mesh = VideoMesh { ring, ulysses, cfg_parallel, threads, deadline: DEADLINE, processes: processes.clone() };
     let plan = DenoisePlan::new(&folder, &mesh, &inputs, &settings)?;
     if args.dry_run {
         return Ok(output::line(&plan)?);
@@ -99,7 +97,8 @@ pub(crate) fn run(args: &DenoiseArgs, processes: &ProcessGroup) -> Result<()> {
         skipped.fetch_add(step.skipped.into(), Ordering::Relaxed);
         Ok(())
     };
-    let Some(latents) = denoise(&folder, &mesh, &inputs, &settings, stepped)? else { return Ok(()) };
+    let mut ranks = VideoRanks::start(&mesh)?;
+    let Some(latents) = denoise(&folder, &mut ranks, &inputs, &settings, stepped)? else { return Ok(()) };
     args.sampler.say_skipped(skipped.into_inner());
     let values = latents.flatten_all()?.to_vec1::<f32>()?;
     ensure!(values.iter().all(|x| x.is_finite()), "the latents are not finite: {} is not written", args.out.display());

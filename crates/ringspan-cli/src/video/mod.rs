@@ -3,15 +3,15 @@
 mod preview;
 
 use crate::denoise::{Progress, SamplerArgs};
-use crate::mesh::{DEADLINE, MeshArgs};
+use crate::mesh::MeshArgs;
 use crate::output;
-use crate::video_io::{Destination, read_frames};
+use crate::video_io::{self, Destination, read_frames};
 use anyhow::{Context, Result};
 use preview::Preview;
 use ringspan::comm::process_group::ProcessGroup;
-use ringspan_video::denoise::VideoMesh;
 use ringspan_video::frames::{self, RgbFrame};
 use ringspan_video::pipeline::{VideoControl, VideoEvent, VideoPipeline, VideoRequest, VideoStage};
+use ringspan_video::ranks::VideoRanks;
 use ringspan_video::transformer::WeightType;
 use ringspan_video::vae::TinyDecoderFile;
 use std::path::{Path, PathBuf};
@@ -99,9 +99,7 @@ pub(crate) struct VideoArgs {
 }
 
 pub(crate) fn run(args: &VideoArgs, processes: &ProcessGroup) -> Result<()> {
-    // Each branch of guidance is one more replica of the mesh.
-    let branches = if args.cfg_parallel { 2 } else { 1 };
-    let (_, threads) = args.mesh.start_with(processes, &[(branches, "branches of --cfg-parallel")])?;
+    let mesh = video_io::mesh(&args.mesh, args.cfg_parallel, processes)?;
     let destination = Destination::of(&args.out)?;
     let pictures = args.image.iter().chain(&args.last_image).chain(&args.reference_image);
     let moving = args.tiny_decoder.is_some();
@@ -118,8 +116,6 @@ pub(crate) fn run(args: &VideoArgs, processes: &ProcessGroup) -> Result<()> {
         None => pipeline,
     };
     let request = args.request(&pipeline)?;
-    let (ring, ulysses, cfg_parallel) = (args.mesh.ring, args.mesh.ulysses, args.cfg_parallel);
-    let mesh = VideoMesh { ring, ulysses, cfg_parallel, threads, deadline: DEADLINE, processes: processes.clone() };
     let plan = pipeline.plan(&request, &mesh)?;
     destination.check(plan.frames())?;
     match args.dry_run {
@@ -162,7 +158,8 @@ pub(crate) fn run(args: &VideoArgs, processes: &ProcessGroup) -> Result<()> {
         }
         Ok(())
     };
-    let Some(frames) = pipeline.run(&request, &mesh, &plan, told)? else { return Ok(()) };
+    let mut ranks = VideoRanks::start(&mesh)?;
+    let Some(frames) = pipeline.run(&request, &mut ranks, &plan, told)? else { return Ok(()) };
     args.sampler.say_skipped(skipped.into_inner());
     let [_, _, count, height, width] = frames.shape();
     destination.write(frames)?;

@@ -3,9 +3,9 @@
 use super::DenoiseSettings;
 use super::feature_cache::{ChangeEstimate, FeatureCache};
 use super::inputs::DenoiseInputs;
-use super::mesh::RankGroups;
 use super::pipeline::DenoiseFolder;
 use crate::error::Result;
+use crate::ranks::RankGroups;
 use crate::transformer::{BlockPass, Conditions, Control, Prompt, VideoContext};
 use candle_core::{Device, Tensor};
 use ringspan_candle::StoredWeights;

@@ -5,16 +5,15 @@ mod feature_cache;
 mod guided;
 mod inputs;
 mod memory;
-mod mesh;
 mod pipeline;
 mod plan;
 
 pub use inputs::DenoiseInputs;
-pub use mesh::{RankGroups, VideoMesh};
 pub use pipeline::DenoiseFolder;
 pub use plan::{DenoisePlan, cheapest_grid};
 
 use crate::error::{Error, Result};
+use crate::ranks::{RankGroups, VideoMesh, VideoRanks};
 use crate::scheduler::{Scheduler, SchedulerConfig};
 use candle_core::Tensor;
 use guided::{GuidedModel, GuidedVelocity, StepInput};
@@ -60,34 +59,34 @@ impl DenoiseStep<'_> {
     }
 }
 
-/// Denoises latents on every rank of a mesh. `stepped` is called after each step, in the process of rank 0. Returns the latents
+/// Denoises latents on every rank. `stepped` is called after each step, in the process of rank 0. Returns the latents
 /// `[B, C, F, H, W]`, or `None` in a process without rank 0.
 ///
 /// # Errors
 /// Inputs and settings that do not fit the model, with the numbers; an error of `stepped`; failures of any rank.
 pub fn denoise(
     folder: &DenoiseFolder,
-    mesh: &VideoMesh,
+    ranks: &mut VideoRanks,
     inputs: &DenoiseInputs,
     settings: &DenoiseSettings,
     stepped: impl Fn(&DenoiseStep) -> Result<()> + Sync,
 ) -> Result<Option<Tensor>> {
-    let latents = denoise_in_each_process(folder, mesh, inputs, settings, stepped)?;
-    Ok(mesh.processes.lead().then_some(latents))
+    let latents = denoise_in_each_process(folder, ranks, inputs, settings, stepped)?;
+    Ok(ranks.processes().lead().then_some(latents))
 }
 
 /// Like [`denoise`], and returns the latents in every process: all ranks have them.
 pub(crate) fn denoise_in_each_process(
     folder: &DenoiseFolder,
-    mesh: &VideoMesh,
+    ranks: &mut VideoRanks,
     inputs: &DenoiseInputs,
     settings: &DenoiseSettings,
     stepped: impl Fn(&DenoiseStep) -> Result<()> + Sync,
 ) -> Result<Tensor> {
     let conditioning = inputs.check(folder)?;
-    settings.check(folder, mesh, inputs)?;
-    let all = mesh.run(|groups| on_rank(folder, groups, inputs, conditioning, settings, &stepped))?;
-    all.into_iter().next().ok_or_else(|| Error::Mesh(format!("{mesh}: no rank is in this process")))
+    settings.check(folder, ranks.mesh(), inputs)?;
+    let all = ranks.run(|groups| on_rank(folder, groups, inputs, conditioning, settings, &stepped))?;
+    all.into_iter().next().ok_or_else(|| Error::Mesh(format!("{}: no rank is in this process", ranks.mesh())))
 }
 
 impl DenoiseSettings {

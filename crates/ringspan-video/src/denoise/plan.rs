@@ -2,9 +2,10 @@
 
 use super::feature_cache::ChangeEstimate;
 use super::memory::RunSizes;
-use super::{DenoiseFolder, DenoiseInputs, DenoiseSettings, VideoMesh};
+use super::{DenoiseFolder, DenoiseInputs, DenoiseSettings};
 use crate::bytes_text::bytes_text;
 use crate::error::{Error, Result};
+use crate::ranks::VideoMesh;
 use crate::transformer::{WanConfig, WeightType};
 use ringspan::mesh::Grid;
 use ringspan::schedule::{HeadShare, Pass, Sizes};

@@ -4,9 +4,10 @@
 
 use super::config::ImageEncoderConfig;
 use super::preprocessing::ImagePreprocessing;
-use crate::encoder_mesh::{EncoderMesh, EncoderRank};
+use crate::encoder_rank::{self, EncoderRank};
 use crate::error::{Error, Result};
 use crate::frames::RgbFrame;
+use crate::ranks::VideoRanks;
 use crate::tensor_folder::{TensorFolder, read_json};
 use candle_core::{Device, Tensor};
 use ringspan::{Documents, Score};
@@ -108,10 +109,10 @@ impl ImageEncoder {
     ///
     /// # Errors
     /// Images that cannot be resized, tensors that are missing or do not fit, failures of any rank.
-    pub fn encode(&self, images: &[RgbFrame], mesh: &EncoderMesh) -> Result<Option<Vec<f32>>> {
+    pub fn encode(&self, images: &[RgbFrame], ranks: &mut VideoRanks) -> Result<Option<Vec<f32>>> {
         let pixels = images.iter().map(|image| self.preprocessing.pixels(image)).collect::<Result<Vec<_>>>()?;
         let documents = Documents::batch(images.len(), self.config.embeddings());
-        mesh.run(&documents, self.config.hidden_size, |rank| self.hidden(&pixels, rank))
+        encoder_rank::encode(ranks, &documents, self.config.hidden_size, |rank| self.hidden(&pixels, rank))
     }
 
     /// The hidden states of this rank's tokens before the last layer.

@@ -2,8 +2,9 @@
 
 use super::{Images, VideoPipeline, VideoRequest, VideoStage};
 use crate::bytes_text::bytes_text;
-use crate::denoise::{DenoiseInputs, DenoisePlan, VideoMesh};
+use crate::denoise::{DenoiseInputs, DenoisePlan};
 use crate::error::{Error, Result};
+use crate::ranks::VideoMesh;
 use crate::text_encoder::{PROMPT_ROWS, PromptTokens};
 use crate::vae;
 use candle_core::{DType, Device, Tensor};

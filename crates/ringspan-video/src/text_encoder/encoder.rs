@@ -2,8 +2,9 @@
 
 use super::config::TextEncoderConfig;
 use super::weight_files::WeightFiles;
-use crate::encoder_mesh::{EncoderMesh, EncoderRank};
+use crate::encoder_rank::{self, EncoderRank};
 use crate::error::{Error, Result};
+use crate::ranks::VideoRanks;
 use crate::tensor_folder::read_json;
 use candle_core::Tensor;
 use ringspan::kernel::{Buckets, Relative};
@@ -98,13 +99,13 @@ impl TextEncoder {
     ///
     /// # Errors
     /// Tokens outside the vocabulary, tensors that are missing or do not fit, failures of any rank.
-    pub fn encode(&self, tokens: &[u32], mesh: &EncoderMesh) -> Result<Option<Vec<f32>>> {
+    pub fn encode(&self, tokens: &[u32], ranks: &mut VideoRanks) -> Result<Option<Vec<f32>>> {
         if let Some(token) = tokens.iter().find(|token| **token as usize >= self.config.vocab_size) {
             let size = self.config.vocab_size;
             return Err(Error::Input(format!("token {token} is not in the encoder's vocabulary of {size} tokens")));
         }
         let documents = Documents::batch(1, tokens.len());
-        mesh.run(&documents, self.config.d_model, |rank| {
+        encoder_rank::encode(ranks, &documents, self.config.d_model, |rank| {
             let own: Vec<u32> = rank.rows.iter().map(|row| tokens[*row]).collect();
             self.hidden(&own, rank)
         })

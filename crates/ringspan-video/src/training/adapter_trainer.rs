@@ -1,7 +1,7 @@
 //! One rank's adapters and their optimiser.
 
-use crate::denoise::RankGroups;
 use crate::error::{Error, Result};
+use crate::ranks::RankGroups;
 use crate::transformer::{FlowSample, VideoContext, WanTransformer};
 use candle_core::{Device, Tensor};
 use ringspan::comm::numbers;

@@ -11,9 +11,9 @@ pub use adapter_trainer::{AdapterTrainer, StepSettings};
 pub use data::FlowData;
 pub use rank::FlowMetrics;
 
-use crate::denoise::VideoMesh;
 use crate::error::{Error, Result};
 use crate::lora;
+use crate::ranks::{VideoMesh, VideoRanks};
 use crate::transformer::{WanFolder, WeightType};
 use ringspan::comm::process_group::ProcessGroup;
 use ringspan_models::Lora;
@@ -123,7 +123,8 @@ impl<'a> VideoTraining<'a> {
         };
         let metrics = Mutex::new(metrics);
         let weights = self.folder.load(WeightType::AsStored)?;
-        let ends = self.mesh.run(|groups| self.on_rank(&weights, groups, stop, &metrics, stepped))?;
+        let ends =
+            VideoRanks::start(&self.mesh)?.run(|groups| self.on_rank(&weights, groups, stop, &metrics, stepped))?;
         let Some((step, interrupted, matrices)) = ends.into_iter().next() else {
             return Err(Error::Mesh("a training needs at least one rank".into()));
         };

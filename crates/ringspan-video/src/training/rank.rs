@@ -2,8 +2,8 @@
 
 use super::VideoTraining;
 use super::adapter_trainer::{AdapterTrainer, StepSettings};
-use crate::denoise::RankGroups;
 use crate::error::{Error, Result};
+use crate::ranks::RankGroups;
 use crate::transformer::FlowSample;
 use candle_core::Tensor;
 use ringspan::comm::Buffer;

@@ -33,29 +33,12 @@ pub use tiny_decoder::TinyDecoderFile;
 pub use video_tensor::VideoTensor;
 
 use crate::error::{Error, Result};
+use crate::ranks::VideoRanks;
 use crate::tensor_folder::TensorFolder;
 use block::Video;
 use network::{Load, Network};
-use ringspan::comm::process_group::ProcessGroup;
-use ringspan::comm::{Buffer, threads};
-use ringspan::{World, world};
 use std::path::Path;
-use std::sync::Arc;
-use std::time::Duration;
 use strip::{ColumnSplit, Strip};
-
-/// The ranks that compute.
-#[derive(Debug, Clone)]
-pub struct Mesh {
-    /// Threads of this process, or processes.
-    pub processes: ProcessGroup,
-    /// Number of ranks.
-    pub size: usize,
-    /// Threads of each rank.
-    pub threads: usize,
-    /// Longest wait for another rank.
-    pub deadline: Duration,
-}
 
 /// The folder of an autoencoder, whose tensors are still on disk.
 #[derive(Debug)]
@@ -163,11 +146,11 @@ impl Decoder {
     ///
     /// # Errors
     /// Latents that do not fit the model, or failures of any rank.
-    pub fn decode(&self, latents: &VideoTensor, mesh: &Mesh, plan: &Plan) -> Result<Option<VideoTensor>> {
+    pub fn decode(&self, latents: &VideoTensor, ranks: &mut VideoRanks, plan: &Plan) -> Result<Option<VideoTensor>> {
         let shape = self.frames(latents.shape())?;
-        check_ranks(mesh.size)?;
-        let split = ColumnSplit { width: latents.shape()[4], ranks: mesh.size };
-        let parts = run(mesh, split.width, |strip| {
+        let split = ColumnSplit { width: latents.shape()[4], ranks: ranks.size() };
+        let parts = ranks.gather(|rank| {
+            let strip = &Strip::new(rank.communicator(), split.width, rank.kernel())?;
             let mut out = Vec::new();
             for index in 0..shape[0] {
                 let video = pixels::from_latents(latents, index, strip.columns(), &self.config);
@@ -230,11 +213,11 @@ impl Encoder {
     ///
     /// # Errors
     /// Frames that do not fit the model, or failures of any rank.
-    pub fn encode(&self, frames: &VideoTensor, mesh: &Mesh, plan: &Plan) -> Result<Option<VideoTensor>> {
+    pub fn encode(&self, frames: &VideoTensor, ranks: &mut VideoRanks, plan: &Plan) -> Result<Option<VideoTensor>> {
         let shape = self.latents(frames.shape())?;
-        check_ranks(mesh.size)?;
-        let split = ColumnSplit { width: shape[4], ranks: mesh.size };
-        let parts = run(mesh, split.width, |strip| {
+        let split = ColumnSplit { width: shape[4], ranks: ranks.size() };
+        let parts = ranks.gather(|rank| {
+            let strip = &Strip::new(rank.communicator(), split.width, rank.kernel())?;
             let mut out = Vec::new();
             for index in 0..shape[0] {
                 let video = pixels::from_frames(frames, index, strip.columns(), &self.config);
@@ -257,19 +240,6 @@ fn check_filled(name: &str, shape: [usize; 5]) -> Result<()> {
 
 fn check_ranks(ranks: usize) -> Result<()> {
     if ranks == 0 { Err(Error::Mesh("0 ranks: at least 1 is needed".into())) } else { Ok(()) }
-}
-
-/// Runs `work` on every rank with its columns, and gathers the results on rank 0.
-fn run(
-    mesh: &Mesh,
-    width: usize,
-    work: impl Fn(&Strip) -> Result<Vec<f32>> + Sync,
-) -> Result<Option<Vec<Arc<Buffer>>>> {
-    let ranks = threads::Options { deadline: mesh.deadline, ..Default::default() };
-    let options = world::Options { threads_per_rank: mesh.threads, ranks };
-    let own = World::start(&mesh.processes, mesh.size, options)?
-        .run(|rank| work(&Strip::new(rank.communicator(), width, rank.kernel())?))?;
-    Ok(mesh.processes.gather(own.into_iter().map(Buffer::F32).collect())?)
 }
 
 /// One video of `batch`, as the network's input.

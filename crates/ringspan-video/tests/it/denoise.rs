@@ -3,9 +3,8 @@
 use crate::support::{distance, fixture, message, reference};
 use candle_core::Tensor;
 use ringspan_video::Result;
-use ringspan_video::denoise::{
-    DenoiseFolder, DenoiseInputs, DenoisePlan, DenoiseSettings, VideoMesh, cheapest_grid, denoise,
-};
+use ringspan_video::denoise::{DenoiseFolder, DenoiseInputs, DenoisePlan, DenoiseSettings, cheapest_grid, denoise};
+use ringspan_video::ranks::{VideoMesh, VideoRanks};
 use ringspan_video::scheduler::SchedulerConfig;
 use ringspan_video::transformer::{WanConfig, WeightType};
 use serde_json::json;
@@ -50,7 +49,7 @@ pub(crate) fn settings(scheduler: &str, guidance: [f64; 2]) -> Result<DenoiseSet
 }
 
 fn run(folder: &DenoiseFolder, mesh: &VideoMesh, inputs: &DenoiseInputs, settings: &DenoiseSettings) -> Result<Tensor> {
-    Ok(denoise(folder, mesh, inputs, settings, |_| Ok(()))?.expect("this process has rank 0"))
+    Ok(denoise(folder, &mut VideoRanks::start(mesh)?, inputs, settings, |_| Ok(()))?.expect("this process has rank 0"))
 }
 
 #[test]
@@ -172,7 +171,7 @@ fn a_run_sends_the_bytes_of_its_plan() -> Result<()> {
         let mesh = VideoMesh { ring, ulysses, cfg_parallel, ..VideoMesh::single() };
         let plan = DenoisePlan::new(&folder, &mesh, &inputs, &settings)?;
         let sent = Mutex::new(Vec::new());
-        denoise(&folder, &mesh, &inputs, &settings, |step| {
+        denoise(&folder, &mut VideoRanks::start(&mesh)?, &inputs, &settings, |step| {
             sent.lock().expect("no panic").push(step.sent);
             Ok(())
         })?;

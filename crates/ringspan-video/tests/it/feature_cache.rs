@@ -5,7 +5,8 @@ use crate::support::{distance, fixture, message, on_ranks, reference};
 use candle_core::Tensor;
 use ringspan_candle::StoredWeights;
 use ringspan_video::Result;
-use ringspan_video::denoise::{DenoiseFolder, DenoiseInputs, DenoisePlan, DenoiseSettings, VideoMesh, denoise};
+use ringspan_video::denoise::{DenoiseFolder, DenoiseInputs, DenoisePlan, DenoiseSettings, denoise};
+use ringspan_video::ranks::{VideoMesh, VideoRanks};
 use ringspan_video::scheduler::Scheduler;
 use ringspan_video::transformer::{BlockPass, Conditions, TokenGrid, VideoContext, WanFolder, WeightType};
 use std::sync::Mutex;
@@ -18,7 +19,7 @@ fn run(
     settings: &DenoiseSettings,
 ) -> Result<(Tensor, Vec<bool>)> {
     let skipped = Mutex::new(Vec::new());
-    let latents = denoise(folder, mesh, inputs, settings, |step| {
+    let latents = denoise(folder, &mut VideoRanks::start(mesh)?, inputs, settings, |step| {
         skipped.lock().expect("no panic").push(step.skipped);
         Ok(())
     })?;

@@ -3,8 +3,9 @@
 use crate::support::{Pass, distance, fixture, message};
 use candle_core::{Device, Tensor};
 use ringspan_video::Result;
-use ringspan_video::denoise::{DenoiseFolder, DenoiseInputs, DenoiseSettings, VideoMesh, denoise};
+use ringspan_video::denoise::{DenoiseFolder, DenoiseInputs, DenoiseSettings, denoise};
 use ringspan_video::lora::LoraSource;
+use ringspan_video::ranks::{VideoMesh, VideoRanks};
 use ringspan_video::scheduler::{SchedulerConfig, SchedulerKind};
 use ringspan_video::transformer::{WanFolder, WeightType};
 use std::collections::HashMap;
@@ -88,7 +89,8 @@ fn a_few_steps_without_guidance_are_those_of_diffusers() -> Result<()> {
     let folder = folder.with_loras(0, &[source("original.safetensors", 1.0)])?;
     for (ring, ulysses) in [(1, 1), (2, 2), (3, 1)] {
         let mesh = VideoMesh { ring, ulysses, ..VideoMesh::single() };
-        let got = denoise(&folder, &mesh, &inputs, &settings, |_| Ok(()))?.expect("this process has rank 0");
+        let got = denoise(&folder, &mut VideoRanks::start(&mesh)?, &inputs, &settings, |_| Ok(()))?
+            .expect("this process has rank 0");
         let far = distance(&got, &tensors["steps"].get(3)?);
         assert!(far < 1e-4, "{mesh}: {far:e}");
     }

@@ -2,21 +2,19 @@
 
 use crate::support::{distance, fixture, message};
 use candle_core::{DType, Device, Tensor};
-use ringspan::comm::process_group::ProcessGroup;
 use ringspan_video::Result;
-use ringspan_video::denoise::{DenoiseSettings, VideoMesh};
-use ringspan_video::encoder_mesh::EncoderMesh;
+use ringspan_video::denoise::DenoiseSettings;
 use ringspan_video::frames::{self, ResizeFilter, RgbFrame};
 use ringspan_video::image_encoder::{ImageEncoder, ImagePreprocessing};
 use ringspan_video::noise::noise;
 use ringspan_video::pipeline::{VideoControl, VideoEvent, VideoPipeline, VideoRequest, VideoStage};
+use ringspan_video::ranks::{VideoMesh, VideoRanks};
 use ringspan_video::tensor_folder::read_json;
 use ringspan_video::transformer::WeightType;
 use ringspan_video::vae::{TinyDecoderFile, VideoTensor};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
-use std::time::Duration;
 
 /// A folder of the fixture `pipeline`.
 fn of_pipeline(name: &str) -> PathBuf {
@@ -97,7 +95,8 @@ fn request(kind: &str, pipeline: &VideoPipeline) -> VideoRequest {
 
 fn run(pipeline: &VideoPipeline, request: &VideoRequest, mesh: &VideoMesh) -> Result<Tensor> {
     let plan = pipeline.plan(request, mesh)?;
-    let frames = pipeline.run(request, mesh, &plan, |_| Ok(()))?.expect("this process has rank 0");
+    let frames =
+        pipeline.run(request, &mut VideoRanks::start(mesh)?, &plan, |_| Ok(()))?.expect("this process has rank 0");
     assert_eq!(frames.shape(), plan.frames());
     Ok(tensor(&frames))
 }
@@ -144,12 +143,11 @@ fn embeddings_of_images_are_those_of_transformers_on_every_mesh() -> Result<()> 
         let square = picture(&format!("{kind}/square.png"));
         let encoder = ImageEncoder::open(folder.path())?;
         for (ring, ulysses) in [(1, 1), (3, 1), (1, 2), (4, 2), (40, 1)] {
-            let (processes, deadline) = (ProcessGroup::single(), Duration::from_secs(60));
-            let mesh = EncoderMesh { processes, ring, ulysses, threads: 1, deadline };
+            let mut ranks = VideoRanks::start(&VideoMesh { ring, ulysses, ..VideoMesh::single() })?;
             for (images, name, most) in
                 [(&images[..], "image_embeds", 1e-3), (std::slice::from_ref(&square), "square_embeds", 1e-5)]
             {
-                let embeds = encoder.encode(images, &mesh)?.expect("this process has rank 0");
+                let embeds = encoder.encode(images, &mut ranks)?.expect("this process has rank 0");
                 let embeds = Tensor::from_vec(embeds, (images.len(), 17, 8), &Device::Cpu)?;
                 let far = distance(&embeds, &reference[name]);
                 println!("{kind}, {name}, ring {ring} x ulysses {ulysses}: {far:e}");
@@ -165,10 +163,9 @@ fn embeddings_of_images_are_those_of_transformers_on_every_mesh() -> Result<()> 
 fn an_image_encoder_with_the_names_of_older_files_is_the_same() -> Result<()> {
     let folder = folder("i2v_2.1");
     let encode = || -> Result<Vec<f32>> {
-        let (processes, deadline) = (ProcessGroup::single(), Duration::from_secs(60));
-        let mesh = EncoderMesh { processes, ring: 1, ulysses: 1, threads: 1, deadline };
+        let mut ranks = VideoRanks::start(&VideoMesh::single())?;
         let encoder = ImageEncoder::open(folder.path())?;
-        Ok(encoder.encode(&[picture("image.png")], &mesh)?.expect("this process has rank 0"))
+        Ok(encoder.encode(&[picture("image.png")], &mut ranks)?.expect("this process has rank 0"))
     };
     let (new, file) = (encode()?, folder.path().join("image_encoder/model.safetensors"));
     let tensors = candle_core::safetensors::load(&file, &Device::Cpu)?;
@@ -201,10 +198,10 @@ fn stages_follow_each_other_and_the_preview_is_near_the_first_frame() -> Result<
     let folder = folder("t2v");
     let pipeline = VideoPipeline::open(folder.path(), WeightType::F32)?;
     let request = VideoRequest { preview: true, ..request("t2v", &pipeline) };
-    let mesh = VideoMesh { ring: 2, ..VideoMesh::single() };
-    let plan = pipeline.plan(&request, &mesh)?;
+    let mut ranks = VideoRanks::start(&VideoMesh { ring: 2, ..VideoMesh::single() })?;
+    let plan = pipeline.plan(&request, ranks.mesh())?;
     let (said, preview) = (Mutex::new(Vec::new()), Mutex::new(None));
-    let frames = pipeline.run(&request, &mesh, &plan, |event| {
+    let frames = pipeline.run(&request, &mut ranks, &plan, |event| {
         said.lock().expect("no panic").push(match event {
             VideoEvent::Began(stage) => stage.to_string(),
             VideoEvent::Stepped(step) => step.to_string(),
@@ -225,9 +222,9 @@ fn stages_follow_each_other_and_the_preview_is_near_the_first_frame() -> Result<
     assert!(far > 1e-3 && far < 2.0, "{far}: a frame of an unfinished video");
     // With a single step, the prediction is the final video.
     let last = VideoRequest { settings: DenoiseSettings { steps: 1, ..request.settings }, ..request };
-    let plan = pipeline.plan(&last, &mesh)?;
+    let plan = pipeline.plan(&last, ranks.mesh())?;
     let preview = Mutex::new(None);
-    let frames = pipeline.run(&last, &mesh, &plan, |event| {
+    let frames = pipeline.run(&last, &mut ranks, &plan, |event| {
         if let VideoEvent::Preview(frame) = event {
             *preview.lock().expect("no panic") = Some(frame);
         }
@@ -250,7 +247,7 @@ fn a_preview_of_the_whole_video_begins_with_the_image_that_is_given() -> Result<
     let frames = |seed| -> Result<[Tensor; 2]> {
         let (request, preview) = (request(seed), Mutex::new(None));
         let plan = pipeline.plan(&request, &mesh)?;
-        pipeline.run(&request, &mesh, &plan, |event| {
+        pipeline.run(&request, &mut VideoRanks::start(&mesh)?, &plan, |event| {
             if let VideoEvent::Preview(frames) = event {
                 *preview.lock().expect("no panic") = Some(frames);
             }
@@ -276,13 +273,17 @@ fn an_error_of_the_caller_ends_the_run_on_all_ranks() -> Result<()> {
     let pipeline = VideoPipeline::open(folder.path(), WeightType::F32)?;
     let (request, mesh) = (request("t2v", &pipeline), VideoMesh { ring: 3, ..VideoMesh::single() });
     let plan = pipeline.plan(&request, &mesh)?;
-    let failed = pipeline.run(&request, &mesh, &plan, |event| match event {
+    let mut ranks = VideoRanks::start(&mesh)?;
+    let failed = pipeline.run(&request, &mut ranks, &plan, |event| match event {
         VideoEvent::Stepped(2) => Err(ringspan_video::Error::Caller("the disk is full".into())),
         VideoEvent::Began(VideoStage::Decode) => panic!("nothing is decoded"),
         _ => Ok(()),
     });
     let message = message(failed);
     assert!(message.contains("the disk is full"), "{message}");
+    // The ranks can be used again.
+    let again = pipeline.run(&request, &mut ranks, &plan, |_| Ok(()))?.expect("rank 0");
+    assert!(distance(&tensor(&again), &run(&pipeline, &request, &VideoMesh::single())?) < 2e-5);
     Ok(())
 }
 

@@ -7,8 +7,8 @@ use ringspan_candle::{Recompute, StoredWeights, Unit, Weights};
 use ringspan_models::Lora;
 use ringspan_train::{Optimizer, OptimizerConfig, Settings, TrainArgs, TrainConfig};
 use ringspan_video::Result;
-use ringspan_video::denoise::VideoMesh;
 use ringspan_video::lora::LoraSource;
+use ringspan_video::ranks::{VideoMesh, VideoRanks};
 use ringspan_video::training::{AdapterTrainer, StepSettings, VideoTraining};
 use ringspan_video::transformer::{FlowSample, TokenGrid, VideoContext, WanFolder, WeightType};
 use std::collections::{BTreeMap, HashMap};
@@ -153,7 +153,7 @@ fn steps_of_adamw_are_those_of_pytorch_on_every_mesh() -> Result<()> {
     }
     for (ring, ulysses) in [(1, 1), (2, 2), (5, 1)] {
         let mesh = VideoMesh { ring, ulysses, ..VideoMesh::single() };
-        let ends = mesh.run(|groups| {
+        let ends = VideoRanks::start(&mesh)?.run(|groups| {
             let method = OptimizerConfig::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
             let optimizer = Optimizer::new(method);
             let policy = Recompute::KeepAttention;

@@ -3,11 +3,10 @@
 mod text;
 mod tiny_decoder;
 
-use ringspan::comm::process_group::ProcessGroup;
-use ringspan_video::vae::{Mesh, Plan, VaeFolder, VideoTensor};
+use ringspan_video::ranks::{VideoMesh, VideoRanks};
+use ringspan_video::vae::{Plan, VaeFolder, VideoTensor};
 use safetensors::SafeTensors;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 const MODELS: [&str; 3] = ["tiny", "wide", "residual"];
 
@@ -28,8 +27,8 @@ fn tensor_of(file: &Path, tensor: &str) -> VideoTensor {
     VideoTensor::new(view.shape().try_into().expect("five dims"), values).expect("a video")
 }
 
-fn mesh(size: usize, threads: usize) -> Mesh {
-    Mesh { processes: ProcessGroup::single(), size, threads, deadline: Duration::from_secs(60) }
+fn ranks(size: usize, threads: usize) -> VideoRanks {
+    VideoRanks::start(&VideoMesh { ring: size, threads, ..VideoMesh::single() }).expect("ranks")
 }
 
 /// Relative L2 distance.
@@ -50,7 +49,7 @@ fn frames_equal_those_of_diffusers() {
         let decoder = VaeFolder::open(&fixture(model)).expect("a folder").decoder().expect("a decoder");
         let (latents, wanted) = (reference(model, "latents"), reference(model, "frames"));
         let plan = decoder.plan(latents.shape(), 1, None).expect("a plan");
-        let frames = decoder.decode(&latents, &mesh(1, 2), &plan).expect("frames").expect("rank 0");
+        let frames = decoder.decode(&latents, &mut ranks(1, 2), &plan).expect("frames").expect("rank 0");
         let apart = distance(&frames, &wanted);
         assert!(apart < 1e-5, "{model}: {apart:e}");
     }
@@ -62,7 +61,7 @@ fn latents_equal_those_of_diffusers() {
         let encoder = VaeFolder::open(&fixture(model)).expect("a folder").encoder().expect("an encoder");
         let (frames, wanted) = (reference(model, "frames"), reference(model, "encoded"));
         let plan = encoder.plan(frames.shape(), 1, None).expect("a plan");
-        let latents = encoder.encode(&frames, &mesh(1, 2), &plan).expect("latents").expect("rank 0");
+        let latents = encoder.encode(&frames, &mut ranks(1, 2), &plan).expect("latents").expect("rank 0");
         let apart = distance(&latents, &wanted);
         assert!(apart < 1e-5, "{model}: {apart:e}");
     }
@@ -87,8 +86,8 @@ fn every_mesh_and_tiling_decodes_to_the_same_frames() {
         // Ranks have two columns, one or none; rows and frames do not divide by what blocks have.
         let batch = if model == "wide" { 2 } else { 1 };
         let latents = noise([batch, reference(model, "latents").shape()[1], 4, 5, 9]);
-        let decode = |ranks: usize, plan: &Plan| {
-            decoder.decode(&latents, &mesh(ranks, 1), plan).expect("frames").expect("rank 0")
+        let decode = |count: usize, plan: &Plan| {
+            decoder.decode(&latents, &mut ranks(count, 1), plan).expect("frames").expect("rank 0")
         };
         let whole = decode(1, &decoder.plan(latents.shape(), 1, Some(u64::MAX)).expect("a plan"));
         for ranks in 1..=8 {
@@ -111,8 +110,8 @@ fn every_mesh_and_tiling_encodes_to_the_same_latents() {
         let (encoder, space, time) =
             (folder.encoder().expect("an encoder"), folder.config().space(), folder.config().time());
         let frames = noise([1, 3, 1 + 2 * time, 3 * space, 5 * space]);
-        let encode = |ranks: usize, plan: &Plan| {
-            encoder.encode(&frames, &mesh(ranks, 1), plan).expect("latents").expect("rank 0")
+        let encode = |count: usize, plan: &Plan| {
+            encoder.encode(&frames, &mut ranks(count, 1), plan).expect("latents").expect("rank 0")
         };
         let whole = encode(1, &encoder.plan(frames.shape(), 1, Some(u64::MAX)).expect("a plan"));
         for ranks in 1..=8 {

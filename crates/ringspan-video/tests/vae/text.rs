@@ -1,11 +1,9 @@
 //! The text encoder against transformers.
 
-use ringspan::comm::process_group::ProcessGroup;
-use ringspan_video::encoder_mesh::EncoderMesh;
+use ringspan_video::ranks::{VideoMesh, VideoRanks};
 use ringspan_video::text_encoder::{PromptTokenizer, TextEncoder};
 use safetensors::SafeTensors;
 use std::path::Path;
-use std::time::Duration;
 
 #[derive(serde::Deserialize)]
 struct Reference {
@@ -73,15 +71,9 @@ fn states_equal_those_of_transformers_on_every_mesh() {
     let bytes = std::fs::read(folder().join("reference.safetensors")).expect("a fixture");
     let file = SafeTensors::deserialize(&bytes).expect("safetensors");
     for (ring, ulysses) in [(1, 1), (3, 1), (1, 3), (2, 2), (8, 1)] {
+        let mut ranks = VideoRanks::start(&VideoMesh { ring, ulysses, ..VideoMesh::single() }).expect("ranks");
         for (index, tokens) in tokens.iter().enumerate() {
-            let mesh = EncoderMesh {
-                processes: ProcessGroup::single(),
-                ring,
-                ulysses,
-                threads: 1,
-                deadline: Duration::from_secs(60),
-            };
-            let states = encoder.encode(tokens, &mesh).expect("states").expect("rank 0");
+            let states = encoder.encode(tokens, &mut ranks).expect("states").expect("rank 0");
             let wanted = file.tensor(&format!("embeds.{index}")).expect("a tensor");
             let wanted = wanted.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().expect("four bytes")));
             assert_eq!(states.len(), wanted.len());
@@ -99,14 +91,8 @@ fn states_equal_those_of_transformers_on_every_mesh() {
 #[test]
 fn tokens_outside_the_vocabulary_are_refused() {
     let encoder = TextEncoder::open(folder()).expect("an encoder");
-    let mesh = EncoderMesh {
-        processes: ProcessGroup::single(),
-        ring: 1,
-        ulysses: 1,
-        threads: 1,
-        deadline: Duration::from_secs(60),
-    };
-    let message = encoder.encode(&[3, 45], &mesh).expect_err("must be refused").to_string();
+    let mut ranks = VideoRanks::start(&VideoMesh::single()).expect("a rank");
+    let message = encoder.encode(&[3, 45], &mut ranks).expect_err("must be refused").to_string();
     assert!(message.contains("token 45") && message.contains("45 tokens"), "{message}");
 }
 
@@ -126,9 +112,8 @@ fn states_of_quantized_weights_equal_those_of_transformers_on_every_mesh() {
     let wanted: Vec<f32> = wanted.map(|b| f32::from_le_bytes(b.try_into().expect("four bytes"))).collect();
     let encoder = TextEncoder::open(&folder).expect("an encoder");
     for (ring, ulysses) in [(1, 1), (3, 1), (2, 2)] {
-        let (processes, deadline) = (ProcessGroup::single(), Duration::from_secs(60));
-        let mesh = EncoderMesh { processes, ring, ulysses, threads: 1, deadline };
-        let states = encoder.encode(&tokens, &mesh).expect("states").expect("rank 0");
+        let mut ranks = VideoRanks::start(&VideoMesh { ring, ulysses, ..VideoMesh::single() }).expect("ranks");
+        let states = encoder.encode(&tokens, &mut ranks).expect("states").expect("rank 0");
         assert_eq!(states.len(), wanted.len());
         let square = |sum: f64, x: f64| sum + x * x;
         let apart = states.iter().zip(&wanted).map(|(a, b)| f64::from(a - b)).fold(0.0, square);

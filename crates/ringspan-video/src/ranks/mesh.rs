@@ -1,0 +1,59 @@
+//! The mesh of ranks that make a video.
+
+use ringspan::comm::process_group::ProcessGroup;
+use std::fmt;
+use std::time::Duration;
+
+/// A mesh of `branches x ring x ulysses` ranks: the ranks of a branch share the tokens of a video, and with two branches one
+/// computes with the prompt and the other with the negative prompt.
+///
+/// ```
+/// use ringspan_video::ranks::VideoMesh;
+///
+/// let mesh = VideoMesh { ring: 2, ulysses: 2, cfg_parallel: true, ..VideoMesh::single() };
+/// assert_eq!((mesh.branch_size(), mesh.size()), (4, 8));
+/// ```
+#[derive(Debug, Clone)]
+pub struct VideoMesh {
+    /// Ring size R.
+    pub ring: usize,
+    /// Ulysses size U.
+    pub ulysses: usize,
+    /// Whether the two branches of guidance are computed by ranks of their own, twice as many.
+    pub cfg_parallel: bool,
+    /// Threads of each rank.
+    pub threads: usize,
+    /// Upper limit on the time that a rank waits for another.
+    pub deadline: Duration,
+    /// Whether ranks are threads of this process, or processes.
+    pub processes: ProcessGroup,
+}
+
+impl VideoMesh {
+    /// A mesh of one rank with one thread.
+    #[must_use]
+    pub const fn single() -> Self {
+        let deadline = Duration::from_secs(3600);
+        Self { ring: 1, ulysses: 1, cfg_parallel: false, threads: 1, deadline, processes: ProcessGroup::single() }
+    }
+
+    /// Number of ranks.
+    #[must_use]
+    pub fn size(&self) -> usize {
+        self.branch_size().saturating_mul(if self.cfg_parallel { 2 } else { 1 })
+    }
+
+    /// Number of ranks that share the tokens of a video.
+    #[must_use]
+    pub fn branch_size(&self) -> usize {
+        self.ring.saturating_mul(self.ulysses)
+    }
+}
+
+impl fmt::Display for VideoMesh {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { ring, ulysses, cfg_parallel, threads, .. } = self;
+        let branches = if *cfg_parallel { "2 branches of guidance x " } else { "" };
+        write!(f, "{branches}ring {ring} x ulysses {ulysses}, {threads} threads each")
+    }
+}
