@@ -57,7 +57,7 @@ fn main() -> Result<()> {
     for (index, prompt) in SHOWN.into_iter().enumerate() {
         let video = make(&folder, prompt, 20, index as u64, &mut two)?;
         let path = folder.join(format!("{}.gif", prompt.replace(' ', "_")));
-        std::fs::write(&path, frames::gif(&frames::to_rgb(&video)?)?)?;
+        std::fs::write(&path, frames::gif(frames::to_rgb(&video)?)?)?;
         println!("{}", path.display());
     }
     println!(
@@ -191,7 +191,7 @@ mod tests {
         let decoder = VaeFolder::open(&vae).and_then(|folder| folder.decoder()).expect("a decoder");
         let plan = decoder.plan(latents.shape(), 1, None).expect("a plan");
         let decoded = decoder.decode(&latents, &mut ranks, &plan).expect("decoded").expect("rank 0");
-        let again = frames::to_rgb(&decoded).expect("pictures");
+        let again: Vec<_> = frames::to_rgb(&decoded).expect("pictures").collect();
         let apart = |(a, b): (&u8, &u8)| f64::from(a.abs_diff(*b));
         let mean = pictures.iter().zip(&again).flat_map(|(a, b)| a.pixels.iter().zip(&b.pixels)).map(apart);
         let mean = mean.sum::<f64>() / (pictures.len() * pictures[0].pixels.len()) as f64;

@@ -114,10 +114,9 @@ impl Destination {
                 let shape = frames.shape().to_vec();
                 files::write_tensors(&path, &[OutputTensor::new("frames", Dtype::F32, shape, frames.into_values())])
             }
-            Self::Gif(path) => files::write(&path, &frames::gif(&frames::to_rgb(&frames)?)?),
+            Self::Gif(path) => files::write(&path, &frames::gif(frames::to_rgb(&frames)?)?),
             Self::Folder(path) => {
-                let pictures = frames::to_rgb(&frames)?;
-                files::write_folder(&path, |folder| Ok(frames::write_folder(folder, &pictures)?))
+                files::write_folder(&path, |folder| Ok(frames::write_folder(folder, frames::to_rgb(&frames)?)?))
             }
         }
     }

@@ -204,10 +204,10 @@ impl VideoArgs {
 fn pictures(flag: &str, path: &Option<PathBuf>) -> Result<Vec<RgbFrame>> {
     let Some(path) = path else { return Ok(Vec::new()) };
     let frames = read_frames(path).with_context(|| flag.to_owned())?;
-    frames::to_rgb(&frames).with_context(|| flag.to_owned())
+    Ok(frames::to_rgb(&frames).with_context(|| flag.to_owned())?.collect())
 }
 
 fn read_picture(path: &Path) -> Result<RgbFrame> {
-    let pictures = frames::to_rgb(&frames::read_picture(path)?)?;
-    pictures.into_iter().next().with_context(|| format!("{}: there is no picture", path.display()))
+    let picture = frames::read_picture(path)?;
+    frames::to_rgb(&picture)?.next().with_context(|| format!("{}: there is no picture", path.display()))
 }

@@ -44,10 +44,10 @@ impl Preview {
 
     /// Writes a video, or its first frame.
     pub(super) fn write(&self, video: &VideoTensor) -> Result<()> {
-        let pictures = frames::to_rgb(video)?;
+        let mut pictures = frames::to_rgb(video)?;
         let picture = match self.moving {
-            true => frames::gif(&pictures)?,
-            false => frames::encode_picture(&self.path, pictures.first().context("a preview without a frame")?)?,
+            true => frames::gif(pictures)?,
+            false => frames::encode_picture(&self.path, &pictures.next().context("a preview without a frame")?)?,
         };
         if !self.replaces {
             *self.lock() = Some(Unfinished::file(self.path.clone()));

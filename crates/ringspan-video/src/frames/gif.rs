@@ -9,13 +9,14 @@ const DELAY: u16 = 6;
 /// Speed of the choice of 256 colors for each frame, from 1 (best) to 30.
 const SPEED: i32 = 10;
 
-/// A GIF of these pictures, which are of one size; it repeats without end.
+/// A GIF of these pictures, which are of one size, and of which one is in memory at a time; it repeats without end.
 ///
 /// # Errors
 /// No pictures, and a side of more than 65,535 pixels.
-pub fn encode(pictures: &[RgbFrame]) -> Result<Vec<u8>> {
-    let (width, height) = pictures.first().map_or((0, 0), |first| (first.width, first.height));
-    let refuse = |problem: String| Error::Gif { frames: pictures.len(), width, height, problem };
+pub fn encode(pictures: impl ExactSizeIterator<Item = RgbFrame>) -> Result<Vec<u8>> {
+    let (frames, mut pictures) = (pictures.len(), pictures.peekable());
+    let (width, height) = pictures.peek().map_or((0, 0), |first| (first.width, first.height));
+    let refuse = |problem: String| Error::Gif { frames, width, height, problem };
     let side = |size: usize| u16::try_from(size).ok().filter(|size| *size > 0);
     let Some((columns, rows)) = side(width).zip(side(height)) else {
         return Err(refuse("a side has 1 to 65535 pixels".into()));
@@ -40,7 +41,7 @@ mod tests {
     #[test]
     fn a_gif_has_the_frames_and_nearly_their_colors() {
         let picture = |level: u8| RgbFrame { width: 9, height: 4, pixels: [level, 255 - level, 9].repeat(36) };
-        let bytes = encode(&[picture(3), picture(200)]).expect("a GIF");
+        let bytes = encode([picture(3), picture(200)].into_iter()).expect("a GIF");
         let mut options = gif::DecodeOptions::new();
         options.set_color_output(gif::ColorOutput::RGBA);
         let mut decoder = options.read_info(&bytes[..]).expect("a GIF");
@@ -56,7 +57,7 @@ mod tests {
     #[test]
     fn pictures_that_are_too_wide_or_missing_are_refused() {
         let wide = RgbFrame { width: 65_536, height: 1, pixels: vec![0; 3 * 65_536] };
-        assert!(encode(&[wide]).expect_err("too wide").to_string().contains("65536 x 1"));
-        assert!(encode(&[]).is_err());
+        assert!(encode([wide].into_iter()).expect_err("too wide").to_string().contains("65536 x 1"));
+        assert!(encode([].into_iter()).is_err());
     }
 }

@@ -14,34 +14,33 @@ pub struct RgbFrame {
     pub pixels: Vec<u8>,
 }
 
-/// The pictures of one video `[1, 3, F, H, W]` of colors in [-1, 1].
+/// The pictures of one video `[1, 3, F, H, W]` of colors in [-1, 1], made one after the other as they are taken.
 ///
 /// ```
 /// use ringspan_video::frames::to_rgb;
 /// use ringspan_video::vae::VideoTensor;
 ///
 /// let red = VideoTensor::new([1, 3, 1, 1, 1], vec![1.0, -1.0, -1.0])?;
-/// assert_eq!(to_rgb(&red)?[0].pixels, [255, 0, 0]);
+/// assert_eq!(to_rgb(&red)?.next().map(|frame| frame.pixels), Some(vec![255, 0, 0]));
 /// # Ok::<_, Box<dyn std::error::Error>>(())
 /// ```
 ///
 /// # Errors
 /// Several videos, or other channels than 3.
-pub fn to_rgb(video: &VideoTensor) -> Result<Vec<RgbFrame>> {
+pub fn to_rgb(video: &VideoTensor) -> Result<impl ExactSizeIterator<Item = RgbFrame>> {
     let shape @ [batch, channels, frames, height, width] = video.shape();
     if (batch, channels) != (1, 3) {
         return Err(Error::Shape { shape });
     }
     let area = height * width;
-    let frame = |frame: usize| {
+    Ok((0..frames).map(move |frame| {
         let mut pixels = vec![0; 3 * area];
         for color in 0..3 {
             let values = &video.values()[(color * frames + frame) * area..][..area];
             pixels.iter_mut().skip(color).step_by(3).zip(values).for_each(|(level, x)| *level = level_of(*x));
         }
         RgbFrame { width, height, pixels }
-    };
-    Ok((0..frames).map(frame).collect())
+    }))
 }
 
 /// The level of a color in [-1, 1]; what is outside is clamped, and NaN is black.
@@ -74,14 +73,14 @@ mod tests {
         let picture = RgbFrame { width: 32, height: 8, pixels };
         let (shape, values) = from_rgb(&[picture.clone(), picture.clone()]);
         let video = VideoTensor::new(shape, values).expect("a video");
-        assert_eq!(to_rgb(&video).expect("pictures"), [picture.clone(), picture]);
+        assert!(to_rgb(&video).expect("pictures").eq([picture.clone(), picture]));
         assert_eq!([-1.5, -1.0, 0.0, 1.0, 7.0, f32::NAN].map(level_of), [0, 0, 128, 255, 255, 0]);
     }
 
     #[test]
     fn several_videos_are_no_pictures() {
         let video = VideoTensor::new([2, 3, 1, 1, 1], vec![0.0; 6]).expect("a video");
-        let message = to_rgb(&video).expect_err("two videos").to_string();
+        let message = to_rgb(&video).err().expect("two videos").to_string();
         assert!(message.contains("[2, 3, 1, 1, 1]") && message.contains(".safetensors"), "{message}");
     }
 }

@@ -51,12 +51,12 @@ fn reference(kind: &str) -> HashMap<String, Tensor> {
 
 fn picture(name: &str) -> RgbFrame {
     let video = frames::read_picture(&of_pipeline(name)).expect("a picture");
-    frames::to_rgb(&video).expect("one video").remove(0)
+    frames::to_rgb(&video).expect("one video").next().expect("a picture")
 }
 
 /// The pictures of a folder, in the order of their names.
 fn pictures(name: &str) -> Vec<RgbFrame> {
-    frames::to_rgb(&frames::read_pictures(&of_pipeline(name)).expect("pictures")).expect("one video")
+    frames::to_rgb(&frames::read_pictures(&of_pipeline(name)).expect("pictures")).expect("one video").collect()
 }
 
 /// The request of which the fixture has the frames.
