@@ -17,6 +17,9 @@ pub(crate) fn run(config: &TrainConfig, dry_run: bool, processes: &ProcessGroup)
         return Ok(false);
     }
     output::note(&training);
+    if let Some(free) = ringspan::memory::available() {
+        training.memory().check_free(processes.smallest(free)?)?;
+    }
     let progress = Progress::after(training.first_step() as usize, training.steps() as usize);
     let outcome = training.run(interrupt::watch(), &|metrics| {
         progress.stepped_with(metrics.step as usize, &format!("loss {:.4}, ", metrics.loss));

@@ -57,6 +57,16 @@ impl FlowData {
         })
     }
 
+    /// The shapes of `latents` and `prompt_embeds` of each file.
+    ///
+    /// # Errors
+    /// None that [`open`](Self::open) has not found.
+    pub(super) fn shapes(&self) -> Result<Vec<[Vec<usize>; 2]>> {
+        let of_file =
+            |file: &TensorFolder| Ok([file.shape("latents")?.to_vec(), file.shape("prompt_embeds")?.to_vec()]);
+        self.files.iter().map(of_file).collect()
+    }
+
     /// Sample number `index` of a run, from the files in turn. What its file lacks, noise and time steps, follows from the seed
     /// and the index alone, so every rank and every mesh draws the same.
     ///

@@ -4,21 +4,27 @@
 
 mod adapter_trainer;
 mod data;
+mod memory;
 mod rank;
 mod settings;
 
 pub use adapter_trainer::{AdapterTrainer, StepSettings};
 pub use data::FlowData;
+pub use memory::TrainingMemory;
 pub use rank::FlowMetrics;
 
+use crate::bytes_text::bytes_text;
 use crate::error::{Error, Result};
 use crate::lora;
 use crate::ranks::{VideoMesh, VideoRanks};
 use crate::transformer::{WanFolder, WeightType};
+use memory::StepSizes;
 use ringspan::comm::process_group::ProcessGroup;
+use ringspan::mesh::Grid;
+use ringspan::{Documents, Layout, LayoutKind};
 use ringspan_models::Lora;
 use ringspan_train::checkpoint::{Checkpoint, Checkpoints, Identity};
-use ringspan_train::{LrSchedule, MetricsFile, TrainConfig};
+use ringspan_train::{LrSchedule, MetricsFile, Optimizer, TrainConfig};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -35,6 +41,7 @@ pub struct VideoTraining<'a> {
     model: Identity,
     data_identity: Identity,
     resumed: Option<Checkpoint>,
+    memory: TrainingMemory,
 }
 
 /// The outcome of a training.
@@ -106,7 +113,8 @@ impl<'a> VideoTraining<'a> {
             ("the first step".into(), first_step.to_string()),
         ])?;
         let lr = config.lr(settings::steps(config)?)?;
-        Ok(Self { config, folder, data, lora, lr, mesh, model, data_identity, resumed })
+        let memory = predicted_memory(config, &folder, &data, &mesh)?;
+        Ok(Self { config, folder, data, lora, lr, mesh, model, data_identity, resumed, memory })
     }
 
     /// Trains to the last step, or until `stop` is set in the process of rank 0, which alone writes and calls `stepped`.
@@ -135,6 +143,12 @@ impl<'a> VideoTraining<'a> {
         Ok(TrainingOutcome { step, interrupted, adapter })
     }
 
+    /// The predicted memory, for the sample that needs most.
+    #[must_use]
+    pub fn memory(&self) -> &TrainingMemory {
+        &self.memory
+    }
+
     /// The number of steps in all.
     #[must_use]
     pub fn steps(&self) -> u64 {
@@ -158,9 +172,45 @@ impl fmt::Display for VideoTraining<'_> {
         writeln!(f, "data      {}", self.data)?;
         writeln!(
             f,
-            "weights   {} bytes, frozen, once for the ranks of a process",
-            self.folder.bytes(WeightType::AsStored) - 4 * parameters as u64
+            "weights   {}, frozen, once for the ranks of a process",
+            bytes_text(self.folder.bytes(WeightType::AsStored) - 4 * parameters as u64)
         )?;
+        writeln!(f, "memory    about {}", self.memory)?;
         write!(f, "steps     {} to {}, learning rate {:e} at most", self.first_step(), self.lr.steps, self.lr.peak)
     }
+}
+
+/// The memory of a training with the sample that needs most.
+fn predicted_memory(
+    config: &TrainConfig,
+    folder: &WanFolder,
+    data: &FlowData,
+    mesh: &VideoMesh,
+) -> Result<TrainingMemory> {
+    let transformer = folder.transformer();
+    let adapters = transformer.adapter_shapes().values().map(|shape| shape.iter().product::<usize>()).sum();
+    let weights = folder.bytes(WeightType::AsStored) - 4 * adapters as u64;
+    // Beside the matrices and the optimiser's state there are their gradients, the message in which ranks sum them, and what comes back.
+    let adapters = 16 * adapters as u64 + Optimizer::state_bytes(&config.optimizer, adapters) as u64;
+    let local = match mesh.processes.local() {
+        Some(local) => (local, local),
+        None => (mesh.size(), 1),
+    };
+    let of_sample = |[latents, prompt]: [Vec<usize>; 2]| -> Result<TrainingMemory> {
+        let (batch, grid) = (latents.first().copied().unwrap_or(0), transformer.grid_of(&latents)?);
+        let layout = Layout::new(LayoutKind::Contiguous, &Documents::batch(batch, grid.tokens()), mesh.size())?;
+        let sizes = StepSizes {
+            grid: Grid::new(mesh.ring, mesh.ulysses),
+            threads: mesh.threads,
+            tokens: (0..mesh.size()).map(|rank| layout.tokens(rank)).max().unwrap_or(0) as u64,
+            latents: latents.iter().product::<usize>() as u64,
+            embeds: prompt.iter().take(2).product::<usize>() as u64,
+            recompute: rank::recompute(config),
+            storage: config.activations,
+        };
+        Ok(TrainingMemory::new(weights, adapters, &sizes, transformer.config(), local))
+    };
+    let all = data.shapes()?.into_iter().map(of_sample).collect::<Result<Vec<_>>>()?;
+    let most = all.into_iter().max_by_key(TrainingMemory::of_rank);
+    most.ok_or_else(|| Error::Input("there is no sample to train with".into()))
 }

@@ -10,7 +10,7 @@ use ringspan::comm::Buffer;
 use ringspan_candle::{CheckpointPolicy, Recompute, StoredWeights};
 use ringspan_train::checkpoint::{Checkpoints, Progress, Region};
 use ringspan_train::data::PackerPosition;
-use ringspan_train::{MetricsFile, Optimizer, OptimizerState};
+use ringspan_train::{MetricsFile, Optimizer, OptimizerState, TrainConfig};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -34,6 +34,11 @@ pub struct FlowMetrics {
 
 /// What a rank returns: steps done, whether it was stopped, and the matrices of the adapters.
 type RankEnd = (u64, bool, BTreeMap<String, Tensor>);
+
+/// The activations that are recomputed.
+pub(super) fn recompute(config: &TrainConfig) -> Recompute {
+    config.recompute.unwrap_or(Recompute::KeepAttention)
+}
 
 impl VideoTraining<'_> {
     pub(super) fn on_rank(
@@ -112,8 +117,7 @@ impl VideoTraining<'_> {
             }
             None => Optimizer::new(config.optimizer),
         };
-        let recompute = config.recompute.unwrap_or(Recompute::KeepAttention);
-        let policy = CheckpointPolicy { recompute, storage: config.activations, offload: None };
+        let policy = CheckpointPolicy { recompute: recompute(config), storage: config.activations, offload: None };
         AdapterTrainer::new(transformer, weights, groups, policy, matrices, optimizer)
     }
 
