@@ -39,7 +39,7 @@ impl VaeArgs {
     }
 }
 
-/// The mesh that was asked for. Each branch of guidance is one more replica of it with `cfg_parallel`.
+/// The mesh that was asked for; with `cfg_parallel`, it has twice as many ranks, half of them for each branch of guidance.
 pub(crate) fn mesh(args: &MeshArgs, cfg_parallel: bool, processes: &ProcessGroup) -> Result<VideoMesh> {
     let branches = if cfg_parallel { 2 } else { 1 };
     let (_, threads) = args.start_with(processes, &[(branches, "branches of --cfg-parallel")])?;

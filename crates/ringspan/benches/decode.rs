@@ -2,8 +2,8 @@
 //!
 //! `cargo bench --bench decode` alternately times both for each storage type, over caches of several layers, so that they come from
 //! memory. The last column is the share of the reading's bandwidth that decoding reaches: the median of the rounds, and its range.
-//! `tokens=16384 heads=4 kv_heads=1 dim=256 layers=3` are the sizes; tokens lie in pages of `page=64`, in shuffled order, as those of
-//! a paged cache do. `type=f32,bf16` chooses storage types, `threads=2`, `isa=avx2` and `rounds=9` the rest.
+//! `tokens=16384 heads=4 kv_heads=1 dim=256 layers=3` are the sizes, and `sequences=1` have that many tokens each; these lie in pages of
+//! `page=64`, in random order, as those of a paged cache may. `type=f32,bf16` chooses storage types, `threads=2`, `isa=avx2` and `rounds=9` the rest.
 
 use half::bf16;
 use ringspan::kernel::{Data, HeadMap, Inputs, Isa, Kernel, Partial, Score, Tile, TilePosition, View};
@@ -12,7 +12,8 @@ use std::hint::black_box;
 use std::time::Instant;
 
 /// The arguments that have an effect.
-const NAMES: [&str; 10] = ["tokens", "heads", "kv_heads", "dim", "layers", "page", "type", "threads", "isa", "rounds"];
+const NAMES: [&str; 11] =
+    ["tokens", "sequences", "heads", "kv_heads", "dim", "layers", "page", "type", "threads", "isa", "rounds"];
 /// Least duration of one timing in seconds.
 const LEAST: f64 = 0.2;
 
@@ -75,15 +76,15 @@ fn read(layers: &[[Cached; 2]], threads: usize) {
     });
 }
 
-/// The row of each token: pages of `page` tokens in an order that no processor foresees.
+/// The row of each token: pages of `page` tokens in random order.
 fn paged(tokens: usize, page: usize) -> Vec<u32> {
-    let pages = tokens.div_ceil(page);
-    let step = (pages / 2..).find(|step| gcd(*step, pages) == 1).unwrap_or(1);
-    (0..tokens).map(|token| (token / page * step % pages * page + token % page) as u32).collect()
-}
-
-fn gcd(a: usize, b: usize) -> usize {
-    if b == 0 { a } else { gcd(b, a % b) }
+    let mut pages: Vec<usize> = (0..tokens.div_ceil(page)).collect();
+    let mut random: u64 = 1;
+    for last in (1..pages.len()).rev() {
+        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        pages.swap(last, (random >> 33) as usize % (last + 1));
+    }
+    (0..tokens).map(|token| (pages[token / page] * page + token % page) as u32).collect()
 }
 
 fn given(name: &str) -> Option<String> {
@@ -92,7 +93,7 @@ fn given(name: &str) -> Option<String> {
 
 fn number(name: &str, default: usize) -> usize {
     let value = |text: String| text.parse().unwrap_or_else(|error| panic!("{name}={text}: {error}"));
-    given(name).map_or(default, value)
+    given(name).map_or(default, value).max(1)
 }
 
 fn main() {
@@ -101,35 +102,42 @@ fn main() {
             panic!("{argument}: '{name}' is unknown: possible are {}", NAMES.join(", "));
         }
     }
-    let (tokens, page) = (number("tokens", 16384), number("page", 64));
+    let (tokens, sequences, page) = (number("tokens", 16384), number("sequences", 1), number("page", 64));
     let (heads, kv_heads, dim) = (number("heads", 4), number("kv_heads", 1), number("dim", 256));
     let (layers, threads, rounds) = (number("layers", 3), number("threads", 2), number("rounds", 9));
     let isa =
         given("isa").map_or(Isa::best(), |name| name.parse().unwrap_or_else(|error| panic!("isa={name}: {error}")));
     let kernel = Kernel::with_isa(threads, isa).unwrap_or_else(|error| panic!("isa={isa}: {error}"));
-    println!("S={tokens} H={heads} G={kv_heads} D={dim}, {layers} layers, pages of {page}, {threads} threads, {isa}");
+    println!(
+        "{sequences} sequences of S={tokens} H={heads} G={kv_heads} D={dim}, {layers} layers, pages of {page}, {threads} threads, {isa}"
+    );
     println!("{:8} {:>10} {:>10} {:>22}", "", "ms", "GB/s", "share of reading");
-    let rows = paged(tokens, page);
-    let elements = tokens.next_multiple_of(page) * kv_heads * dim;
-    let q: Vec<f32> = (0..heads * dim).map(|i| (i as f32 * 0.71).cos()).collect();
+    let rows = paged(sequences * tokens, page);
+    let elements = (sequences * tokens).next_multiple_of(page) * kv_heads * dim;
+    let q: Vec<f32> = (0..sequences * heads * dim).map(|i| (i as f32 * 0.71).cos()).collect();
     let map = HeadMap::grouped(heads, kv_heads).expect("query heads are a multiple of the others");
     let score = Score::new(1.0 / (dim as f32).sqrt());
-    let tile = Tile { q: 0..1, k: 0..tokens, band: Band { lo: i64::MIN, hi: i64::MAX }, position: TilePosition::START };
+    let band = Band { lo: i64::MIN, hi: i64::MAX };
+    let tile = |index: usize| {
+        let k = index * tokens..(index + 1) * tokens;
+        Tile { q: index..index + 1, k, band, position: TilePosition::START }
+    };
+    let tiles: Vec<Tile> = (0..sequences).map(tile).collect();
     for name in given("type").unwrap_or("f32,bf16".into()).split(',') {
         let cache: Vec<[Cached; 2]> = (0..layers).map(|_| [(); 2].map(|()| Cached::new(name, elements))).collect();
         let bytes: usize = cache.iter().flatten().map(|cached| size_of_val(cached.words())).sum();
-        let mut partial = Partial::new(1, heads, dim);
+        let mut partial = Partial::new(sequences, heads, dim);
         let mut decode = || {
             for [k, v] in &cache {
                 let view = |cached| {
                     let all = View::stored(Cached::data(cached), elements / kv_heads / dim, kv_heads, dim);
                     all.expect("made of this size").with_rows(&rows)
                 };
-                let q = View::new(&q, 1, heads, dim).expect("made of this size");
+                let q = View::new(&q, sequences, heads, dim).expect("made of this size");
                 let inputs = Inputs { q, k: view(k), v: view(v), heads: &map, score: &score, bias: None };
                 partial.max.fill(f32::NEG_INFINITY);
                 partial.sum.fill(0.0);
-                kernel.decode(&inputs, std::slice::from_ref(&tile), &mut partial).expect("a CPU does not fail");
+                kernel.decode(&inputs, &tiles, &mut partial).expect("a CPU does not fail");
             }
         };
         let mut timed: Vec<[f64; 2]> = (0..rounds)

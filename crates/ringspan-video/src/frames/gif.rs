@@ -9,7 +9,7 @@ const DELAY: u16 = 6;
 /// Speed of the choice of 256 colors for each frame, from 1 (best) to 30.
 const SPEED: i32 = 10;
 
-/// A GIF of these pictures, which are of one size, and of which one is in memory at a time; it repeats without end.
+/// A GIF of these pictures, which are of one size, and are taken one after the other; it repeats without end.
 ///
 /// # Errors
 /// No pictures, and a side of more than 65,535 pixels.

@@ -38,7 +38,7 @@ impl RankGroups {
         self.rank
     }
 
-    /// Bytes that this rank has sent to others since its groups were made.
+    /// Bytes that this rank has sent to others in this call of [`VideoRanks::run`](super::VideoRanks::run).
     pub fn sent(&self) -> u64 {
         self.world.bytes_sent() - self.sent_before
     }

@@ -14,8 +14,10 @@ use std::sync::Arc;
 
 /// The ranks of a mesh, which live as long as this value.
 ///
-/// A stage that shares its work otherwise than the transformer counts the ranks alone: the tokens of encoders are shared by a ring of all
-/// ranks, and the columns of the autoencoder by all ranks.
+/// Ring and Ulysses matter for the transformer. Encoders and the autoencoder use the number of ranks alone: a ring of all ranks shares the
+/// tokens of an encoder, and all ranks share the columns of the autoencoder.
+///
+/// After a failure, ranks that are threads can be used again. Ranks that are processes cannot: all later calls are refused.
 ///
 /// ```
 /// use ringspan_video::ranks::{VideoMesh, VideoRanks};
@@ -65,7 +67,7 @@ impl VideoRanks {
     /// Runs `work` on every rank, with its groups, and returns the results of the ranks of this process, in rank order.
     ///
     /// # Errors
-    /// The error of the rank that failed first.
+    /// The error of the rank that failed first, or of ranks that are processes, one of which failed in an earlier call.
     pub fn run<T: Send>(&mut self, work: impl Fn(&RankGroups) -> Result<T> + Sync) -> Result<Vec<T>> {
         let Self { mesh, world } = self;
         world.run(|rank| work(&RankGroups::new(rank, mesh)?))

@@ -111,6 +111,8 @@ fn what_does_not_fit_is_refused_with_the_numbers() -> Result<()> {
     };
     let without = DenoiseInputs { negative_prompt_embeds: None, ..good.clone() };
     words(plan(&without, &single, &guided), &["guidance 5", "negative_prompt_embeds"]);
+    let nobody = VideoMesh { ring: 0, ..single.clone() };
+    words(message(VideoRanks::start(&nobody)), &["ring 0", "at least 1"]);
     words(plan(&good, &VideoMesh { ulysses: 3, ..single.clone() }, &guided), &["ulysses 3", "there are 2"]);
     let unguided = settings("euler", [1.0; 2])?;
     words(
@@ -170,12 +172,17 @@ fn a_run_sends_the_bytes_of_its_plan() -> Result<()> {
         let settings = settings("euler", [guidance; 2])?;
         let mesh = VideoMesh { ring, ulysses, cfg_parallel, ..VideoMesh::single() };
         let plan = DenoisePlan::new(&folder, &mesh, &inputs, &settings)?;
-        let sent = Mutex::new(Vec::new());
-        denoise(&folder, &mut VideoRanks::start(&mesh)?, &inputs, &settings, |step| {
-            sent.lock().expect("no panic").push(step.sent);
-            Ok(())
-        })?;
-        let sent = sent.into_inner().expect("no panic");
+        let mut ranks = VideoRanks::start(&mesh)?;
+        let mut run = || -> Result<Vec<u64>> {
+            let sent = Mutex::new(Vec::new());
+            denoise(&folder, &mut ranks, &inputs, &settings, |step| {
+                sent.lock().expect("no panic").push(step.sent);
+                Ok(())
+            })?;
+            Ok(sent.into_inner().expect("no panic"))
+        };
+        let sent = run()?;
+        assert_eq!(run()?, sent, "{mesh}: a second run of the same ranks counts from its beginning");
         // The first step follows the start of the run. In a ring of unequal parts rank 0, which counts, sends less than the busiest.
         let of_steps: Vec<u64> = sent.windows(2).map(|pair| pair[1] - pair[0]).collect();
         assert!(of_steps.iter().all(|bytes| *bytes == of_steps[0]), "{mesh}: {of_steps:?}");

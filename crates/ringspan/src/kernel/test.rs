@@ -55,6 +55,27 @@ fn a_call_holds_no_more_than_it_says() {
     }
 }
 
+/// With fewer visible keys than a tile has, heads are divided otherwise, and a range may then have more of them.
+#[test]
+fn a_decoding_step_of_unequal_groups_holds_no_more_than_it_says() {
+    let (dim, keys) = (24, 1500);
+    let map = HeadMap::new([vec![0, 1], vec![2; 8], vec![3; 8], vec![4, 5]].concat(), 6).expect("in order");
+    let (q, k) = (ones(map.heads() * dim), ones(keys * 6 * dim));
+    for seen in [1, 128, 129, 300, 700, 1500] {
+        let tiles = [Tile { q: 0..1, k: 0..keys, band: Band { lo: 1 - seen, hi: 0 }, position: TilePosition::START }];
+        let score = Score::new(0.3);
+        let view = View::new(&k, keys, 6, dim).expect("its size");
+        let q = View::new(&q, 1, map.heads(), dim).expect("its size");
+        let inputs = Inputs { q, k: view, v: view, heads: &map, score: &score, bias: None };
+        for threads in 1..=3 {
+            let kernel = Kernel::new(threads);
+            kernel.decode(&inputs, &tiles, &mut Partial::new(1, map.heads(), dim)).expect("no failure");
+            let said = kernel.decode_workspace(&inputs, &tiles);
+            assert!(kernel.held() <= said, "{seen} keys, {threads} threads: {} of {said}", kernel.held());
+        }
+    }
+}
+
 /// Both passes, and for a single query a step of decoding between them.
 fn forward_and_backward(kernel: &Kernel, inputs: &Inputs, tiles: &[Tile]) {
     let Inputs { q, k, v, bias, .. } = inputs;

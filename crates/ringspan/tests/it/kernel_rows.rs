@@ -128,15 +128,19 @@ fn keys_in_blocks_give_the_bits_of_their_numbers() {
 #[test]
 fn decoding_reads_pages_with_the_bits_of_scattered_rows() {
     for storage in [Storage::F32, Storage::Bf16, Storage::F16] {
-        for (keys, heads, kv_heads, (dim, v_dim)) in [
-            (2500, 4, 1, (256, 256)),
-            (1100, 6, 3, (64, 48)),
-            (2048, 16, 2, (32, 80)),
-            (45, 6, 2, (16, 112)),
-            (5000, 5, 5, (48, 16)),
+        // The last visible key is 2000, and the first may be inside of a page.
+        for (keys, kv_of, (dim, v_dim), first, softcap) in [
+            (2500, vec![0, 0, 0, 0], (256, 256), 0, None),
+            (1100, vec![0, 0, 1, 1, 2, 2], (64, 48), 5, Some(0.7)),
+            (2048, [[0; 8], [1; 8]].concat(), (32, 80), 1037, None),
+            (45, vec![0, 0, 0, 1, 1, 1], (16, 112), 3, None),
+            (5000, vec![0, 1, 1, 1, 1, 1, 1, 1, 3], (48, 16), 16, Some(2.0)),
         ] {
-            let mut problem = Problem::new(1, keys, (heads, kv_heads), (dim, v_dim), Band { lo: -2000, hi: i64::MAX });
-            problem.storage = storage;
+            let (heads, kv_heads) = (kv_of.len(), kv_of[kv_of.len() - 1] + 1);
+            let band = Band { lo: -2000, hi: -first };
+            let mut problem = Problem::new(1, keys, (heads, 1), (dim, v_dim), band);
+            (problem.kv_of, problem.kv_heads, problem.storage) = (kv_of, kv_heads, storage);
+            problem.score.softcap = softcap;
             let (values, tiles) = (problem.values(), &problem.blocks[0].1);
             let map = HeadMap::new(problem.kv_of.clone(), kv_heads).expect("heads in order");
             let q = storage.store(&values.q);

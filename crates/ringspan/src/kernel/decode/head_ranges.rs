@@ -4,7 +4,7 @@ use super::super::HeadMap;
 use std::ops::Range;
 
 /// Number of tasks for each worker, so that all of them end at about the same time.
-pub(super) const TASKS: usize = 4;
+pub(super) const TASKS_PER_WORKER: usize = 4;
 
 /// Key-value heads that one task reads, and the query heads that read them.
 pub(in super::super) struct HeadRange {
@@ -29,10 +29,11 @@ impl HeadRange {
     }
 }
 
-/// Divides the heads for `chunks` chunks of rows: as little as keeps the workers busy, since a task that reads all heads reads
+/// Divides the heads where keys are divided into `chunks`: as little as keeps the workers busy, since a task that reads all heads reads
 /// contiguous memory. A head's results do not depend on its range.
 pub(super) fn head_ranges(heads: &HeadMap, chunks: usize, workers: usize) -> Vec<HeadRange> {
-    let ranges = (TASKS * workers).div_ceil(chunks.max(1)).min(heads.kv_heads());
+    let wanted = if workers == 1 { 1 } else { (TASKS_PER_WORKER * workers).div_ceil(chunks.max(1)) };
+    let ranges = wanted.min(heads.kv_heads());
     let each = heads.kv_heads().div_ceil(ranges.max(1)).max(1);
     let kv = (0..heads.kv_heads()).step_by(each).map(|first| first..heads.kv_heads().min(first + each));
     kv.map(|kv| HeadRange { queries: kv.clone().map(|kv| heads.queries_of(kv)).collect(), kv })

@@ -6,27 +6,27 @@
 
 mod head_ranges;
 mod rows;
+mod run;
 
-use super::buffer::{Pool, Target, lines};
+use super::buffer::lines;
 use super::dispatch::dispatch;
-use super::isa::Code;
 use super::pack::copy;
 use super::plan::BlockPair;
 use super::scaling::Scaling;
 use super::terms::ScoreTerms;
 use super::vector::{Simd, exp};
-use super::workers::Workers;
-use super::{HeadMap, Partial, Tile, View};
-use head_ranges::{HeadRange, TASKS, head_ranges};
-use rows::Rows;
+use super::{HeadMap, Tile, View};
+use head_ranges::{HeadRange, TASKS_PER_WORKER, head_ranges};
+use rows::{Rows, Soon};
 use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Maximum and minimum number of key rows in a chunk.
+/// Maximum number of key rows in a chunk.
 const CHUNK: usize = 1024;
+
+/// Number of key rows in a chunk, below which none is made smaller so that there are more of them.
 const LEAST_CHUNK: usize = 128;
 
-/// Number of chunks of a query whose keys are few, unless chunks are of minimum length: then several threads have something to do.
+/// Number of chunks of a query whose keys are few: several threads have something to do then.
 const CHUNKS: usize = 8;
 
 /// Number of rows in each chunk of so many; the last chunk may have fewer.
@@ -34,7 +34,7 @@ fn chunk_rows(rows: usize) -> usize {
     rows.div_ceil(CHUNKS).next_multiple_of(ROWS).clamp(LEAST_CHUNK, CHUNK)
 }
 
-/// The largest number of chunks of at most this number of rows.
+/// The largest number of chunks of a query that sees at most `rows` keys.
 pub(super) fn most_chunks(rows: usize) -> usize {
     rows.div_ceil(LEAST_CHUNK).min(CHUNKS).max(rows.div_ceil(CHUNK))
 }
@@ -42,13 +42,14 @@ pub(super) fn most_chunks(rows: usize) -> usize {
 /// Maximum number of elements in a vector.
 const MAX_LANES: usize = 16;
 
-/// Number of rows of a head that are read at a time: a multiple of the vectors' lengths that divides all chunks but the last, and that pages of a cache
-/// have a multiple of.
+/// Number of rows of a head that are read at a time: a multiple of the vectors' lengths that divides all chunks but the last. Rows that
+/// reach from one page of a cache into another are copied, so pages should be several times larger.
 const ROWS: usize = MAX_LANES;
 
-/// Number of elements between those that are read and those that are fetched from memory meanwhile. Half and twice of it were
-/// slower on Zen 4.
+/// Number of elements between those that are read and those that are fetched from memory meanwhile, all heads together, if these are
+/// at most MOST_ROWS_AHEAD rows. Half and twice of it were slower on Zen 4.
 const AHEAD: usize = 8192;
+const MOST_ROWS_AHEAD: usize = 64;
 
 /// Whether each tile has a single query: with several, those of a tile would read the same keys again and again.
 pub(super) fn has_single_queries(tiles: &[Tile]) -> bool {
@@ -71,22 +72,23 @@ impl Decode<'_> {
         2 + self.v.dim
     }
 
-    /// Number of elements of a worker's scratch: for each of `heads` heads scores of a chunk, the query and the sum of values,
-    /// then rows in f32.
+    /// Number of elements of a worker's scratch: for each of `heads` heads scores of a chunk, the query, the sum of values and the
+    /// state of a chunk, then rows in f32.
     pub(super) fn scratch(dim: usize, v_dim: usize, heads: usize) -> usize {
         let (wide, v_wide) = (dim.next_multiple_of(MAX_LANES), v_dim.next_multiple_of(MAX_LANES));
-        heads * (CHUNK + wide + v_wide) + ROWS * wide.max(v_wide)
+        heads * (CHUNK + wide + v_wide + 2 + v_dim) + ROWS * wide.max(v_wide)
     }
 
     /// Upper bound on the number of elements that a call holds which reads rows of `dim` and `v_dim` elements in at most `chunks` chunks.
     pub(super) fn workspace(heads: &HeadMap, (dim, v_dim): (usize, usize), chunks: usize, workers: usize) -> usize {
-        let ranges = |chunks| head_ranges(heads, chunks, workers);
-        let most = |ranges: &[HeadRange]| ranges.iter().map(|range| range.heads().len()).max().unwrap_or(0);
         // With fewer chunks there are more ranges of heads, which need not be equal.
-        let divided = (1..=chunks.min(TASKS * workers)).chain([chunks]);
-        let states = divided.map(|chunks| chunks * ranges(chunks).len() * most(&ranges(chunks)) * (2 + v_dim)).max();
-        let scratch = lines(Self::scratch(dim, v_dim, most(&ranges(chunks))));
-        lines(states.unwrap_or(0)) + workers.min(heads.kv_heads() * chunks) * scratch
+        let divided = (1..=chunks.min(TASKS_PER_WORKER * workers)).chain([chunks]).map(|chunks| {
+            let ranges = head_ranges(heads, chunks, workers);
+            let most = ranges.iter().map(|range| range.heads().len()).max().unwrap_or(0);
+            (chunks * ranges.len() * most * (2 + v_dim), Self::scratch(dim, v_dim, most))
+        });
+        let (states, scratch) = divided.fold((0, 0), |a, b| (a.0.max(b.0), a.1.max(b.1)));
+        lines(states) + workers.min(heads.kv_heads() * chunks) * lines(scratch)
     }
 
     /// Computes the softmax states of the heads of `range`, over at most CHUNK rows of `tile`, which must all be visible.
@@ -111,7 +113,11 @@ impl Decode<'_> {
         let (queries, rest) = rest.split_at_mut(heads.len() * wide);
         let (sums, copies) = rest.split_at_mut(heads.len() * v_wide);
         copy(simd, queries, wide, self.scaling.queries, |i| Some(self.q.at(tile.q.start, heads.start + i)));
-        for (here, soon) in rows_at_a_time(&rows, range.kv.len() * wide) {
+        for (here, next) in rows_at_a_time(&rows, range.kv.len() * wide) {
+            let soon = match next < rows.end {
+                true => soon(&self.k, next),
+                false => soon(&self.v, next - rows.len()),
+            };
             for (kv, own) in range.groups() {
                 let keys = Rows::new(simd, &self.k, (kv, wide), here.clone(), soon.clone(), copies);
                 let scores = &mut scores[own.start * CHUNK + here.start - rows.start..];
@@ -124,7 +130,9 @@ impl Decode<'_> {
             (state[0], state[1]) = self.exponentiate(simd, head, &block_pair, rows.len(), scores);
         }
         sums.fill(0.0);
-        for (here, soon) in rows_at_a_time(&rows, range.kv.len() * v_wide) {
+        for (here, next) in rows_at_a_time(&rows, range.kv.len() * v_wide) {
+            // After the last values come the keys of the next chunk.
+            let soon = if next < rows.end { soon(&self.v, next) } else { soon(&self.k, next) };
             for (kv, own) in range.groups() {
                 let values = Rows::new(simd, &self.v, (kv, v_wide), here.clone(), soon.clone(), copies);
                 let weights = &scores[own.start * CHUNK + here.start - rows.start..];
@@ -181,86 +189,18 @@ impl Decode<'_> {
         }
         (max, simd.sum(sum))
     }
-
-    /// Adds the visible key rows of each tile to the state of its query.
-    pub(super) fn run<'t>(
-        &self,
-        code: Code,
-        workers: &Workers,
-        pool: &Pool,
-        progress: &(dyn Fn(usize) + Sync),
-        visible: &[(Range<usize>, &'t Tile)],
-        partial: &mut Partial,
-    ) {
-        let chunk = |(rows, tile): &(Range<usize>, &'t Tile)| {
-            let (rows, tile) = (rows.clone(), *tile);
-            let each = chunk_rows(rows.len());
-            rows.clone().step_by(each).map(move |from| (from..rows.end.min(from + each), tile))
-        };
-        let chunks: Vec<(Range<usize>, &Tile)> = visible.iter().flat_map(chunk).collect();
-        let ranges = head_ranges(self.heads, chunks.len(), workers.count());
-        let heads = ranges.iter().map(|range| range.heads().len()).max().unwrap_or(0);
-        let tasks = ranges.len() * chunks.len();
-        if tasks == 0 {
-            return;
-        }
-        let size = heads * self.state();
-        let mut states = pool.take(tasks * size);
-        let target = Target::new(&mut states);
-        let next = AtomicUsize::new(0);
-        // Waking a thread costs about as much as reading this many numbers.
-        let rows: usize = chunks.iter().map(|(rows, _)| rows.len()).sum();
-        let kv_heads: usize = ranges.iter().map(|range| range.groups().count()).sum();
-        let worth = (rows * kv_heads * (self.k.dim + self.v.dim)).div_ceil(1 << 17);
-        workers.run(workers.count().min(tasks).min(worth), &|worker| {
-            let mut scratch = pool.take(Self::scratch(self.k.dim, self.v.dim, heads));
-            loop {
-                let task = next.fetch_add(1, Ordering::Relaxed);
-                if task >= tasks {
-                    break;
-                }
-                let (range, (rows, tile)) = (&ranges[task % ranges.len()], chunks[task / ranges.len()].clone());
-                // SAFETY: the counter gives each task, and with it these states, to one worker.
-                unsafe {
-                    let states = target.row(task * size, range.heads().len() * self.state());
-                    decode_chunk(code, self, range, rows, tile, states, &mut scratch);
-                }
-                progress(worker);
-            }
-            pool.give(scratch);
-        });
-        for (task, states) in states.chunks_exact(size).take(tasks).enumerate() {
-            let (_, tile) = &chunks[task / ranges.len()];
-            self.merge(ranges[task % ranges.len()].heads(), tile.q.start, states, partial);
-        }
-        pool.give(states);
-    }
-
-    /// Merges the states of a chunk into the running states of a query's heads.
-    fn merge(&self, heads: Range<usize>, query: usize, states: &[f32], partial: &mut Partial) {
-        for (head, state) in heads.zip(states.chunks_exact(self.state())) {
-            let at = head * self.q.tokens + query;
-            let max = partial.max[at].max(state[0]);
-            // Subtracting a finite number avoids the NaN of -inf - (-inf).
-            let finite = max.max(f32::MIN);
-            let (old, new) = ((partial.max[at] - finite).exp(), (state[0] - finite).exp());
-            partial.max[at] = max;
-            partial.sum[at] = partial.sum[at] * old + state[1] * new;
-            let out = &mut partial.out[(query * self.q.heads + head) * self.v.dim..][..self.v.dim];
-            for (out, x) in out.iter_mut().zip(&state[2..]) {
-                *out = *out * old + x * new;
-            }
-        }
-    }
 }
 
-/// Divides rows of `width` elements, all heads together, into those that are read at a time, each with rows that are read soon.
-fn rows_at_a_time(rows: &Range<usize>, width: usize) -> impl Iterator<Item = (Range<usize>, Range<usize>)> {
-    let (end, ahead) = (rows.end, (AHEAD / width.max(1)).next_multiple_of(ROWS).max(ROWS));
-    rows.clone().step_by(ROWS).map(move |from| {
-        let soon = from + ahead;
-        (from..end.min(from + ROWS), soon.min(end)..end.min(soon + ROWS))
-    })
+/// Divides rows of `width` elements, all heads together, into those that are read at a time, each with the first row that is fetched
+/// from memory meanwhile; this may lie beyond the end.
+fn rows_at_a_time(rows: &Range<usize>, width: usize) -> impl Iterator<Item = (Range<usize>, usize)> {
+    let (end, ahead) = (rows.end, (AHEAD / width.max(1)).next_multiple_of(ROWS).clamp(ROWS, MOST_ROWS_AHEAD));
+    rows.clone().step_by(ROWS).map(move |from| (from..end.min(from + ROWS), from + ahead))
+}
+
+/// The rows of a tensor from `first` on that are fetched from memory, as far as there are any.
+fn soon<'v, 'a>(view: &'v View<'a>, first: usize) -> Soon<'v, 'a> {
+    Soon { view, tokens: first.min(view.tokens)..view.tokens.min(first + ROWS) }
 }
 
 dispatch!(
@@ -287,7 +227,7 @@ mod tests {
     #[test]
     fn ranges_of_heads_cover_each_head_once_and_are_few_for_long_texts() {
         let map = HeadMap::new(vec![1, 1, 1, 2, 4, 4, 6], 7).expect("in order");
-        for (chunks, workers, most) in [(1, 1, 4), (1, 2, 7), (3, 2, 3), (8, 2, 1), (100, 1, 1), (0, 1, 7)] {
+        for (chunks, workers, most) in [(1, 1, 1), (1, 2, 7), (3, 2, 3), (8, 2, 1), (100, 1, 1), (0, 2, 7)] {
             let ranges = head_ranges(&map, chunks, workers);
             assert!(ranges.len() <= most, "{chunks} chunks, {workers} workers: {} ranges", ranges.len());
             let heads: Vec<usize> = ranges.iter().flat_map(HeadRange::heads).collect();

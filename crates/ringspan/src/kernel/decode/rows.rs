@@ -48,47 +48,72 @@ pub(super) struct Strided<'a, E> {
     stride: usize,
     count: usize,
     width: usize,
-    /// The first element of rows that are read soon, which are fetched from memory while these are multiplied.
+    /// The first element of rows that are fetched from memory while these are multiplied; null if there are none.
     soon: *const E,
+}
+
+/// Adjacent rows of one head.
+struct RowsOfHead<'v, 'a> {
+    view: &'v View<'a>,
+    first: usize,
+    head: usize,
+    count: usize,
+}
+
+impl RowsOfHead<'_, '_> {
+    /// The rows in `data`; `None` if it does not contain them.
+    #[inline(always)]
+    fn of<'a, E>(&self, data: &'a [E], soon: *const E) -> Option<Strided<'a, E>> {
+        let (count, stride, width) = (self.count, self.view.token_stride, self.view.dim);
+        let at = self.first.checked_mul(stride)?.checked_add(self.head.checked_mul(self.view.head_stride)?)?;
+        let len = (count - 1).checked_mul(stride)?.checked_add(width)?;
+        Some(Strided { elements: data.get(at..at.checked_add(len)?)?, stride, count, width, soon })
+    }
+}
+
+/// Tokens of a tensor whose rows are fetched from memory while others are multiplied.
+#[derive(Clone)]
+pub(super) struct Soon<'v, 'a> {
+    pub(super) view: &'v View<'a>,
+    pub(super) tokens: Range<usize>,
 }
 
 impl<'a> Rows<'a> {
     /// The rows of the tokens `tokens`, of which there is one at least, and the head `head`. If they are copied, each is padded with
-    /// zeros to `width` elements, and rows of zeros follow the last token; `copies` has room for all of these. Rows of the tokens
-    /// `soon` are read soon.
+    /// zeros to `width` elements, and rows of zeros follow the last token; `copies` has room for all of these.
     #[inline(always)]
     pub(super) fn new<S: Simd>(
         simd: S,
         view: &View<'a>,
         (head, width): (usize, usize),
         tokens: Range<usize>,
-        soon: Range<usize>,
+        Soon { view: next, tokens: soon }: Soon,
         copies: &'a mut [f32],
     ) -> Self {
-        let count = tokens.len().next_multiple_of(ROWS);
-        if count == tokens.len()
+        if tokens.len().is_multiple_of(ROWS)
             && width == view.dim
             && let Some(first) = first_of_adjacent(view, tokens.clone())
         {
-            let (at, stride) = (first * view.token_stride + head * view.head_stride, view.token_stride);
-            let all = at..at + (count - 1) * stride + width;
-            let soon = if soon.is_empty() { tokens.start } else { soon.start };
-            match (view.data, view.at(soon, head)) {
-                (Data::F32(data), Data::F32(soon)) => {
-                    return Self::F32(Strided { elements: &data[all], stride, count, width, soon: soon.as_ptr() });
-                }
-                (Data::Bf16(data), Data::Bf16(soon)) => {
-                    return Self::Bf16(Strided { elements: &data[all], stride, count, width, soon: soon.as_ptr() });
-                }
-                _ => (),
+            let rows = RowsOfHead { view, first, head, count: tokens.len() };
+            let soon = (!soon.is_empty()).then(|| next.at(soon.start, head));
+            let in_place = match (view.data, soon) {
+                (Data::F32(data), Some(Data::F32(soon))) => rows.of(data, soon.as_ptr()).map(Self::F32),
+                (Data::Bf16(data), Some(Data::Bf16(soon))) => rows.of(data, soon.as_ptr()).map(Self::Bf16),
+                (Data::F32(data), _) => rows.of(data, std::ptr::null()).map(Self::F32),
+                (Data::Bf16(data), _) => rows.of(data, std::ptr::null()).map(Self::Bf16),
+                _ => None,
+            };
+            if let Some(rows) = in_place {
+                return rows;
             }
         }
         for token in soon {
-            view.at(token, head).prefetch_far();
+            next.at(token, head).prefetch_far();
         }
+        let count = tokens.len().next_multiple_of(ROWS);
         let copies = &mut copies[..count * width];
         copy(simd, copies, width, 1.0, |i| (i < tokens.len()).then(|| view.at(tokens.start + i, head)));
-        Self::F32(Strided { elements: copies, stride: width, count, width, soon: copies.as_ptr() })
+        Self::F32(Strided { elements: copies, stride: width, count, width, soon: std::ptr::null() })
     }
 
     /// Computes the products with queries of whole vectors: that of row i and query h is `scores[h * CHUNK + i]`.
@@ -111,96 +136,119 @@ impl<'a> Rows<'a> {
 }
 
 impl<E: Element> Strided<'_, E> {
-    /// A product has as many rows and queries as a vector has lanes, so that their sums are one vector.
+    /// Requests the cache line of the element `at` of the rows that are read soon.
+    #[inline(always)]
+    fn prefetch(&self, at: usize) {
+        prefetch_line(self.soon.wrapping_add(at));
+    }
+
+    /// A product takes as many pairs of a query and a row as a vector has lanes, so that their sums are one vector.
     #[inline(always)]
     fn score<S: Simd>(self, simd: S, queries: &[f32], scores: &mut [f32]) {
         let heads = queries.len() / self.width;
-        match (S::LANES, heads % 4) {
-            (16, 0) => self.score_square::<S, 4, 4>(simd, queries, scores),
-            (16, 2) => self.score_square::<S, 2, 8>(simd, queries, scores),
-            (16, _) => self.score_square::<S, 1, 16>(simd, queries, scores),
-            (8, 0 | 2) => self.score_square::<S, 2, 4>(simd, queries, scores),
-            (8, _) => self.score_square::<S, 1, 8>(simd, queries, scores),
-            (_, 0 | 2) => self.score_square::<S, 2, 2>(simd, queries, scores),
-            (_, _) => self.score_square::<S, 1, 4>(simd, queries, scores),
+        let mut head = 0;
+        while head < heads {
+            head += match (S::LANES, heads - head) {
+                (16, 4..) => self.score_square::<S, 4, 4>(simd, head, queries, scores),
+                (16, 2..) => self.score_square::<S, 2, 8>(simd, head, queries, scores),
+                (16, _) => self.score_square::<S, 1, 16>(simd, head, queries, scores),
+                (8, 2..) => self.score_square::<S, 2, 4>(simd, head, queries, scores),
+                (8, _) => self.score_square::<S, 1, 8>(simd, head, queries, scores),
+                (_, 2..) => self.score_square::<S, 2, 2>(simd, head, queries, scores),
+                (_, _) => self.score_square::<S, 1, 4>(simd, head, queries, scores),
+            };
         }
     }
 
-    /// Multiplies H queries with R rows at once.
+    /// Multiplies H queries from `head` on with R rows at once, and returns H.
     #[inline(always)]
-    fn score_square<S: Simd, const H: usize, const R: usize>(self, simd: S, queries: &[f32], scores: &mut [f32]) {
-        let Self { elements, stride, count, width, soon } = self;
+    fn score_square<S: Simd, const H: usize, const R: usize>(
+        &self,
+        simd: S,
+        head: usize,
+        queries: &[f32],
+        scores: &mut [f32],
+    ) -> usize {
+        let Self { elements, stride, count, width, .. } = *self;
         assert!(H * R == S::LANES && count.is_multiple_of(R) && width.is_multiple_of(S::LANES));
-        assert!(queries.len().is_multiple_of(H * width) && elements.len() >= (count - 1) * stride + width);
+        assert!(elements.len() >= (count - 1) * stride + width);
+        let queries = &queries[head * width..(head + H) * width];
         for first in (0..count).step_by(R) {
-            for (group, queries) in queries.chunks_exact(H * width).enumerate() {
-                let mut sums = [[simd.splat(0.0); R]; H];
-                for at in (0..width).step_by(S::LANES) {
-                    let mut q = [simd.splat(0.0); H];
-                    for (h, q) in q.iter_mut().enumerate() {
-                        // SAFETY: the chunk has H queries of `width` elements.
-                        *q = unsafe { simd.load(queries.as_ptr().add(h * width + at)) };
-                    }
-                    for r in 0..R {
-                        prefetch_line(soon.wrapping_add((first + r) * stride + at));
-                        // SAFETY: the asserted size.
-                        let k = unsafe { E::load(simd, elements.as_ptr().add((first + r) * stride + at)) };
-                        for (sums, q) in sums.iter_mut().zip(q) {
-                            sums[r] = simd.fma(q, k, sums[r]);
-                        }
-                    }
+            let mut sums = [[simd.splat(0.0); R]; H];
+            for at in (0..width).step_by(S::LANES) {
+                let mut q = [simd.splat(0.0); H];
+                for (h, q) in q.iter_mut().enumerate() {
+                    // SAFETY: there are H queries of `width` elements.
+                    *q = unsafe { simd.load(queries.as_ptr().add(h * width + at)) };
                 }
-                let mut square = [simd.splat(0.0); 16];
-                for (square, sums) in square.chunks_exact_mut(R).zip(&sums) {
-                    square.copy_from_slice(sums);
-                }
-                let mut totals = [0.0; MAX_LANES];
-                // SAFETY: no vector has more than MAX_LANES numbers.
-                unsafe { simd.store(totals.as_mut_ptr(), simd.sums(square)) };
-                for (h, totals) in totals.chunks_exact(R).take(H).enumerate() {
-                    scores[(group * H + h) * CHUNK + first..][..R].copy_from_slice(totals);
+                for r in 0..R {
+                    let at = (first + r) * stride + at;
+                    if head == 0 {
+                        self.prefetch(at);
+                    }
+                    // SAFETY: the asserted size.
+                    let k = unsafe { E::load(simd, elements.as_ptr().add(at)) };
+                    for (sums, q) in sums.iter_mut().zip(q) {
+                        sums[r] = simd.fma(q, k, sums[r]);
+                    }
                 }
             }
+            let mut square = [simd.splat(0.0); 16];
+            for (square, sums) in square.chunks_exact_mut(R).zip(&sums) {
+                square.copy_from_slice(sums);
+            }
+            let mut totals = [0.0; MAX_LANES];
+            // SAFETY: no vector has more than MAX_LANES numbers.
+            unsafe { simd.store(totals.as_mut_ptr(), simd.sums(square)) };
+            for (h, totals) in totals.chunks_exact(R).take(H).enumerate() {
+                scores[(head + h) * CHUNK + first..][..R].copy_from_slice(totals);
+            }
         }
+        H
     }
 
     #[inline(always)]
     fn add_weighted<S: Simd>(self, simd: S, weights: &[f32], sums: &mut [f32]) {
-        match sums.len() / self.width % 4 {
-            0 => self.add_for_heads::<S, 4>(simd, weights, sums),
-            2 => self.add_for_heads::<S, 2>(simd, weights, sums),
-            _ => self.add_for_heads::<S, 1>(simd, weights, sums),
+        let heads = sums.len() / self.width;
+        let mut head = 0;
+        while head < heads {
+            head += match heads - head {
+                4.. => self.add_for_heads::<S, 4>(simd, head, weights, sums),
+                2.. => self.add_for_heads::<S, 2>(simd, head, weights, sums),
+                _ => self.add_for_heads::<S, 1>(simd, head, weights, sums),
+            };
         }
     }
 
-    /// Adds the rows to the sums of H heads at once.
+    /// Adds the rows to the sums of H heads from `head` on, and returns H.
     #[inline(always)]
-    fn add_for_heads<S: Simd, const H: usize>(self, simd: S, weights: &[f32], sums: &mut [f32]) {
-        for (group, sums) in sums.chunks_exact_mut(H * self.width).enumerate() {
-            let weights = &weights[group * H * CHUNK..];
-            let mut column = 0;
-            while column < self.width {
-                column += match (self.width - column) / S::LANES {
-                    1 => self.add_columns::<S, H, 1>(simd, column, weights, sums),
-                    4.. if S::LANES == 16 || H < 4 => self.add_columns::<S, H, 4>(simd, column, weights, sums),
-                    _ => self.add_columns::<S, H, 2>(simd, column, weights, sums),
-                };
-            }
+    fn add_for_heads<S: Simd, const H: usize>(&self, simd: S, head: usize, weights: &[f32], sums: &mut [f32]) -> usize {
+        let weights = &weights[head * CHUNK..];
+        let mut column = 0;
+        while column < self.width {
+            column += match (self.width - column) / S::LANES {
+                1 => self.add_columns::<S, H, 1>(simd, head, column, weights, sums),
+                4.. if S::LANES == 16 || H < 4 => self.add_columns::<S, H, 4>(simd, head, column, weights, sums),
+                _ => self.add_columns::<S, H, 2>(simd, head, column, weights, sums),
+            };
         }
+        H
     }
 
-    /// Adds V vectors of columns of each row to the sums of H heads, and returns the number of columns.
+    /// Adds V vectors of columns of each row to the sums of H heads from `head` on, whose weights are the first, and returns the number of
+    /// columns.
     #[inline(always)]
     fn add_columns<S: Simd, const H: usize, const V: usize>(
-        self,
+        &self,
         simd: S,
+        head: usize,
         column: usize,
         weights: &[f32],
         sums: &mut [f32],
     ) -> usize {
-        let Self { elements, stride, count, width, soon } = self;
-        let columns = V * S::LANES;
-        assert!(column + columns <= width && sums.len() == H * width && weights.len() >= (H - 1) * CHUNK + count);
+        let Self { elements, stride, count, width, .. } = *self;
+        let (columns, sums) = (V * S::LANES, &mut sums[head * width..(head + H) * width]);
+        assert!(column + columns <= width && weights.len() >= (H - 1) * CHUNK + count);
         assert!(elements.len() >= (count - 1) * stride + width);
         let mut added = [[simd.splat(0.0); V]; H];
         for (h, added) in added.iter_mut().enumerate() {
@@ -213,7 +261,9 @@ impl<E: Element> Strided<'_, E> {
             let mut values = [simd.splat(0.0); V];
             for (v, value) in values.iter_mut().enumerate() {
                 let at = row * stride + column + v * S::LANES;
-                prefetch_line(soon.wrapping_add(at));
+                if head == 0 {
+                    self.prefetch(at);
+                }
                 // SAFETY: the asserted size of the rows.
                 *value = unsafe { E::load(simd, elements.as_ptr().add(at)) };
             }
