@@ -39,6 +39,19 @@ impl VaeArgs {
     }
 }
 
+/// Refuses what does not fit the free memory of a machine, in all processes: `check` compares it with what this machine needs.
+pub(crate) fn check_free(
+    processes: &ProcessGroup,
+    check: impl FnOnce(u64) -> ringspan_video::Result<()>,
+) -> Result<()> {
+    let own = ringspan::memory::available().map_or(Ok(()), check);
+    // A process that stopped alone would leave the others waiting for it.
+    let fits = processes.smallest(u64::from(own.is_ok()))? == 1;
+    own?;
+    ensure!(fits, "another machine has too little memory, as a process there says");
+    Ok(())
+}
+
 /// The mesh that was asked for; with `cfg_parallel`, it has twice as many ranks, half of them for each branch of guidance.
 pub(crate) fn mesh(args: &MeshArgs, cfg_parallel: bool, processes: &ProcessGroup) -> Result<VideoMesh> {
     let branches = if cfg_parallel { 2 } else { 1 };

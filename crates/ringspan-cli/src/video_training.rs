@@ -1,7 +1,7 @@
 //! `ringspan train` of a video transformer: from latents and prompts to an adapter.
 
 use crate::denoise::Progress;
-use crate::{interrupt, mesh, output};
+use crate::{interrupt, mesh, output, video_io};
 use anyhow::Result;
 use ringspan::comm::process_group::ProcessGroup;
 use ringspan_train::TrainConfig;
@@ -17,9 +17,7 @@ pub(crate) fn run(config: &TrainConfig, dry_run: bool, processes: &ProcessGroup)
         return Ok(false);
     }
     output::note(&training);
-    if let Some(free) = ringspan::memory::available() {
-        training.memory().check_free(processes.smallest(free)?)?;
-    }
+    video_io::check_free(processes, |free| training.memory().check_free(free))?;
     let progress = Progress::after(training.first_step() as usize, training.steps() as usize);
     let outcome = training.run(interrupt::watch(), &|metrics| {
         progress.stepped_with(metrics.step as usize, &format!("loss {:.4}, ", metrics.loss));

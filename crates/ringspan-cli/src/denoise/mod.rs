@@ -82,9 +82,7 @@ pub(crate) fn run(args: &DenoiseArgs, processes: &ProcessGroup) -> Result<()> {
         return Ok(output::line(&plan)?);
     }
     output::note(&plan);
-    if let Some(free) = ringspan::memory::available() {
-        plan.check_free(processes.smallest(free)?)?;
-    }
+    video_io::check_free(processes, |free| plan.check_free(free))?;
     if video.is_some() {
         inputs.latents = noise(args.seed.unwrap_or(0), inputs.latents.dims())?;
     }

@@ -128,9 +128,7 @@ pub(crate) fn run(args: &VideoArgs, processes: &ProcessGroup) -> Result<()> {
     if args.dry_run {
         return Ok(());
     }
-    if let Some(free) = ringspan::memory::available() {
-        plan.check_free(processes.smallest(free)?)?;
-    }
+    video_io::check_free(processes, |free| plan.check_free(free))?;
     let began = Instant::now();
     // The time of steps begins with the stage that takes them.
     let (progress, skipped) = (OnceLock::new(), AtomicUsize::new(0));

@@ -219,7 +219,7 @@ impl DenoisePlan {
         }
         Err(Error::Input(format!(
             "this needs about {} of memory (weights {}, {} ranks here of up to {}), and {} are free; weights in bf16 take half of \
-             those in f32, and with more ranks each has fewer tokens",
+             those in f32, and with ranks on more machines each machine has fewer tokens",
             bytes_text(needed),
             bytes_text(self.most_weights()),
             self.local,

@@ -15,7 +15,7 @@ pub struct RankGroups {
     alone: Arc<Group>,
     /// The ranks with the same tokens in both branches of guidance.
     across: Option<Arc<dyn Communicator>>,
-    /// Bytes that this rank had sent to others before.
+    /// Bytes that this rank had sent to others before these groups were made.
     sent_before: u64,
 }
 

@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 use crate::lora;
 use crate::ranks::{VideoMesh, VideoRanks};
 use crate::transformer::{WanFolder, WeightType};
-use memory::StepSizes;
+use memory::{LocalRanks, StepSizes};
 use ringspan::comm::process_group::ProcessGroup;
 use ringspan::mesh::Grid;
 use ringspan::{Documents, Layout, LayoutKind};
@@ -193,8 +193,8 @@ fn predicted_memory(
     // Beside the matrices and the optimiser's state there are their gradients, the message in which ranks sum them, and what comes back.
     let adapters = 16 * adapters as u64 + Optimizer::state_bytes(&config.optimizer, adapters) as u64;
     let local = match mesh.processes.local() {
-        Some(local) => (local, local),
-        None => (mesh.size(), 1),
+        Some(local) => LocalRanks { ranks: local, processes: local },
+        None => LocalRanks { ranks: mesh.size(), processes: 1 },
     };
     let of_sample = |[latents, prompt]: [Vec<usize>; 2]| -> Result<TrainingMemory> {
         let (batch, grid) = (latents.first().copied().unwrap_or(0), transformer.grid_of(&latents)?);
@@ -205,10 +205,12 @@ fn predicted_memory(
             tokens: (0..mesh.size()).map(|rank| layout.tokens(rank)).max().unwrap_or(0) as u64,
             latents: latents.iter().product::<usize>() as u64,
             embeds: prompt.iter().take(2).product::<usize>() as u64,
+            prompt: prompt.iter().product::<usize>() as u64,
+            samples: config.grad_accumulation as u64,
             recompute: rank::recompute(config),
             storage: config.activations,
         };
-        Ok(TrainingMemory::new(weights, adapters, &sizes, transformer.config(), local))
+        TrainingMemory::new(weights, adapters, &sizes, transformer.config(), local)
     };
     let all = data.shapes()?.into_iter().map(of_sample).collect::<Result<Vec<_>>>()?;
     let most = all.into_iter().max_by_key(TrainingMemory::of_rank);

@@ -6,7 +6,6 @@ use crate::error::{Error, Result};
 use crate::ranks::RankGroups;
 use crate::transformer::FlowSample;
 use candle_core::Tensor;
-use ringspan::comm::Buffer;
 use ringspan_candle::{CheckpointPolicy, Recompute, StoredWeights};
 use ringspan_train::checkpoint::{Checkpoints, Progress, Region};
 use ringspan_train::data::PackerPosition;
@@ -129,8 +128,7 @@ impl VideoTraining<'_> {
 
     /// Whether rank 0 has seen `stop`, which decides for all, so that no rank is left alone in a step.
     fn agreed_to_stop(&self, groups: &RankGroups, stop: &AtomicBool) -> Result<bool> {
-        let own = (groups.rank() == 0).then(|| Buffer::U64(vec![stop.load(Ordering::SeqCst).into()]));
-        Ok(*groups.video().cp().broadcast(0, own)? == Buffer::U64(vec![1]))
+        groups.decided(stop.load(Ordering::SeqCst))
     }
 
     /// Saves a checkpoint: rank 0 writes, since all ranks have the same adapters, and the others wait.

@@ -183,7 +183,14 @@ fn decoding_reads_pages_with_the_bits_of_scattered_rows() {
 
 #[test]
 fn many_queries_with_keys_of_their_own_give_the_bits_of_each_alone() {
-    let counts = [700, 1, 0, 2100, 64, 1025];
+    // With the second, even the longest text is little of a worker's share, and is read by one task.
+    check_many_queries(&[700, 1, 0, 2100, 64, 1025]);
+    check_many_queries(&[
+        1100, 130, 0, 900, 1025, 1, 640, 800, 990, 129, 1090, 300, 777, 1024, 512, 1000, 1050, 1099, 950, 860,
+    ]);
+}
+
+fn check_many_queries(counts: &[usize]) {
     let keys: usize = counts.iter().sum();
     let mut problem = Problem::new(counts.len(), keys, (6, 2), (24, 40), FULL);
     (problem.score.softcap, problem.bias_heads) = (Some(0.7), 6);

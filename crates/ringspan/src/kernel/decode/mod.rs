@@ -23,10 +23,10 @@ use std::ops::Range;
 /// Maximum number of key rows in a chunk.
 const CHUNK: usize = 1024;
 
-/// Number of key rows in a chunk, below which none is made smaller so that there are more of them.
+/// Least number of key rows in a chunk, except the last: smaller chunks are not worth a task.
 const LEAST_CHUNK: usize = 128;
 
-/// Number of chunks of a query whose keys are few: several threads have something to do then.
+/// Most chunks of a query, as long as none needs more than CHUNK rows: enough for several threads.
 const CHUNKS: usize = 8;
 
 /// Number of rows in each chunk of so many; the last chunk may have fewer.
@@ -46,9 +46,11 @@ const MAX_LANES: usize = 16;
 /// reach from one page of a cache into another are copied, so pages should be several times larger.
 const ROWS: usize = MAX_LANES;
 
-/// Number of elements between those that are read and those that are fetched from memory meanwhile, all heads together, if these are
-/// at most MOST_ROWS_AHEAD rows. Half and twice of it were slower on Zen 4.
+/// Number of elements between those that are read and those that are fetched from memory meanwhile, all heads together. Half and
+/// twice of it were slower on Zen 4.
 const AHEAD: usize = 8192;
+
+/// Upper limit on the rows that AHEAD elements are, so that chunks of few rows are fetched, too.
 const MOST_ROWS_AHEAD: usize = 64;
 
 /// Whether each tile has a single query: with several, those of a tile would read the same keys again and again.
@@ -114,9 +116,10 @@ impl Decode<'_> {
         let (sums, copies) = rest.split_at_mut(heads.len() * v_wide);
         copy(simd, queries, wide, self.scaling.queries, |i| Some(self.q.at(tile.q.start, heads.start + i)));
         for (here, next) in rows_at_a_time(&rows, range.kv.len() * wide) {
+            // After the last keys come the first values.
             let soon = match next < rows.end {
-                true => soon(&self.k, next),
-                false => soon(&self.v, next - rows.len()),
+                true => soon(&self.k, next..rows.end),
+                false => soon(&self.v, (next - rows.len()).min(rows.end)..rows.end),
             };
             for (kv, own) in range.groups() {
                 let keys = Rows::new(simd, &self.k, (kv, wide), here.clone(), soon.clone(), copies);
@@ -131,8 +134,11 @@ impl Decode<'_> {
         }
         sums.fill(0.0);
         for (here, next) in rows_at_a_time(&rows, range.kv.len() * v_wide) {
-            // After the last values come the keys of the next chunk.
-            let soon = if next < rows.end { soon(&self.v, next) } else { soon(&self.k, next) };
+            // After the last values come keys of the next chunk, which this worker or another one reads.
+            let soon = match next < rows.end {
+                true => soon(&self.v, next..rows.end),
+                false => soon(&self.k, next.min(self.k.tokens)..self.k.tokens),
+            };
             for (kv, own) in range.groups() {
                 let values = Rows::new(simd, &self.v, (kv, v_wide), here.clone(), soon.clone(), copies);
                 let weights = &scores[own.start * CHUNK + here.start - rows.start..];
@@ -198,9 +204,9 @@ fn rows_at_a_time(rows: &Range<usize>, width: usize) -> impl Iterator<Item = (Ra
     rows.clone().step_by(ROWS).map(move |from| (from..end.min(from + ROWS), from + ahead))
 }
 
-/// The rows of a tensor from `first` on that are fetched from memory, as far as there are any.
-fn soon<'v, 'a>(view: &'v View<'a>, first: usize) -> Soon<'v, 'a> {
-    Soon { view, tokens: first.min(view.tokens)..view.tokens.min(first + ROWS) }
+/// The first ROWS of these tokens, which are fetched from memory.
+fn soon<'v, 'a>(view: &'v View<'a>, tokens: Range<usize>) -> Soon<'v, 'a> {
+    Soon { view, tokens: tokens.start..tokens.end.min(tokens.start + ROWS) }
 }
 
 dispatch!(

@@ -48,7 +48,7 @@ pub(super) struct Strided<'a, E> {
     stride: usize,
     count: usize,
     width: usize,
-    /// The first element of rows that are fetched from memory while these are multiplied; null if there are none.
+    /// The first element of rows that are fetched from memory while these are multiplied; of these rows if there are none.
     soon: *const E,
 }
 
@@ -63,11 +63,12 @@ struct RowsOfHead<'v, 'a> {
 impl RowsOfHead<'_, '_> {
     /// The rows in `data`; `None` if it does not contain them.
     #[inline(always)]
-    fn of<'a, E>(&self, data: &'a [E], soon: *const E) -> Option<Strided<'a, E>> {
+    fn of<'a, E>(&self, data: &'a [E], soon: Option<&[E]>) -> Option<Strided<'a, E>> {
         let (count, stride, width) = (self.count, self.view.token_stride, self.view.dim);
         let at = self.first.checked_mul(stride)?.checked_add(self.head.checked_mul(self.view.head_stride)?)?;
         let len = (count - 1).checked_mul(stride)?.checked_add(width)?;
-        Some(Strided { elements: data.get(at..at.checked_add(len)?)?, stride, count, width, soon })
+        let elements = data.get(at..at.checked_add(len)?)?;
+        Some(Strided { elements, stride, count, width, soon: soon.unwrap_or(elements).as_ptr() })
     }
 }
 
@@ -97,10 +98,10 @@ impl<'a> Rows<'a> {
             let rows = RowsOfHead { view, first, head, count: tokens.len() };
             let soon = (!soon.is_empty()).then(|| next.at(soon.start, head));
             let in_place = match (view.data, soon) {
-                (Data::F32(data), Some(Data::F32(soon))) => rows.of(data, soon.as_ptr()).map(Self::F32),
-                (Data::Bf16(data), Some(Data::Bf16(soon))) => rows.of(data, soon.as_ptr()).map(Self::Bf16),
-                (Data::F32(data), _) => rows.of(data, std::ptr::null()).map(Self::F32),
-                (Data::Bf16(data), _) => rows.of(data, std::ptr::null()).map(Self::Bf16),
+                (Data::F32(data), Some(Data::F32(soon))) => rows.of(data, Some(soon)).map(Self::F32),
+                (Data::Bf16(data), Some(Data::Bf16(soon))) => rows.of(data, Some(soon)).map(Self::Bf16),
+                (Data::F32(data), _) => rows.of(data, None).map(Self::F32),
+                (Data::Bf16(data), _) => rows.of(data, None).map(Self::Bf16),
                 _ => None,
             };
             if let Some(rows) = in_place {
@@ -113,7 +114,7 @@ impl<'a> Rows<'a> {
         let count = tokens.len().next_multiple_of(ROWS);
         let copies = &mut copies[..count * width];
         copy(simd, copies, width, 1.0, |i| (i < tokens.len()).then(|| view.at(tokens.start + i, head)));
-        Self::F32(Strided { elements: copies, stride: width, count, width, soon: std::ptr::null() })
+        Self::F32(Strided { elements: copies, stride: width, count, width, soon: copies.as_ptr() })
     }
 
     /// Computes the products with queries of whole vectors: that of row i and query h is `scores[h * CHUNK + i]`.
