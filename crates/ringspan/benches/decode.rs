@@ -43,10 +43,8 @@ impl Cached {
     /// The elements as whole words of memory.
     fn words(&self) -> &[u64] {
         match self {
-            // SAFETY: every pattern of bits is a number.
-            Self::F32(values) => unsafe { values.align_to().1 },
-            // SAFETY: as above.
-            Self::Bf16(values) => unsafe { values.align_to().1 },
+            Self::F32(values) => bytemuck::pod_align_to(values).1,
+            Self::Bf16(values) => bytemuck::pod_align_to(values).1,
         }
     }
 }

@@ -17,7 +17,7 @@ use super::terms::ScoreTerms;
 use super::vector::{Simd, exp};
 use super::{HeadMap, Tile, View};
 use head_ranges::{HeadRange, TASKS_PER_WORKER, head_ranges};
-use rows::{Rows, Soon};
+use rows::{Prefetch, Rows};
 use std::ops::Range;
 
 /// Maximum number of key rows in a chunk.
@@ -46,8 +46,8 @@ const MAX_LANES: usize = 16;
 /// reach from one page of a cache into another are copied, so pages should be several times larger.
 const ROWS: usize = MAX_LANES;
 
-/// Number of elements between those that are read and those that are fetched from memory meanwhile, all heads together. Half and
-/// twice of it were slower on Zen 4.
+/// Number of elements between those that are read and those that are fetched from memory meanwhile, all heads together. On Zen 4,
+/// half of it was as fast, and twice of it slower.
 const AHEAD: usize = 8192;
 
 /// Upper limit on the rows that AHEAD elements are, so that chunks of few rows are fetched, too.
@@ -117,12 +117,12 @@ impl Decode<'_> {
         copy(simd, queries, wide, self.scaling.queries, |i| Some(self.q.at(tile.q.start, heads.start + i)));
         for (here, next) in rows_at_a_time(&rows, range.kv.len() * wide) {
             // After the last keys come the first values.
-            let soon = match next < rows.end {
-                true => soon(&self.k, next..rows.end),
-                false => soon(&self.v, (next - rows.len()).min(rows.end)..rows.end),
+            let ahead = match next < rows.end {
+                true => prefetch(&self.k, next..rows.end),
+                false => prefetch(&self.v, (next - rows.len()).min(rows.end)..rows.end),
             };
             for (kv, own) in range.groups() {
-                let keys = Rows::new(simd, &self.k, (kv, wide), here.clone(), soon.clone(), copies);
+                let keys = Rows::new(simd, &self.k, (kv, wide), here.clone(), ahead.clone(), copies);
                 let scores = &mut scores[own.start * CHUNK + here.start - rows.start..];
                 keys.score(simd, &queries[own.start * wide..own.end * wide], scores);
             }
@@ -135,12 +135,12 @@ impl Decode<'_> {
         sums.fill(0.0);
         for (here, next) in rows_at_a_time(&rows, range.kv.len() * v_wide) {
             // After the last values come keys of the next chunk, which this worker or another one reads.
-            let soon = match next < rows.end {
-                true => soon(&self.v, next..rows.end),
-                false => soon(&self.k, next.min(self.k.tokens)..self.k.tokens),
+            let ahead = match next < rows.end {
+                true => prefetch(&self.v, next..rows.end),
+                false => prefetch(&self.k, next.min(tile.k.end)..tile.k.end),
             };
             for (kv, own) in range.groups() {
-                let values = Rows::new(simd, &self.v, (kv, v_wide), here.clone(), soon.clone(), copies);
+                let values = Rows::new(simd, &self.v, (kv, v_wide), here.clone(), ahead.clone(), copies);
                 let weights = &scores[own.start * CHUNK + here.start - rows.start..];
                 values.add_weighted(simd, weights, &mut sums[own.start * v_wide..own.end * v_wide]);
             }
@@ -205,8 +205,8 @@ fn rows_at_a_time(rows: &Range<usize>, width: usize) -> impl Iterator<Item = (Ra
 }
 
 /// The first ROWS of these tokens, which are fetched from memory.
-fn soon<'v, 'a>(view: &'v View<'a>, tokens: Range<usize>) -> Soon<'v, 'a> {
-    Soon { view, tokens: tokens.start..tokens.end.min(tokens.start + ROWS) }
+fn prefetch<'v, 'a>(view: &'v View<'a>, tokens: Range<usize>) -> Prefetch<'v, 'a> {
+    Prefetch { view, tokens: tokens.start..tokens.end.min(tokens.start + ROWS) }
 }
 
 dispatch!(

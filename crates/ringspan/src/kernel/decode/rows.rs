@@ -49,7 +49,7 @@ pub(super) struct Strided<'a, E> {
     count: usize,
     width: usize,
     /// The first element of rows that are fetched from memory while these are multiplied; of these rows if there are none.
-    soon: *const E,
+    ahead: *const E,
 }
 
 /// Adjacent rows of one head.
@@ -63,18 +63,18 @@ struct RowsOfHead<'v, 'a> {
 impl RowsOfHead<'_, '_> {
     /// The rows in `data`; `None` if it does not contain them.
     #[inline(always)]
-    fn of<'a, E>(&self, data: &'a [E], soon: Option<&[E]>) -> Option<Strided<'a, E>> {
+    fn in_place<'a, E>(&self, data: &'a [E], ahead: Option<&[E]>) -> Option<Strided<'a, E>> {
         let (count, stride, width) = (self.count, self.view.token_stride, self.view.dim);
         let at = self.first.checked_mul(stride)?.checked_add(self.head.checked_mul(self.view.head_stride)?)?;
         let len = (count - 1).checked_mul(stride)?.checked_add(width)?;
         let elements = data.get(at..at.checked_add(len)?)?;
-        Some(Strided { elements, stride, count, width, soon: soon.unwrap_or(elements).as_ptr() })
+        Some(Strided { elements, stride, count, width, ahead: ahead.unwrap_or(elements).as_ptr() })
     }
 }
 
 /// Tokens of a tensor whose rows are fetched from memory while others are multiplied.
 #[derive(Clone)]
-pub(super) struct Soon<'v, 'a> {
+pub(super) struct Prefetch<'v, 'a> {
     pub(super) view: &'v View<'a>,
     pub(super) tokens: Range<usize>,
 }
@@ -88,7 +88,7 @@ impl<'a> Rows<'a> {
         view: &View<'a>,
         (head, width): (usize, usize),
         tokens: Range<usize>,
-        Soon { view: next, tokens: soon }: Soon,
+        Prefetch { view: next, tokens: ahead }: Prefetch,
         copies: &'a mut [f32],
     ) -> Self {
         if tokens.len().is_multiple_of(ROWS)
@@ -96,25 +96,25 @@ impl<'a> Rows<'a> {
             && let Some(first) = first_of_adjacent(view, tokens.clone())
         {
             let rows = RowsOfHead { view, first, head, count: tokens.len() };
-            let soon = (!soon.is_empty()).then(|| next.at(soon.start, head));
-            let in_place = match (view.data, soon) {
-                (Data::F32(data), Some(Data::F32(soon))) => rows.of(data, Some(soon)).map(Self::F32),
-                (Data::Bf16(data), Some(Data::Bf16(soon))) => rows.of(data, Some(soon)).map(Self::Bf16),
-                (Data::F32(data), _) => rows.of(data, None).map(Self::F32),
-                (Data::Bf16(data), _) => rows.of(data, None).map(Self::Bf16),
+            let ahead = (!ahead.is_empty()).then(|| next.at(ahead.start, head));
+            let in_place = match (view.data, ahead) {
+                (Data::F32(data), Some(Data::F32(ahead))) => rows.in_place(data, Some(ahead)).map(Self::F32),
+                (Data::Bf16(data), Some(Data::Bf16(ahead))) => rows.in_place(data, Some(ahead)).map(Self::Bf16),
+                (Data::F32(data), _) => rows.in_place(data, None).map(Self::F32),
+                (Data::Bf16(data), _) => rows.in_place(data, None).map(Self::Bf16),
                 _ => None,
             };
             if let Some(rows) = in_place {
                 return rows;
             }
         }
-        for token in soon {
+        for token in ahead {
             next.at(token, head).prefetch_far();
         }
         let count = tokens.len().next_multiple_of(ROWS);
         let copies = &mut copies[..count * width];
         copy(simd, copies, width, 1.0, |i| (i < tokens.len()).then(|| view.at(tokens.start + i, head)));
-        Self::F32(Strided { elements: copies, stride: width, count, width, soon: copies.as_ptr() })
+        Self::F32(Strided { elements: copies, stride: width, count, width, ahead: copies.as_ptr() })
     }
 
     /// Computes the products with queries of whole vectors: that of row i and query h is `scores[h * CHUNK + i]`.
@@ -137,10 +137,10 @@ impl<'a> Rows<'a> {
 }
 
 impl<E: Element> Strided<'_, E> {
-    /// Requests the cache line of the element `at` of the rows that are read soon.
+    /// Requests the cache line of the element `at` of the rows ahead.
     #[inline(always)]
     fn prefetch(&self, at: usize) {
-        prefetch_line(self.soon.wrapping_add(at));
+        prefetch_line(self.ahead.wrapping_add(at));
     }
 
     /// A product takes as many pairs of a query and a row as a vector has lanes, so that their sums are one vector.
