@@ -159,6 +159,15 @@ mod tests {
     }
 
     #[test]
+    fn what_does_not_fit_is_refused_with_the_numbers_of_this_machine() {
+        let (single, full) = (ProcessGroup::single(), ringspan_video::Error::Input("9 GiB of 8".into()));
+        let message = check_free(&single, |_| Err(full)).expect_err("must be refused").to_string();
+        assert!(message.contains("9 GiB of 8"), "{message}");
+        check_free(&single, |free| if free > 0 { Ok(()) } else { Err(ringspan_video::Error::Input("full".into())) })
+            .expect("there is free memory");
+    }
+
+    #[test]
     fn several_videos_need_a_file_of_tensors() {
         let shape = [2, 3, 5, 8, 8];
         assert!(Destination::Tensors("a".into()).check(shape).is_ok());

@@ -34,7 +34,7 @@ pub(crate) fn encode(
         work(&EncoderRank { rows: layout.rows(rank.index()), group, schedule: &schedule })
     })?;
     let Some(parts) = parts else { return Ok(None) };
-    let tokens: usize = parts.iter().enumerate().map(|(rank, _)| layout.tokens(rank)).sum();
+    let tokens: usize = (0..layout.ranks()).map(|rank| layout.tokens(rank)).sum();
     let mut states = vec![0.0; tokens * width];
     for (rank, part) in parts.iter().enumerate() {
         for (row, state) in layout.rows(rank).into_iter().zip(part.f32()?.chunks_exact(width)) {

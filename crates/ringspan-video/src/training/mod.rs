@@ -170,11 +170,7 @@ impl fmt::Display for VideoTraining<'_> {
         writeln!(f, "mesh      {}", self.mesh)?;
         writeln!(f, "adapters  rank {rank}, alpha {alpha}: {} layers, {parameters} parameters", shapes.len() / 2)?;
         writeln!(f, "data      {}", self.data)?;
-        writeln!(
-            f,
-            "weights   {}, frozen, once for the ranks of a process",
-            bytes_text(self.folder.bytes(WeightType::AsStored) - 4 * parameters as u64)
-        )?;
+        writeln!(f, "weights   {}, frozen, once for the ranks of a process", bytes_text(self.memory.weights))?;
         writeln!(f, "memory    about {}", self.memory)?;
         write!(f, "steps     {} to {}, learning rate {:e} at most", self.first_step(), self.lr.steps, self.lr.peak)
     }
