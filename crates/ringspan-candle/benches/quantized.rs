@@ -92,13 +92,16 @@ fn least(times: Vec<f64>) -> f64 {
 fn read(bytes: &Bytes) -> u64 {
     let parts: Vec<&[u8]> = bytes.chunks(bytes.len().div_ceil(8 * pool::threads())).collect();
     let sum = |part: &[u8]| {
-        pool::vectorized(|| {
-            let mut sums = [0u64; 32];
-            for words in part.as_chunks::<8>().0.as_chunks::<32>().0 {
-                sums.iter_mut().zip(words).for_each(|(sum, word)| *sum ^= u64::from_le_bytes(*word));
-            }
-            sums.iter().fold(0, |all, sum| all ^ sum)
-        })
+        pool::vectorized(
+            #[inline(always)]
+            || {
+                let mut sums = [0u64; 32];
+                for words in part.as_chunks::<8>().0.as_chunks::<32>().0 {
+                    sums.iter_mut().zip(words).for_each(|(sum, word)| *sum ^= u64::from_le_bytes(*word));
+                }
+                sums.iter().fold(0, |all, sum| all ^ sum)
+            },
+        )
     };
     pool::map(parts, sum).into_iter().fold(0, |all, sum| all ^ sum)
 }

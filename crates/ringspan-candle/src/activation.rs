@@ -64,24 +64,42 @@ impl Activation {
     pub(crate) fn gate_in_place<T: Number>(self, gate: &mut [T], up: &[T]) {
         // Each arm passes a constant, so that its loop is compiled for one activation.
         match self {
-            Self::Silu => vectorized(|| gated(Self::Silu, gate, up)),
-            Self::GeluTanh => vectorized(|| gated(Self::GeluTanh, gate, up)),
+            Self::Silu => vectorized(
+                #[inline(always)]
+                || gated(Self::Silu, gate, up),
+            ),
+            Self::GeluTanh => vectorized(
+                #[inline(always)]
+                || gated(Self::GeluTanh, gate, up),
+            ),
         }
     }
 
     /// `x = act(x)`, element by element.
     pub(crate) fn apply_in_place<T: Number>(self, x: &mut [T]) {
         match self {
-            Self::Silu => vectorized(|| applied(Self::Silu, x)),
-            Self::GeluTanh => vectorized(|| applied(Self::GeluTanh, x)),
+            Self::Silu => vectorized(
+                #[inline(always)]
+                || applied(Self::Silu, x),
+            ),
+            Self::GeluTanh => vectorized(
+                #[inline(always)]
+                || applied(Self::GeluTanh, x),
+            ),
         }
     }
 
     /// Turns the gradient `d` of `act(x)` in place into that of x.
     pub(crate) fn slopes_in_place<T: Number>(self, x: &[T], d: &mut [T]) {
         match self {
-            Self::Silu => vectorized(|| sloped(Self::Silu, x, d)),
-            Self::GeluTanh => vectorized(|| sloped(Self::GeluTanh, x, d)),
+            Self::Silu => vectorized(
+                #[inline(always)]
+                || sloped(Self::Silu, x, d),
+            ),
+            Self::GeluTanh => vectorized(
+                #[inline(always)]
+                || sloped(Self::GeluTanh, x, d),
+            ),
         }
     }
 
@@ -89,16 +107,28 @@ impl Activation {
     /// `act(gate) * up`.
     pub(crate) fn gate_backward_in_place<T: Number>(self, gate: &mut [T], up: &mut [T], d: &mut [T]) {
         match self {
-            Self::Silu => vectorized(|| gated_backward(Self::Silu, gate, up, d)),
-            Self::GeluTanh => vectorized(|| gated_backward(Self::GeluTanh, gate, up, d)),
+            Self::Silu => vectorized(
+                #[inline(always)]
+                || gated_backward(Self::Silu, gate, up, d),
+            ),
+            Self::GeluTanh => vectorized(
+                #[inline(always)]
+                || gated_backward(Self::GeluTanh, gate, up, d),
+            ),
         }
     }
 
     /// Turns `gate` and `up` in place into their gradients, where `d` is the gradient of `act(gate) * up`.
     pub(crate) fn gate_gradients_in_place<T: Number>(self, gate: &mut [T], up: &mut [T], d: &[T]) {
         match self {
-            Self::Silu => vectorized(|| gated_gradients(Self::Silu, gate, up, d)),
-            Self::GeluTanh => vectorized(|| gated_gradients(Self::GeluTanh, gate, up, d)),
+            Self::Silu => vectorized(
+                #[inline(always)]
+                || gated_gradients(Self::Silu, gate, up, d),
+            ),
+            Self::GeluTanh => vectorized(
+                #[inline(always)]
+                || gated_gradients(Self::GeluTanh, gate, up, d),
+            ),
         }
     }
 }

@@ -106,7 +106,10 @@ impl CustomOp1 for DropInputs {
         let part = pool::part(self.tokens.len(), width);
         let parts = out.chunks_mut(part * width).zip(self.tokens.chunks(part)).collect();
         pool::map(parts, |(rows, tokens): (&mut [f32], &[usize])| {
-            pool::vectorized(|| self.dropout.drop_rows(self.layer, tokens, self.first..self.first + width, rows));
+            pool::vectorized(
+                #[inline(always)]
+                || self.dropout.drop_rows(self.layer, tokens, self.first..self.first + width, rows),
+            );
         });
         Ok((number::storage(out, x.dtype())?, at.shape().clone()))
     }

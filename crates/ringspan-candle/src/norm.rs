@@ -108,7 +108,7 @@ impl CustomOp2 for RmsNorm {
             let width = w.len().max(1);
             let part = pool::part(x.len() / width, width) * width;
             let parts = x.chunks(part).zip(out.chunks_mut(part)).collect();
-            pool::map(parts, |(x, out): (&[T], &mut [T])| pool::vectorized(|| self.forward(x, w, out)));
+            pool::map(parts, |(x, out): (&[T], &mut [T])| pool::vectorized(#[inline(always)] || self.forward(x, w, out)));
             T::to_cpu_storage_owned(out)
         });
         Ok((out, x_at.shape().clone()))
@@ -133,7 +133,7 @@ impl CustomOp2 for RmsNorm {
                         let part = pool::part(xs.len() / width, width) * width;
                         let parts = xs.chunks(part).zip(gs.chunks(part)).zip(dx.chunks_mut(part)).collect();
                         let sums = pool::map(parts, |((x, g), dx): ((&[T], &[T]), &mut [T])| {
-                            pool::vectorized(|| self.backward(x, ws, g, dx))
+                            pool::vectorized(#[inline(always)] || self.backward(x, ws, g, dx))
                         });
                         for part in sums {
                             dw.iter_mut().zip(part).for_each(|(sum, x)| *sum += x);

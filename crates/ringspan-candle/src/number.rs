@@ -229,7 +229,10 @@ pub(crate) fn storage(values: Vec<f32>, dtype: DType) -> Result<CpuStorage> {
 pub(crate) fn convert<T: Number, U: Number>(values: &[T], out: &mut [U]) {
     let part = pool::part(values.len(), 1);
     pool::map(out.chunks_mut(part).zip(values.chunks(part)).collect(), |(out, values): (&mut [U], &[T])| {
-        pool::vectorized(|| out.iter_mut().zip(values).for_each(|(out, x)| *out = U::round_from(x.upcast())));
+        pool::vectorized(
+            #[inline(always)]
+            || out.iter_mut().zip(values).for_each(|(out, x)| *out = U::round_from(x.upcast())),
+        );
     });
 }
 

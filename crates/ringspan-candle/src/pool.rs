@@ -98,7 +98,8 @@ pub fn parts(rows: usize, width: usize) -> Vec<Range<usize>> {
     (0..rows.div_ceil(part)).map(|index| index * part..rows.min((index + 1) * part)).collect()
 }
 
-/// Runs `work` compiled for the widest vector instructions of this machine.
+/// Runs `work` compiled for the widest vector instructions of this machine. A closure must be `#[inline(always)]`, as must what it
+/// calls: what the compiler does not inline is compiled for the oldest processors.
 #[inline(always)]
 pub fn vectorized<R>(work: impl FnOnce() -> R) -> R {
     pulp::Arch::new().dispatch(work)

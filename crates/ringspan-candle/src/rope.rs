@@ -164,7 +164,7 @@ impl CustomOp1 for Rope {
             let part = pool::part(tokens, width);
             let parts = x.chunks(part * width).zip(out.chunks_mut(part * width)).enumerate().collect();
             pool::map(parts, |(index, (x, out)): (usize, (&[T], &mut [T]))| {
-                pool::vectorized(|| self.rotate(index * part, heads, x, out));
+                pool::vectorized(#[inline(always)] || self.rotate(index * part, heads, x, out));
             });
             T::to_cpu_storage_owned(out)
         });

@@ -22,7 +22,10 @@ pub(crate) fn rounded(values: &[f32]) -> Vec<bf16> {
 pub(crate) fn round(values: &[f32], out: &mut [bf16]) {
     let part = pool::part(values.len(), 1);
     pool::map(out.chunks_mut(part).zip(values.chunks(part)).collect(), |(out, values): (&mut [bf16], &[f32])| {
-        pool::vectorized(|| out.iter_mut().zip(values).for_each(|(out, x)| *out = round_to_bf16(*x)));
+        pool::vectorized(
+            #[inline(always)]
+            || out.iter_mut().zip(values).for_each(|(out, x)| *out = round_to_bf16(*x)),
+        );
     });
 }
 
@@ -37,9 +40,12 @@ pub(crate) fn widened(values: &[bf16]) -> Vec<f32> {
 pub(crate) fn widen(values: &[bf16], out: &mut [f32]) {
     let part = pool::part(values.len(), 1);
     pool::map(out.chunks_mut(part).zip(values.chunks(part)).collect(), |(out, values): (&mut [f32], &[bf16])| {
-        pool::vectorized(|| {
-            out.iter_mut().zip(values).for_each(|(out, x)| *out = widened_one(*x));
-        });
+        pool::vectorized(
+            #[inline(always)]
+            || {
+                out.iter_mut().zip(values).for_each(|(out, x)| *out = widened_one(*x));
+            },
+        );
     });
 }
 

@@ -57,6 +57,9 @@ impl InplaceOp2 for AddInPlace {
 pub(crate) fn add<T: Number, U: Number>(x: &mut [T], y: &[U]) {
     let part = pool::part(x.len(), 1);
     pool::map(x.chunks_mut(part).zip(y.chunks(part)).collect(), |(x, y): (&mut [T], &[U])| {
-        pool::vectorized(|| x.iter_mut().zip(y).for_each(|(x, y)| *x = T::round_from(x.upcast() + y.upcast())));
+        pool::vectorized(
+            #[inline(always)]
+            || x.iter_mut().zip(y).for_each(|(x, y)| *x = T::round_from(x.upcast() + y.upcast())),
+        );
     });
 }

@@ -66,23 +66,27 @@ enum Command {
     Video(Box<video::VideoArgs>),
 }
 
-/// Lets mimalloc keep freed memory, except in a server, which would keep the most that any thread has needed for one prompt. By
-/// default it returns memory that was free for a second, and each training step requests and clears the same pages anew, which
-/// takes 8 % of the step.
-fn keep_memory() {
+/// Chooses how long mimalloc keeps freed memory, in milliseconds. By default it returns memory that was free for a second, and each
+/// training step requests and clears the same pages anew, which takes 8 % of the step: so memory is kept for ever (-1), except by a
+/// server, which would keep the most that any thread has needed for one prompt, and by stages of videos, which would keep buffers of
+/// all layers, each of other sizes.
+fn keep_memory(command: &Command) {
     /// The option `mi_option_purge_delay`, for which the crate has no constant.
     const PURGE_DELAY: libmimalloc_sys::mi_option_t = 15;
+    let delay = match command {
+        Command::Serve(_) => return,
+        Command::DecodeLatents(_) | Command::EncodeFrames(_) | Command::Video(_) => 400,
+        _ => -1,
+    };
     // SAFETY: sets an integer option, for which every value is valid.
-    unsafe { libmimalloc_sys::mi_option_set(PURGE_DELAY, -1) };
+    unsafe { libmimalloc_sys::mi_option_set(PURGE_DELAY, delay) };
 }
 
 /// Runs the command that the arguments of this process ask for.
 #[must_use]
 pub fn main() -> ExitCode {
     let Cli { launch, command } = Cli::parse();
-    if !matches!(command, Command::Serve(_)) {
-        keep_memory();
-    }
+    keep_memory(&command);
     launch::run(launch, |ranks| {
         interrupt::install()?;
         run(command, ranks)

@@ -180,14 +180,17 @@ impl Optimizer {
                     .zip(m_now.chunks_mut(chunk_len))
                     .zip(v_now.chunks_mut(chunk_len));
                 pool::map(slices.collect(), |(((p, g), m), v): Slices<'_>| {
-                    pool::vectorized(|| {
-                        for (((p, g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
-                            let g = g * scale;
-                            *m += mix * (g - *m);
-                            *v = *v * keep + add * g * g;
-                            *p = *p * decay_factor - step_size * (*m / (v.sqrt() / root_correction + eps));
-                        }
-                    });
+                    pool::vectorized(
+                        #[inline(always)]
+                        || {
+                            for (((p, g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
+                                let g = g * scale;
+                                *m += mix * (g - *m);
+                                *v = *v * keep + add * g * g;
+                                *p = *p * decay_factor - step_size * (*m / (v.sqrt() / root_correction + eps));
+                            }
+                        },
+                    );
                 });
                 self.state.insert(format!("exp_avg.{name}"), m);
                 self.state.insert(format!("exp_avg_sq.{name}"), v);
@@ -241,15 +244,18 @@ fn squares(gradient: &[f32]) -> f64 {
     const BLOCK: usize = 1 << 16;
     const LANES: usize = 8;
     let of_block = |block: &[f32]| {
-        pool::vectorized(|| {
-            let mut sums = [0.0f64; LANES];
-            let chunks = block.chunks_exact(LANES);
-            let rest: f64 = chunks.remainder().iter().map(|&x| f64::from(x) * f64::from(x)).sum();
-            for chunk in chunks {
-                sums.iter_mut().zip(chunk).for_each(|(sum, &x)| *sum += f64::from(x) * f64::from(x));
-            }
-            sums.iter().sum::<f64>() + rest
-        })
+        pool::vectorized(
+            #[inline(always)]
+            || {
+                let mut sums = [0.0f64; LANES];
+                let chunks = block.chunks_exact(LANES);
+                let rest: f64 = chunks.remainder().iter().map(|&x| f64::from(x) * f64::from(x)).sum();
+                for chunk in chunks {
+                    sums.iter_mut().zip(chunk).for_each(|(sum, &x)| *sum += f64::from(x) * f64::from(x));
+                }
+                sums.iter().sum::<f64>() + rest
+            },
+        )
     };
     pool::map(gradient.chunks(BLOCK).collect(), of_block).into_iter().sum()
 }

@@ -36,8 +36,12 @@ impl<T: Number> Chunk<'_, T> {
     /// Turns logits into exponentials relative to their row's maximum, row by row; returns the sums of each row.
     pub(super) fn statistics(&self, logits: &mut [f32], vocabulary: &Vocabulary) -> Vec<RowStatistics> {
         let sums: Vec<Vec<RowStatistics>> = pool::map(self.parts(logits), |(logits, targets)| {
-            let of =
-                |row: &mut [f32], target: u32| pool::vectorized(|| row_statistics(row, vocabulary.index_of(target)));
+            let of = |row: &mut [f32], target: u32| {
+                pool::vectorized(
+                    #[inline(always)]
+                    || row_statistics(row, vocabulary.index_of(target)),
+                )
+            };
             logits.chunks_exact_mut(self.vocabulary).zip(targets).map(|(row, target)| of(row, *target)).collect()
         });
         sums.concat()
@@ -56,7 +60,13 @@ impl<T: Number> Chunk<'_, T> {
                     gradient(row, index, scale, &sums, &sums, vocabulary.softcap);
                     sums.nll()
                 };
-                rows.map(|(row, target)| pool::vectorized(|| one(row, *target))).sum::<f64>()
+                rows.map(|(row, target)| {
+                    pool::vectorized(
+                        #[inline(always)]
+                        || one(row, *target),
+                    )
+                })
+                .sum::<f64>()
             });
             return Ok(of_rows.into_iter().sum());
         }
@@ -68,7 +78,10 @@ impl<T: Number> Chunk<'_, T> {
             let rows = logits.chunks_exact_mut(self.vocabulary).zip(targets);
             for ((row, target), (sums, totals)) in rows.zip(sums.iter().zip(totals)) {
                 let index = vocabulary.index_of(*target);
-                pool::vectorized(|| gradient(row, index, scale, sums, totals, vocabulary.softcap));
+                pool::vectorized(
+                    #[inline(always)]
+                    || gradient(row, index, scale, sums, totals, vocabulary.softcap),
+                );
             }
         });
         Ok(totals.iter().map(RowStatistics::nll).sum())
@@ -105,7 +118,10 @@ pub(super) fn for_each_chunk<T: Number>(
                 if let Some(cap) = softcap {
                     let part = pool::part(logits.len(), 1);
                     pool::map(logits.chunks_mut(part).collect(), |part: &mut [f32]| {
-                        pool::vectorized(|| part.iter_mut().for_each(|x| *x = capped(*x, cap)));
+                        pool::vectorized(
+                            #[inline(always)]
+                            || part.iter_mut().for_each(|x| *x = capped(*x, cap)),
+                        );
                     });
                 }
                 work(&Chunk { rows, targets, vocabulary, hidden, head }, logits)?;

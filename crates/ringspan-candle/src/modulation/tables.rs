@@ -18,7 +18,10 @@ pub(super) fn by_parts<T: Number, R: Send>(
     let parts = x.chunks(part * width).zip(out.chunks_mut(part * width)).enumerate().collect();
     pool::map(parts, |(index, (x, out)): (usize, (&[T], &mut [T]))| {
         let first = index * part;
-        pool::vectorized(|| work(first..first + x.len() / width, x, out))
+        pool::vectorized(
+            #[inline(always)]
+            || work(first..first + x.len() / width, x, out),
+        )
     })
 }
 

@@ -26,7 +26,12 @@ impl FrameAttention {
         let mut normed = vec![0.0; x.data.len()];
         let part = pool::part(tokens, channels) * channels;
         let parts = normed.chunks_mut(part).zip(x.data.chunks(part)).collect();
-        pool::map(parts, |(out, x): (&mut [f32], &[f32])| pool::vectorized(|| self.norm.write(x, out)));
+        pool::map(parts, |(out, x): (&mut [f32], &[f32])| {
+            pool::vectorized(
+                #[inline(always)]
+                || self.norm.write(x, out),
+            )
+        });
         let qkv = self.qkv.pointwise(&normed);
         drop(normed);
         let attended = self.attend(strip, &x, &qkv, tokens)?;

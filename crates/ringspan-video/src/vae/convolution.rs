@@ -2,8 +2,10 @@
 //!
 //! With channels last, the values under one row of the kernel are contiguous: `side * inputs` numbers, and those of the next
 //! column begin `inputs` numbers later. So a row of the kernel, at one frame, is a product with a matrix whose rows overlap in
-//! memory; nothing is gathered. The sums over the kernel's rows and frames are added in the output.
+//! memory; nothing is gathered. The sums over the kernel's rows and frames are added in the output. A kernel of 3 x 3 without a
+//! stride is computed from transformed values instead (`winograd`), unless there are few outputs.
 
+use super::winograd::Winograd;
 use candle_core::Tensor;
 use ringspan::kernel::product::{Arithmetic, Matrix, Output, Packed};
 use ringspan_candle::pool;
@@ -63,6 +65,23 @@ impl ConvolutionSizes {
         (self.inputs * self.time * self.side * self.side + 1) * self.outputs
     }
 
+    /// Numbers that [`Convolution::apply`] holds beside its input, of `input_cols` padded columns, and its output.
+    pub(crate) fn buffers(self, [frames, rows, cols]: [usize; 3], input_cols: usize) -> usize {
+        match Winograd::faster(self, [frames, rows, cols]) {
+            Some(winograd) => winograd.buffers(),
+            None => {
+                let packed = if Winograd::computes(self) { self.parameters() } else { 0 };
+                packed + self.rows_at_once(input_cols, rows) * input_cols * self.outputs
+            }
+        }
+    }
+
+    /// Output rows of a block of products. Without a stride, the positions of several rows are one matrix, which has those of the
+    /// padding between two rows as well. With a stride they are too many, so each row is a matrix.
+    fn rows_at_once(self, input_cols: usize, rows: usize) -> usize {
+        if self.stride == 1 { POSITIONS.div_ceil(input_cols.max(1)).min(rows) } else { 1 }
+    }
+
     /// Frames before the first new one that an output depends on.
     pub(crate) fn history(self) -> usize {
         self.time - self.time_stride
@@ -84,12 +103,19 @@ pub(crate) struct Padded<'a> {
     pub(crate) cols: usize,
 }
 
-/// The weights of a convolution, packed for products.
+/// The weights of a convolution.
 pub(crate) struct Convolution {
     sizes: ConvolutionSizes,
-    /// For each frame and row of the kernel a matrix `[side * inputs, outputs]`.
-    taps: Vec<Packed<f32>>,
+    weights: Weights,
     bias: Vec<f32>,
+}
+
+/// Weights in the order in which they are used. A *tap* is the matrix `[side * inputs, outputs]` of one frame and one row of the kernel.
+enum Weights {
+    /// `[time, side, side * inputs, outputs]`: each call transforms or packs them.
+    Plain(Vec<f32>),
+    /// The taps, packed for products.
+    Packed(Vec<Packed<f32>>),
 }
 
 impl Convolution {
@@ -100,22 +126,26 @@ impl Convolution {
     pub(crate) fn new(sizes: ConvolutionSizes, weight: &Tensor, bias: &Tensor) -> candle_core::Result<Self> {
         let ConvolutionSizes { inputs, outputs, time, side, .. } = sizes;
         let (weight, bias) = (weight.flatten_all()?.to_vec1::<f32>()?, bias.to_vec1()?);
-        let (area, volume) = (side * side, time * side * side);
-        let mut taps = Vec::with_capacity(time * side);
-        let mut matrix = vec![0.0; side * inputs * outputs];
-        for (frame, row) in (0..time).flat_map(|frame| (0..side).map(move |row| (frame, row))) {
-            for (index, value) in matrix.iter_mut().enumerate() {
-                let (output, input, col) = (index % outputs, index / outputs % inputs, index / outputs / inputs);
-                *value = weight[(output * inputs + input) * volume + frame * area + row * side + col];
+        let volume = time * side * side;
+        let mut plain = vec![0.0; weight.len()];
+        // Some outputs at a time, so that what is read together is used while it is in the cache.
+        const OUTPUTS: usize = 16;
+        for (some, weight) in weight.chunks(OUTPUTS * inputs * volume).enumerate() {
+            for (input, position) in (0..inputs).flat_map(|input| (0..volume).map(move |position| (input, position))) {
+                let to = &mut plain[(position * inputs + input) * outputs + some * OUTPUTS..];
+                let from = weight[input * volume + position..].iter().step_by(inputs * volume);
+                to.iter_mut().zip(from).for_each(|(to, from)| *to = *from);
             }
-            taps.push(Arithmetic::best().pack(Matrix::new(&matrix, side * inputs, outputs)));
         }
-        Ok(Self { sizes, taps, bias })
+        // Whether transformed weights are faster depends on the outputs of a call.
+        let weights =
+            if Winograd::computes(sizes) { Weights::Plain(plain) } else { Weights::Packed(taps(&plain, sizes)) };
+        Ok(Self { sizes, weights, bias })
     }
 
     /// A convolution of these sizes of which only the memory is asked for.
     pub(crate) fn without_weights(sizes: ConvolutionSizes) -> Self {
-        Self { sizes, taps: Vec::new(), bias: Vec::new() }
+        Self { sizes, weights: Weights::Packed(Vec::new()), bias: Vec::new() }
     }
 
     pub(crate) fn sizes(&self) -> ConvolutionSizes {
@@ -131,14 +161,31 @@ impl Convolution {
 
     /// The output `[frames, rows, cols, outputs]` of these sizes; `add`, of the same shape, is added to it.
     pub(crate) fn apply(&self, input: &Padded, [frames, rows, cols]: [usize; 3], add: Option<&[f32]>) -> Vec<f32> {
-        let ConvolutionSizes { outputs, stride, .. } = self.sizes;
-        let mut out = vec![0.0; frames * rows * cols * outputs];
+        let mut out = vec![0.0; frames * rows * cols * self.sizes.outputs];
         if out.is_empty() {
             return out;
         }
-        // Without a stride, the positions of several rows are one matrix, which has those of the padding between two rows as
-        // well. With a stride they are too many, so each row is a matrix.
-        let rows_at_once = if stride == 1 { POSITIONS.div_ceil(input.cols).min(rows) } else { 1 };
+        match &self.weights {
+            Weights::Plain(weights) => match Winograd::faster(self.sizes, [frames, rows, cols]) {
+                Some(winograd) => winograd.apply(input, weights, &self.bias, add, &mut out),
+                None => self.add_taps(&taps(weights, self.sizes), input, [frames, rows, cols], add, &mut out),
+            },
+            Weights::Packed(taps) => self.add_taps(taps, input, [frames, rows, cols], add, &mut out),
+        }
+        out
+    }
+
+    /// Sums the products of all taps.
+    fn add_taps(
+        &self,
+        taps: &[Packed<f32>],
+        input: &Padded,
+        [frames, rows, cols]: [usize; 3],
+        add: Option<&[f32]>,
+        out: &mut [f32],
+    ) {
+        let ConvolutionSizes { outputs, stride, .. } = self.sizes;
+        let rows_at_once = self.sizes.rows_at_once(input.cols, rows);
         let mut sums = vec![0.0; rows_at_once * input.cols * outputs];
         for frame in 0..frames {
             for first in (0..rows).step_by(rows_at_once) {
@@ -146,20 +193,26 @@ impl Convolution {
                 let pitch = if stride == 1 { input.cols } else { cols };
                 let positions = (some - 1) * pitch + cols;
                 let sums = &mut sums[..positions * outputs];
-                self.products(input, (frame, first), positions, sums);
+                self.products(taps, input, (frame, first), positions, sums);
                 let at = (frame * rows + first) * cols * outputs;
                 let range = at..at + some * cols * outputs;
                 let add = add.map(|add| &add[range.clone()]);
                 self.finish(sums, pitch, cols, &mut out[range], add);
             }
         }
-        out
     }
 
     /// Sums of `positions` positions from the first column of output row `row` on.
-    fn products(&self, input: &Padded, (frame, row): (usize, usize), positions: usize, sums: &mut [f32]) {
+    fn products(
+        &self,
+        taps: &[Packed<f32>],
+        input: &Padded,
+        (frame, row): (usize, usize),
+        positions: usize,
+        sums: &mut [f32],
+    ) {
         let ConvolutionSizes { inputs, side, time_stride, stride, .. } = self.sizes;
-        for (index, tap) in self.taps.iter().enumerate() {
+        for (index, tap) in taps.iter().enumerate() {
             let (frame, row) = (frame * time_stride + index / side, row * stride + index % side);
             let from = &input.data[(frame * input.rows + row) * input.cols * inputs..];
             let a = Matrix::strided(from, positions, side * inputs, stride * inputs);
@@ -174,10 +227,20 @@ impl Convolution {
         let finish = |(row, out): (usize, &mut [f32])| {
             let sums = &sums[row * pitch * outputs..][..cols * outputs];
             let add = add.map(|add| &add[row * cols * outputs..][..cols * outputs]);
-            pool::vectorized(|| biased(sums, &self.bias, add, out));
+            pool::vectorized(
+                #[inline(always)]
+                || biased(sums, &self.bias, add, out),
+            );
         };
         pool::map(rows, finish);
     }
+}
+
+/// Packs the taps of weights `[time, side, side * inputs, outputs]`.
+fn taps(weights: &[f32], sizes: ConvolutionSizes) -> Vec<Packed<f32>> {
+    let terms = sizes.side * sizes.inputs;
+    let pack = |tap: &[f32]| Arithmetic::best().pack(Matrix::new(tap, terms, sizes.outputs));
+    weights.chunks_exact(terms * sizes.outputs).map(pack).collect()
 }
 
 #[inline(always)]

@@ -96,8 +96,8 @@ impl PassMemory {
             banded: x.banded,
         };
         let tails = if x.banded { x.all_frames * old.min(2) * row } else { 0 };
-        let sums = (SUMS + cols) * sizes.outputs;
-        let memory = self.keep(history + tails).hold(beside + x.elements() + padded + out.elements() + sums);
+        let buffers = sizes.buffers([out.frames, out.rows, out.cols], cols);
+        let memory = self.keep(history + tails).hold(beside + x.elements() + padded + out.elements() + buffers);
         memory.to(out)
     }
 

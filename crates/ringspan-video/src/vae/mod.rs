@@ -26,6 +26,7 @@ mod streamed;
 mod strip;
 mod tiny_decoder;
 mod video_tensor;
+mod winograd;
 
 pub use config::VaeConfig;
 pub use plan::Plan;

@@ -35,7 +35,10 @@ impl Source<'_> {
     fn write(self, values: &[f32], channels: usize, out: &mut [f32]) {
         match self {
             Self::Plain => out.copy_from_slice(values),
-            Self::Activated(norm) => pool::vectorized(|| norm.write_activated(values, out)),
+            Self::Activated(norm) => pool::vectorized(
+                #[inline(always)]
+                || norm.write_activated(values, out),
+            ),
             Self::Doubled => {
                 for (value, out) in values.chunks_exact(channels).zip(out.chunks_exact_mut(2 * channels)) {
                     out[..channels].copy_from_slice(value);

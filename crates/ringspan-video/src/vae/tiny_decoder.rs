@@ -156,9 +156,12 @@ impl TinyDecoderFile {
         let [height, width] = [latents[3] as u64, latents[4] as u64];
         let positions = |scale: usize| (height * width) << (2 * scale);
         let padded = |scale: usize| ((height << scale) + 2) * ((width << scale) + 2);
-        // A convolution has its input twice, the second time with padding, and its sums beside its output.
+        // A convolution has its input twice, the second time with padding, and buffers beside its output.
         let convolution = |scale, inputs: u64, outputs: u64| {
-            inputs * (positions(scale) + padded(scale)) + 2 * outputs * padded(scale)
+            let sizes = ConvolutionSizes::spatial(inputs as usize, outputs as usize);
+            let [rows, cols] = [latents[3] << scale, latents[4] << scale];
+            let buffers = sizes.buffers([1, rows, cols], cols + 2) as u64;
+            inputs * (positions(scale) + padded(scale)) + outputs * positions(scale) + buffers
         };
         let widths = self.widths.map(|width| width as u64);
         let last = TIMES.len();

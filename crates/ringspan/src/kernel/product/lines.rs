@@ -37,6 +37,24 @@ impl<'a> Lines<'a> {
         self.along
     }
 
+    /// Whether products can read these lines where they are: lines of f32 that contain all terms of a vector.
+    pub(super) fn readable(&self) -> bool {
+        self.along && matches!(self.data, Data::F32(_))
+    }
+
+    /// Elements from one line to the next.
+    pub(super) fn stride(&self) -> usize {
+        self.stride
+    }
+
+    /// A term of a vector, if the lines are [`readable`](Self::readable).
+    pub(super) fn at(&self, vector: usize, term: usize) -> *const f32 {
+        match self.data {
+            Data::F32(data) => data[vector * self.stride + term..].as_ptr(),
+            _ => std::ptr::null(),
+        }
+    }
+
     /// The given elements of a line.
     #[inline(always)]
     pub(super) fn line(&self, line: usize, elements: Range<usize>) -> Data<'a> {

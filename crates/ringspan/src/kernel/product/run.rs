@@ -7,7 +7,7 @@ use super::Output;
 use super::dots::{self, Dots, product_dots};
 use super::lines::{Lines, product_columns, product_columns_across, product_rows};
 use super::panels::{Panels, part};
-use super::tile::{Block, ProductOutput, STEP, product_block};
+use super::tile::{Block, ProductOutput, Rows, STEP, product_block};
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -23,6 +23,9 @@ const LEAST_ROWS: usize = 4;
 pub const MOST_PACKED: usize = 1 << 20;
 /// Minimum number of column panels in them, even if they are long, since the rows are packed again for each such block.
 const LEAST_COLUMNS: usize = 4;
+/// The most column panels that are multiplied by rows where they are, if these are f32: packing rows is worth it only for many
+/// panels.
+pub(super) const FEW_COLUMNS: usize = 8;
 /// Number of panels that are packed together if lines contain one term of all columns.
 const BESIDE: usize = 16;
 /// Number of terms that are packed at once if partial sums can be stored in an f32 output.
@@ -128,19 +131,25 @@ fn multiply(
     let row_blocks = row_panels.div_ceil(most).next_multiple_of(threads).min(row_panels);
     let groups = if threads == 1 { 1 } else { (TASKS * threads).div_ceil(row_blocks).min(some.len()) };
     let most_rows = row_panels.div_ceil(row_blocks) * code.rows();
+    let in_place = a.readable() && pair == 1 && some.len() <= FEW_COLUMNS;
     share(threads, row_blocks * groups, |tasks| {
-        let mut rows_packed = Aligned::zeros(most_rows * depth);
+        let mut rows_packed = Aligned::zeros(if in_place { 0 } else { most_rows * depth });
         let mut sums = Aligned::zeros(most_rows * code.lanes());
         for task in tasks {
             let row_panels = part(&(0..row_panels), task / groups, row_blocks);
             let rows = row_panels.start * code.rows()..a.vectors.min(row_panels.end * code.rows());
-            for from in (0..depth).step_by(STEP) {
-                let part = part_of(terms, from, pair);
-                let to = &mut rows_packed[from * row_panels.len() * code.rows()..];
-                // SAFETY: there is room for the rows of a block with all their terms.
-                unsafe { product_rows(code, &a, rows.clone(), part, to) };
-            }
-            let block = Block { a: &rows_packed, rows, depth, out, n };
+            let left = if in_place {
+                Rows::InPlace(a, terms.start)
+            } else {
+                for from in (0..depth).step_by(STEP) {
+                    let part = part_of(terms, from, pair);
+                    let to = &mut rows_packed[from * row_panels.len() * code.rows()..];
+                    // SAFETY: there is room for the rows of a block with all their terms.
+                    unsafe { product_rows(code, &a, rows.clone(), part, to) };
+                }
+                Rows::Packed(&rows_packed)
+            };
+            let block = Block { a: left, rows, depth, out, n };
             let panel = |panel: usize| {
                 let range = panel..some.end.min(panel + 1);
                 &packed[panels.at(some.start, range.start, depth)..panels.at(some.start, range.end, depth)]

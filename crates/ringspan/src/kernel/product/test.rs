@@ -1,3 +1,4 @@
+use super::panels::Panels;
 use super::*;
 use rayon::ThreadPoolBuilder;
 
@@ -304,4 +305,41 @@ fn instructions_that_a_machine_lacks_are_not_given() {
 fn factors_that_do_not_fit_are_refused() {
     let (a, b) = ([0.0f32; 6], [0.0f32; 20]);
     Arithmetic::best().product(Matrix::new(&a, 2, 3), Matrix::new(&b, 4, 5), Output::Overwrite(&mut [0.0; 10]));
+}
+
+#[test]
+fn rows_where_they_are_and_packed_rows_give_the_same_bits() {
+    let (few, many, terms) = (33, 500, 333);
+    let b = values(terms * many, 2);
+    for arithmetic in Arithmetic::available() {
+        let panels = |columns: usize| Panels::new(arithmetic.code::<f32, f32>(), columns).count();
+        assert!(panels(few) <= run::FEW_COLUMNS && panels(many) > run::FEW_COLUMNS, "{arithmetic}");
+        // All numbers of rows behind the last whole panel.
+        for rows in 5..=21 {
+            let a = values(rows * terms, 1);
+            let a = Matrix::new(&a, rows, terms);
+            let packed = arithmetic.product_new(a, Matrix::new(&b, terms, many));
+            let in_place = arithmetic.product_new(a, Matrix::strided(&b, terms, few, many));
+            for (packed, in_place) in packed.chunks_exact(many).zip(in_place.chunks_exact(few)) {
+                assert_eq!(packed[..few], *in_place, "{rows} rows, {arithmetic}");
+            }
+        }
+    }
+}
+
+#[test]
+fn errors_hardly_grow_with_the_number_of_terms() {
+    let (rows, columns) = (8, 16);
+    for terms in [64, 4096] {
+        let (a, b) = (vec![0.7f32; rows * terms], values(terms * columns, 3));
+        // Sums that grow: without short sums on registers the error of the longer ones would be 1e-6 and more.
+        let b: Vec<f32> = b.iter().map(|x| x.abs()).collect();
+        let out = Arithmetic::best().product_new(Matrix::new(&a, rows, terms), Matrix::new(&b, terms, columns));
+        let error = |column: usize| {
+            let wanted: f64 = (0..terms).map(|term| f64::from(0.7f32) * f64::from(b[term * columns + column])).sum();
+            (f64::from(out[column]) / wanted - 1.0).powi(2)
+        };
+        let error = ((0..columns).map(error).sum::<f64>() / columns as f64).sqrt();
+        assert!(error < 4e-7, "{terms} terms: {error:e}");
+    }
 }

@@ -4,11 +4,16 @@ use super::super::buffer::Target;
 use super::super::dispatch::dispatch;
 use super::super::micro::multiply;
 use super::super::vector::{PORTABLE_COLUMNS, Simd, prefetch_far};
+use super::lines::Lines;
 use half::bf16;
 use std::ops::Range;
 
 /// Number of elements of a panel between two accesses to the sums: 48 KiB of a panel of three vectors of 16 numbers.
 pub(super) const STEP: usize = 256;
+
+/// Number of elements whose products are summed on registers. Each adds a rounding error of the size of the sum so far, so sums of
+/// short sums have smaller errors than one long sum.
+const TERMS: usize = 64;
 
 /// The output of a product, shared by its workers: `[m, n]`, row after row.
 #[derive(Clone, Copy)]
@@ -54,10 +59,18 @@ impl ProductOutput {
     }
 }
 
-/// Packed rows of the left factor, which are multiplied by one panel of columns after the other.
-pub(super) struct Block<'a> {
+/// The rows of the left factor.
+#[derive(Clone, Copy)]
+pub(super) enum Rows<'a> {
     /// `[depth / STEP][rows / R][STEP][R]`
-    pub(super) a: &'a [f32],
+    Packed(&'a [f32]),
+    /// The rows from this term on, where they are. Their elements are f32, and a product takes one at once.
+    InPlace(Lines<'a>, usize),
+}
+
+/// Rows of the left factor, which are multiplied by one panel of columns after the other.
+pub(super) struct Block<'a> {
+    pub(super) a: Rows<'a>,
     /// The rows in the output.
     pub(super) rows: Range<usize>,
     pub(super) depth: usize,
@@ -71,7 +84,7 @@ impl Block<'_> {
     /// it.
     ///
     /// # Safety
-    /// `a` must have been packed for R rows, `width` be at most V vectors, `sums` have room for all rows of all panels of
+    /// The rows must be there, packed ones for R rows, `width` be at most V vectors, `sums` have room for all rows of all panels of
     /// rows; no other thread may access these elements of the output.
     #[inline(always)]
     pub(super) unsafe fn multiply<S: Simd, const R: usize, const V: usize>(
@@ -108,7 +121,6 @@ impl Block<'_> {
         sums: &mut [f32],
     ) {
         let (width, count) = (V * S::LANES, self.rows.len().div_ceil(R));
-        assert!(self.a.len() >= count * R * self.depth);
         for from in (0..self.depth).step_by(STEP) {
             let depth = STEP.min(self.depth - from);
             // The next elements come from slower memory, so a part of them is prefetched with each product.
@@ -119,17 +131,72 @@ impl Block<'_> {
             let b = unsafe { panel.as_ptr().add(from * width) };
             for r in 0..count {
                 ahead.next().into_iter().for_each(prefetch_far);
-                // SAFETY: the asserted sizes.
-                unsafe {
-                    let a = self.a.as_ptr().add((from * count + r * depth) * R);
-                    let sums = sums.as_mut_ptr().add(r * R * width);
-                    match self.rows.len() - r * R {
-                        1 => add::<S, R, 1, V>(simd, depth, a, b, sums, from == 0),
-                        2 => add::<S, R, 2, V>(simd, depth, a, b, sums, from == 0),
-                        3 | 4 => add::<S, R, 4, V>(simd, depth, a, b, sums, from == 0),
-                        _ => add::<S, R, R, V>(simd, depth, a, b, sums, from == 0),
+                let sums = &mut sums[r * R * width..];
+                match self.a {
+                    Rows::Packed(a) => {
+                        assert!(a.len() >= count * R * self.depth);
+                        // SAFETY: the asserted size, and that of the sums.
+                        unsafe {
+                            let a = a.as_ptr().add((from * count + r * depth) * R);
+                            let sums = sums.as_mut_ptr();
+                            match self.rows.len() - r * R {
+                                1 => add::<S, R, 1, V>(simd, depth, (a, 1, R), b, sums, from == 0),
+                                2 => add::<S, R, 2, V>(simd, depth, (a, 1, R), b, sums, from == 0),
+                                3 | 4 => add::<S, R, 4, V>(simd, depth, (a, 1, R), b, sums, from == 0),
+                                _ => add::<S, R, R, V>(simd, depth, (a, 1, R), b, sums, from == 0),
+                            }
+                        }
+                    }
+                    Rows::InPlace(lines, first) => {
+                        let row = self.rows.start + r * R;
+                        let terms = first + from..first + from + depth;
+                        let end = self.rows.end.min(row + R);
+                        // SAFETY: the lines have these rows and terms; that of the sums.
+                        unsafe { self.in_place::<S, R, V>(simd, lines, (row..end, terms), b, sums, from == 0) };
                     }
                 }
+            }
+        }
+    }
+
+    /// Adds the products of at most R rows, which are where they are.
+    ///
+    /// # Safety
+    /// As for [`sums`](Self::sums).
+    #[inline(always)]
+    unsafe fn in_place<S: Simd, const R: usize, const V: usize>(
+        &self,
+        simd: S,
+        lines: Lines,
+        (rows, terms): (Range<usize>, Range<usize>),
+        b: *const f32,
+        sums: &mut [f32],
+        first: bool,
+    ) {
+        let (mut row, depth) = (rows.start, terms.len());
+        while row < rows.end {
+            // SAFETY: the rows and terms exist.
+            unsafe {
+                let a = (lines.at(row, terms.start), lines.stride(), 1);
+                let sums = sums.as_mut_ptr().add((row - rows.start) * V * S::LANES);
+                row += match rows.end - row {
+                    left if left >= R => {
+                        add::<S, R, R, V>(simd, depth, a, b, sums, first);
+                        R
+                    }
+                    4.. => {
+                        add::<S, R, 4, V>(simd, depth, a, b, sums, first);
+                        4
+                    }
+                    2 | 3 => {
+                        add::<S, R, 2, V>(simd, depth, a, b, sums, first);
+                        2
+                    }
+                    _ => {
+                        add::<S, R, 1, V>(simd, depth, a, b, sums, first);
+                        1
+                    }
+                };
             }
         }
     }
@@ -150,32 +217,30 @@ impl Block<'_> {
 /// Adds the product of M of the R rows of a panel to `sums[i][..V * LANES]`, which start at zero if `first`.
 ///
 /// # Safety
-/// `a` must be readable for `depth * R` numbers, `b` for `depth * V * LANES`, `sums` readable and writable for
-/// `M * V * LANES`; M is at most R.
+/// `a` is the first row with the distance of rows and that of terms, and must be readable for M rows and `depth` terms, `b` for
+/// `depth * V * LANES`, `sums` readable and writable for `M * V * LANES`; M is at most R.
 #[inline(always)]
 unsafe fn add<S: Simd, const R: usize, const M: usize, const V: usize>(
     simd: S,
     depth: usize,
-    a: *const f32,
+    (a, a_row, a_step): (*const f32, usize, usize),
     b: *const f32,
     sums: *mut f32,
     first: bool,
 ) {
     let width = V * S::LANES;
-    let mut acc = [[simd.splat(0.0); V]; M];
-    // SAFETY: the contract of the caller.
-    unsafe {
-        if !first {
-            for (i, acc) in acc.iter_mut().enumerate() {
-                for (v, x) in acc.iter_mut().enumerate() {
-                    *x = simd.load(sums.add(i * width + v * S::LANES));
+    for from in (0..depth).step_by(TERMS) {
+        let zero = [[simd.splat(0.0); V]; M];
+        // SAFETY: the contract of the caller.
+        unsafe {
+            let (a, b) = (a.add(from * a_step), b.add(from * width));
+            let acc = multiply::<S, M, V>(simd, TERMS.min(depth - from), a, a_row, a_step, b, width, zero);
+            for (i, acc) in acc.iter().enumerate() {
+                for (v, x) in acc.iter().enumerate() {
+                    let sum = sums.add(i * width + v * S::LANES);
+                    let x = if first && from == 0 { *x } else { simd.add(simd.load(sum), *x) };
+                    simd.store(sum, x);
                 }
-            }
-        }
-        acc = multiply::<S, M, V>(simd, depth, a, 1, R, b, width, acc);
-        for (i, acc) in acc.iter().enumerate() {
-            for (v, x) in acc.iter().enumerate() {
-                simd.store(sums.add(i * width + v * S::LANES), *x);
             }
         }
     }
