@@ -22,6 +22,7 @@ mod resample;
 mod residual_block;
 mod segment;
 mod shortcut;
+mod stored;
 mod streamed;
 mod strip;
 mod tiny_decoder;
@@ -37,15 +38,16 @@ use crate::error::{Error, Result};
 use crate::ranks::VideoRanks;
 use crate::tensor_folder::TensorFolder;
 use block::Video;
-use network::{Load, Network};
 use std::path::Path;
+use std::sync::Arc;
+use stored::StoredNetwork;
 use strip::{ColumnSplit, Strip};
 
 /// The folder of an autoencoder, whose tensors are still on disk.
 #[derive(Debug)]
 pub struct VaeFolder {
     config: VaeConfig,
-    tensors: TensorFolder,
+    tensors: Arc<TensorFolder>,
 }
 
 impl VaeFolder {
@@ -56,7 +58,8 @@ impl VaeFolder {
     pub fn open(folder: &Path) -> Result<Self> {
         let inner = folder.join("vae");
         let folder = if inner.is_dir() { inner.as_path() } else { folder };
-        Ok(Self { config: VaeConfig::read(folder)?, tensors: TensorFolder::open(folder, "diffusion_pytorch_model")? })
+        let tensors = TensorFolder::open(folder, "diffusion_pytorch_model")?;
+        Ok(Self { config: VaeConfig::read(folder)?, tensors: tensors.into() })
     }
 
     /// The sizes of the model.
@@ -70,8 +73,7 @@ impl VaeFolder {
     /// # Errors
     /// As for [`Decoder::plan`], and tensors that are missing or of another shape.
     pub fn plan_decoding(&self, latents: [usize; 5], ranks: usize, memory: Option<u64>) -> Result<Plan> {
-        let network = network::decoder(&self.config, &self.tensors, Load::Sizes)?;
-        Decoder { config: self.config.clone(), network }.plan(latents, ranks, memory)
+        self.decoder()?.plan(latents, ranks, memory)
     }
 
     /// The plan of [`Encoder::plan`], for which no weight is read.
@@ -79,37 +81,29 @@ impl VaeFolder {
     /// # Errors
     /// As for [`Encoder::plan`], and tensors that are missing or of another shape.
     pub fn plan_encoding(&self, frames: [usize; 5], ranks: usize, memory: Option<u64>) -> Result<Plan> {
-        let network = network::encoder(&self.config, &self.tensors, Load::Sizes)?;
-        Encoder { config: self.config.clone(), network }.plan(frames, ranks, memory)
+        self.encoder()?.plan(frames, ranks, memory)
     }
 
-    /// Reads the decoder.
+    /// The decoder, whose weights are read when they are needed.
     ///
     /// # Errors
     /// Tensors that are missing or of another shape.
     pub fn decoder(&self) -> Result<Decoder> {
-        Ok(Decoder {
-            config: self.config.clone(),
-            network: network::decoder(&self.config, &self.tensors, Load::Weights)?,
-        })
+        Ok(Decoder { network: StoredNetwork::new(self.config.clone(), self.tensors.clone(), network::decoder)? })
     }
 
-    /// Reads the encoder.
+    /// The encoder, whose weights are read when they are needed.
     ///
     /// # Errors
     /// Tensors that are missing or of another shape.
     pub fn encoder(&self) -> Result<Encoder> {
-        Ok(Encoder {
-            config: self.config.clone(),
-            network: network::encoder(&self.config, &self.tensors, Load::Weights)?,
-        })
+        Ok(Encoder { network: StoredNetwork::new(self.config.clone(), self.tensors.clone(), network::encoder)? })
     }
 }
 
 /// The decoder: latents to frames.
 pub struct Decoder {
-    config: VaeConfig,
-    network: Network,
+    network: StoredNetwork,
 }
 
 impl Decoder {
@@ -120,12 +114,14 @@ impl Decoder {
     pub fn frames(&self, latents: [usize; 5]) -> Result<[usize; 5]> {
         check_filled("latents", latents)?;
         let [batch, channels, frames, height, width] = latents;
-        if channels != self.config.z_dim {
-            let problem =
-                format!("latents have {channels} channels, but the autoencoder has {} (z_dim)", self.config.z_dim);
+        if channels != self.network.config().z_dim {
+            let problem = format!(
+                "latents have {channels} channels, but the autoencoder has {} (z_dim)",
+                self.network.config().z_dim
+            );
             return Err(Error::Input(problem));
         }
-        let (time, space) = (self.config.time(), self.config.space());
+        let (time, space) = (self.network.config().time(), self.network.config().space());
         Ok([batch, 3, 1 + (frames - 1) * time, height * space, width * space])
     }
 
@@ -139,14 +135,14 @@ impl Decoder {
         check_ranks(ranks)?;
         let [_, channels, frames, height, width] = latents;
         let cols = ColumnSplit { width, ranks }.most();
-        plan::choose(&self.network, 0, block::Shape { frames, height, cols, channels }, 1, memory)
+        plan::choose(self.network.sizes(), 0, block::Shape { frames, height, cols, channels }, 1, memory)
     }
 
     /// Decodes `latents`, normalised as the transformer gives them, to frames in [-1, 1], on all ranks. Returns `None` in a process
     /// without rank 0.
     ///
     /// # Errors
-    /// Latents that do not fit the model, or failures of any rank.
+    /// Latents that do not fit the model, or failures of any rank or of the file system.
     pub fn decode(&self, latents: &VideoTensor, ranks: &mut VideoRanks, plan: &Plan) -> Result<Option<VideoTensor>> {
         let shape = self.frames(latents.shape())?;
         let split = ColumnSplit { width: latents.shape()[4], ranks: ranks.size() };
@@ -154,21 +150,20 @@ impl Decoder {
             let strip = &Strip::new(rank.communicator(), split.width, rank.kernel())?;
             let mut out = Vec::new();
             for index in 0..shape[0] {
-                let video = pixels::from_latents(latents, index, strip.columns(), &self.config);
+                let video = pixels::from_latents(latents, index, strip.columns(), self.network.config());
                 let video = plan.run(&self.network, strip, video)?;
-                out.extend(pixels::to_frames(video, self.config.patch()));
+                out.extend(pixels::to_frames(video, self.network.config().patch()));
             }
             Ok(out)
         })?;
         let Some(parts) = parts else { return Ok(None) };
-        VideoTensor::new(shape, pixels::join(&parts, shape, split, self.config.space())?).map(Some)
+        VideoTensor::new(shape, pixels::join(&parts, shape, split, self.network.config().space())?).map(Some)
     }
 }
 
 /// The encoder: frames to latents.
 pub struct Encoder {
-    config: VaeConfig,
-    network: Network,
+    network: StoredNetwork,
 }
 
 impl Encoder {
@@ -180,7 +175,7 @@ impl Encoder {
     pub fn latents(&self, video: [usize; 5]) -> Result<[usize; 5]> {
         check_filled("frames", video)?;
         let [batch, channels, frames, height, width] = video;
-        let (time, space) = (self.config.time(), self.config.space());
+        let (time, space) = (self.network.config().time(), self.network.config().space());
         if channels != 3 {
             return Err(Error::Input(format!("frames have {channels} channels: 3 are needed, red, green and blue")));
         }
@@ -189,11 +184,11 @@ impl Encoder {
         }
         for (side, size) in [("height", height), ("width", width)] {
             if size % space != 0 {
-                let patch = self.config.patch();
+                let patch = self.network.config().patch();
                 return Err(Error::Size { side, size, each: space, patch, scale: space / patch });
             }
         }
-        Ok([batch, self.config.z_dim, 1 + (frames - 1) / time, height / space, width / space])
+        Ok([batch, self.network.config().z_dim, 1 + (frames - 1) / time, height / space, width / space])
     }
 
     /// Plans the encoding of frames of this shape, as [`Decoder::plan`] plans decoding.
@@ -203,17 +198,19 @@ impl Encoder {
     pub fn plan(&self, frames: [usize; 5], ranks: usize, memory: Option<u64>) -> Result<Plan> {
         let [.., latent_width] = self.latents(frames)?;
         check_ranks(ranks)?;
-        let (patch, [.., count, height, _]) = (self.config.patch(), frames);
-        let cols = ColumnSplit { width: latent_width, ranks }.most() * self.config.space() / patch;
-        let shape = block::Shape { frames: count, height: height / patch, cols, channels: self.config.in_channels };
-        plan::choose(&self.network, self.network.segments.len() - 1, shape, self.config.time(), memory)
+        let (patch, [.., count, height, _]) = (self.network.config().patch(), frames);
+        let cols = ColumnSplit { width: latent_width, ranks }.most() * self.network.config().space() / patch;
+        let network = self.network.sizes();
+        let shape =
+            block::Shape { frames: count, height: height / patch, cols, channels: self.network.config().in_channels };
+        plan::choose(network, network.segments.len() - 1, shape, self.network.config().time(), memory)
     }
 
     /// Encodes frames in [-1, 1] to latents, normalised as the transformer takes them: the mode of the posterior. Returns `None`
     /// in a process without rank 0.
     ///
     /// # Errors
-    /// Frames that do not fit the model, or failures of any rank.
+    /// Frames that do not fit the model, or failures of any rank or of the file system.
     pub fn encode(&self, frames: &VideoTensor, ranks: &mut VideoRanks, plan: &Plan) -> Result<Option<VideoTensor>> {
         let shape = self.latents(frames.shape())?;
         let split = ColumnSplit { width: shape[4], ranks: ranks.size() };
@@ -221,9 +218,9 @@ impl Encoder {
             let strip = &Strip::new(rank.communicator(), split.width, rank.kernel())?;
             let mut out = Vec::new();
             for index in 0..shape[0] {
-                let video = pixels::from_frames(frames, index, strip.columns(), &self.config);
+                let video = pixels::from_frames(frames, index, strip.columns(), self.network.config());
                 let video = plan.run(&self.network, strip, video)?;
-                out.extend(pixels::to_latents(&video, &self.config));
+                out.extend(pixels::to_latents(&video, self.network.config()));
             }
             Ok(out)
         })?;

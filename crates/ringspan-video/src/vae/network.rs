@@ -12,19 +12,20 @@ use super::shortcut::{ResidualDown, ResidualUp};
 use super::streamed::StreamedConvolution;
 use crate::error::{Error, Result};
 use crate::tensor_folder::TensorFolder;
+use std::cell::Cell;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Layers in segments. The first segment of the decoder, and the last of the encoder, attend, so they receive whole frames.
-#[derive(Clone)]
 pub(crate) struct Network {
     pub(crate) segments: Vec<Vec<Layer>>,
 }
 
 /// Which parts of a checkpoint are read.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Load {
-    /// Shapes are checked, and layers have their weights.
-    Weights,
+    /// Shapes are checked, and the layers of these segments have their weights.
+    Weights(Range<usize>),
     /// Shapes are checked, and layers have sizes alone: a plan can be made of them, and nothing is read.
     Sizes,
 }
@@ -33,6 +34,8 @@ pub(crate) enum Load {
 struct Checkpoint<'a> {
     folder: &'a TensorFolder,
     load: Load,
+    /// The number of the segment whose layers are made.
+    segment: Cell<usize>,
 }
 
 /// Reads the decoder: latents to frames.
@@ -40,7 +43,7 @@ struct Checkpoint<'a> {
 /// # Errors
 /// Tensors that are missing or of another shape.
 pub(crate) fn decoder(config: &VaeConfig, folder: &TensorFolder, load: Load) -> Result<Network> {
-    let (from, levels) = (Checkpoint { folder, load }, config.decoder_levels());
+    let (from, levels) = (Checkpoint::new(folder, load), config.decoder_levels());
     let z = config.z_dim;
     let (first, last) = match (levels.first(), levels.last()) {
         (Some(first), Some(last)) => (first.inputs, last.outputs),
@@ -57,6 +60,7 @@ pub(crate) fn decoder(config: &VaeConfig, folder: &TensorFolder, load: Load) -> 
         let blocks = from.residual_blocks(&format!("{name}.resnets"), level, config.num_res_blocks + 1)?;
         if config.is_residual {
             segments.push(std::mem::take(&mut layers));
+            from.begin_segment();
             let up = level
                 .resample
                 .map(|time| from.upsample(&format!("{name}.upsampler"), level.outputs, level.outputs, time));
@@ -67,6 +71,7 @@ pub(crate) fn decoder(config: &VaeConfig, folder: &TensorFolder, load: Load) -> 
         layers.extend(blocks.into_iter().map(Layer::Residual));
         if let Some(time) = level.resample {
             segments.push(std::mem::take(&mut layers));
+            from.begin_segment();
             let name = format!("{name}.upsamplers.0");
             layers.push(Layer::Up(from.upsample(&name, level.outputs, level.outputs / 2, time)?));
         }
@@ -82,7 +87,7 @@ pub(crate) fn decoder(config: &VaeConfig, folder: &TensorFolder, load: Load) -> 
 /// # Errors
 /// Tensors that are missing or of another shape.
 pub(crate) fn encoder(config: &VaeConfig, folder: &TensorFolder, load: Load) -> Result<Network> {
-    let (from, z) = (Checkpoint { folder, load }, 2 * config.z_dim);
+    let (from, z) = (Checkpoint::new(folder, load), 2 * config.z_dim);
     let conv_in = ConvolutionSizes::causal(config.in_channels, config.base_dim);
     let mut layers = vec![Layer::Convolution(from.streamed("encoder.conv_in", conv_in)?)];
     let (mut number, mut last) = (0, config.base_dim);
@@ -111,6 +116,7 @@ pub(crate) fn encoder(config: &VaeConfig, folder: &TensorFolder, load: Load) -> 
             number += 1;
         }
     }
+    from.begin_segment();
     let mut end = from.middle("encoder.mid_block", last)?;
     let head = from.streamed("encoder.conv_out", ConvolutionSizes::causal(last, z))?;
     end.push(Layer::Head(from.norm("encoder.norm_out", last)?, head));
@@ -118,7 +124,21 @@ pub(crate) fn encoder(config: &VaeConfig, folder: &TensorFolder, load: Load) -> 
     Ok(Network { segments: vec![layers, end] })
 }
 
-impl Checkpoint<'_> {
+impl<'a> Checkpoint<'a> {
+    fn new(folder: &'a TensorFolder, load: Load) -> Self {
+        Self { folder, load, segment: Cell::new(0) }
+    }
+
+    /// Counts a segment whose layers are all made.
+    fn begin_segment(&self) {
+        self.segment.set(self.segment.get() + 1);
+    }
+
+    /// Whether the next layers have their weights.
+    fn has_weights(&self) -> bool {
+        matches!(&self.load, Load::Weights(segments) if segments.contains(&self.segment.get()))
+    }
+
     /// Checks that a tensor has this shape; of one with dims of size 1 these may be left out.
     fn check(&self, name: &str, shape: &[usize]) -> Result<()> {
         let found = self.folder.shape(name)?;
@@ -135,9 +155,9 @@ impl Checkpoint<'_> {
         let (weight, bias) = (format!("{name}.weight"), format!("{name}.bias"));
         self.check(&weight, &[outputs, inputs, time, side, side])?;
         self.check(&bias, &[outputs])?;
-        Ok(Arc::new(match self.load {
-            Load::Weights => Convolution::new(sizes, &self.folder.read(&weight)?, &self.folder.read(&bias)?)?,
-            Load::Sizes => Convolution::without_weights(sizes),
+        Ok(Arc::new(match self.has_weights() {
+            true => Convolution::new(sizes, &self.folder.read(&weight)?, &self.folder.read(&bias)?)?,
+            false => Convolution::without_weights(sizes),
         }))
     }
 
@@ -148,9 +168,9 @@ impl Checkpoint<'_> {
     fn norm(&self, name: &str, channels: usize) -> Result<Arc<ChannelNorm>> {
         let name = format!("{name}.gamma");
         self.check(&name, &[channels])?;
-        Ok(Arc::new(match self.load {
-            Load::Weights => ChannelNorm::new(&self.folder.read(&name)?)?,
-            Load::Sizes => ChannelNorm::without_gains(),
+        Ok(Arc::new(match self.has_weights() {
+            true => ChannelNorm::new(&self.folder.read(&name)?)?,
+            false => ChannelNorm::without_gains(),
         }))
     }
 

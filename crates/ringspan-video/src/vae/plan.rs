@@ -5,6 +5,7 @@ use super::layer::Layer;
 use super::memory::{PassMemory, Tile};
 use super::network::Network;
 use super::segment::{self, Tiling};
+use super::stored::StoredNetwork;
 use super::strip::Strip;
 use crate::error::{Error, Result};
 use std::fmt::{self, Display, Formatter};
@@ -37,16 +38,20 @@ impl Plan {
         self.passes.iter().map(|pass| pass.bytes).max().unwrap_or(0)
     }
 
-    /// Bytes of the network's weights, which the ranks of a process share.
+    /// The most bytes of weights that a pass reads, which the ranks of a process share.
     #[must_use]
     pub fn weights(&self) -> u64 {
         self.weights
     }
 
     /// Passes a video through the network.
-    pub(super) fn run(&self, network: &Network, strip: &Strip, mut video: Video) -> Result<Video> {
+    ///
+    /// # Errors
+    /// Failures of other ranks, and of the file system.
+    pub(super) fn run(&self, network: &StoredNetwork, strip: &Strip, mut video: Video) -> Result<Video> {
         for SegmentPass { segments, tiling, .. } in &self.passes {
-            // The layers are shared; each run has states of its own.
+            // The weights are shared; each run has states of its own.
+            let network = network.load(segments)?;
             let mut layers: Vec<Layer> = network.segments[segments.clone()].iter().flatten().cloned().collect();
             video = segment::run(&mut layers, strip, video, *tiling)?;
         }
@@ -76,7 +81,10 @@ impl Display for SegmentPass {
 pub(super) fn choose(network: &Network, whole: usize, shape: Shape, unit: usize, memory: Option<u64>) -> Result<Plan> {
     let limit = memory.unwrap_or(DEFAULT_BLOCK_BYTES);
     let mut least: Option<Plan> = None;
-    let weights = network.segments.iter().flatten().map(|layer| 4 * layer.parameters() as u64).sum();
+    let weights_of = |pass: &SegmentPass| {
+        let layers = network.segments[pass.segments.clone()].iter().flatten();
+        layers.map(|layer| 4 * layer.parameters() as u64).sum::<u64>()
+    };
     for cuts in partitions(network.segments.len(), whole) {
         let (mut passes, mut input, mut unit) = (Vec::new(), shape, unit);
         for segments in cuts {
@@ -87,6 +95,7 @@ pub(super) fn choose(network: &Network, whole: usize, shape: Shape, unit: usize,
             // Between segments the groups need not be those of whole latent frames, except in the encoder's first one.
             (input, unit) = (output, 1);
         }
+        let weights = passes.iter().map(weights_of).max().unwrap_or(0);
         let plan = Plan { passes, weights };
         if plan.bytes() <= limit {
             return Ok(plan);

@@ -173,3 +173,20 @@ fn folders_of_other_models_and_damaged_ones_are_refused() {
     refused(&copy("mean", &|config| config.replace("-0.7571,", "")), "latents_mean has 15");
     assert!(VaeFolder::open(&copy("same", &|config| config)).is_ok());
 }
+
+#[test]
+fn weights_are_read_pass_by_pass_and_a_file_that_is_gone_is_named() {
+    let folder = tempfile::tempdir().expect("a folder");
+    for file in ["config.json", "diffusion_pytorch_model.safetensors"] {
+        std::fs::copy(fixture("tiny").join(file), folder.path().join(file)).expect("a copy");
+    }
+    let decoder = VaeFolder::open(folder.path()).expect("a folder").decoder().expect("a decoder");
+    let latents = reference("tiny", "latents");
+    let plan = decoder.plan(latents.shape(), 2, None).expect("a plan");
+    let file = folder.path().join("diffusion_pytorch_model.safetensors");
+    // Not all weights are in memory at once.
+    assert!(plan.weights() < std::fs::metadata(&file).expect("a file").len() / 2, "{}", plan.weights());
+    std::fs::remove_file(&file).expect("removed");
+    let error = decoder.decode(&latents, &mut ranks(2, 1), &plan).expect_err("no weights").to_string();
+    assert!(error.contains("diffusion_pytorch_model.safetensors"), "{error}");
+}
