@@ -22,6 +22,7 @@ mod resample;
 mod residual_block;
 mod segment;
 mod shortcut;
+mod sizes;
 mod stored;
 mod streamed;
 mod strip;
@@ -58,8 +59,8 @@ impl VaeFolder {
     pub fn open(folder: &Path) -> Result<Self> {
         let inner = folder.join("vae");
         let folder = if inner.is_dir() { inner.as_path() } else { folder };
-        let tensors = TensorFolder::open(folder, "diffusion_pytorch_model")?;
-        Ok(Self { config: VaeConfig::read(folder)?, tensors: tensors.into() })
+        let config = VaeConfig::read(folder)?;
+        Ok(Self { config, tensors: TensorFolder::open(folder, "diffusion_pytorch_model")?.into() })
     }
 
     /// The sizes of the model.

@@ -2,13 +2,14 @@
 
 use super::attention::FrameAttention;
 use super::config::{Level, VaeConfig};
-use super::convolution::{Convolution, ConvolutionSizes};
+use super::convolution::Convolution;
 use super::delay::Delay;
 use super::layer::Layer;
 use super::norm::ChannelNorm;
 use super::resample::{Downsample, Upsample};
 use super::residual_block::ResidualBlock;
 use super::shortcut::{ResidualDown, ResidualUp};
+use super::sizes::ConvolutionSizes;
 use super::streamed::StreamedConvolution;
 use crate::error::{Error, Result};
 use crate::tensor_folder::TensorFolder;
@@ -57,10 +58,12 @@ pub(crate) fn decoder(config: &VaeConfig, folder: &TensorFolder, load: Load) -> 
     layers.extend(from.middle("decoder.mid_block", first)?);
     for (index, level) in levels.iter().enumerate() {
         let name = format!("decoder.up_blocks.{index}");
-        let blocks = from.residual_blocks(&format!("{name}.resnets"), level, config.num_res_blocks + 1)?;
         if config.is_residual {
             segments.push(std::mem::take(&mut layers));
             from.begin_segment();
+        }
+        let blocks = from.residual_blocks(&format!("{name}.resnets"), level, config.num_res_blocks + 1)?;
+        if config.is_residual {
             let up = level
                 .resample
                 .map(|time| from.upsample(&format!("{name}.upsampler"), level.outputs, level.outputs, time));

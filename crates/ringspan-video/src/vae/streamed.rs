@@ -7,8 +7,9 @@
 //! from the neighbours. So the sums of any tiling and any number of ranks have the same terms.
 
 use super::block::Block;
-use super::convolution::{Convolution, Padded};
+use super::convolution::Convolution;
 use super::norm::ChannelNorm;
+use super::sizes::Padded;
 use super::strip::{Borders, Strip};
 use crate::error::Result;
 use ringspan_candle::pool;

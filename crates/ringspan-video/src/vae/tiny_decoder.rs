@@ -4,7 +4,8 @@
 //! Frames pass through the network one after another. A memory block computes with a frame and with its own input of the frame before, so
 //! only those inputs are kept; a layer that lengthens time makes two frames of one, and each passes through the rest.
 
-use super::convolution::{Convolution, ConvolutionSizes, Padded};
+use super::convolution::Convolution;
+use super::sizes::{ConvolutionSizes, Padded};
 use super::video_tensor::VideoTensor;
 use crate::error::{Error, Result};
 use crate::tensor_folder::TensorFolder;

@@ -10,7 +10,7 @@ mod task;
 mod test;
 mod transform;
 
-use super::convolution::{ConvolutionSizes, Padded};
+use super::sizes::{ConvolutionSizes, Padded};
 use pulp::Arch;
 use ringspan::kernel::product::{Arithmetic, Matrix, Output, Packed};
 use ringspan_candle::pool;

@@ -2,7 +2,7 @@
 
 use super::transform::{self, Grid, PATCH, Places, TILE};
 use super::{Tiles, Winograd, distance};
-use crate::vae::convolution::{ConvolutionSizes, Padded};
+use crate::vae::sizes::{ConvolutionSizes, Padded};
 use pulp::{Simd, WithSimd};
 use std::ops::Range;
 
