@@ -49,7 +49,7 @@ enum Weights {
 }
 
 impl Convolution {
-    /// Packs a weight `[outputs, inputs, time, side, side]` (or without `time` if that is 1) with its bias `[outputs]`.
+    /// Takes a weight `[outputs, inputs, time, side, side]` (or without `time` if that is 1) with its bias `[outputs]`.
     ///
     /// # Errors
     /// Tensors that are not f32 on a CPU.

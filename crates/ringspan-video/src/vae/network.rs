@@ -132,7 +132,7 @@ impl<'a> Checkpoint<'a> {
         Self { folder, load, segment: Cell::new(0) }
     }
 
-    /// Counts a segment whose layers are all made.
+    /// Must be called before the layers of the next segment are made.
     fn begin_segment(&self) {
         self.segment.set(self.segment.get() + 1);
     }

@@ -39,7 +39,8 @@ impl StoredNetwork {
         &self.sizes
     }
 
-    /// Reads the weights of some segments, or returns those that another rank of this process has read and still uses.
+    /// Reads the weights of some segments, or returns those that another rank of this process has read and still uses. Each video of a
+    /// batch reads them again.
     ///
     /// # Errors
     /// Failures of the file system.

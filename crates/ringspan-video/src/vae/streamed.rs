@@ -4,7 +4,7 @@
 //! state has two parts. The *tail* is, for each group of frames, the last rows of the band before: a kernel of 3 x 3
 //! cannot compute the last row of a band until the next one arrives, so its output lags by a row, and nothing is
 //! computed twice. The *history* is the frames before the current ones, in the rows of this band. Border columns come
-//! from the neighbours. So the sums of any tiling and any number of ranks have the same terms.
+//! from the neighbours. So the sums of any tiling and any number of ranks have the same terms, and differ by rounding alone.
 
 use super::block::Block;
 use super::convolution::Convolution;

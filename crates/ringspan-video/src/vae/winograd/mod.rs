@@ -43,7 +43,6 @@ pub(super) struct Winograd {
 }
 
 /// A rectangle of tiles.
-#[derive(Clone)]
 struct Tiles {
     rows: Range<usize>,
     cols: Range<usize>,

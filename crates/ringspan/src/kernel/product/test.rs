@@ -332,7 +332,7 @@ fn errors_hardly_grow_with_the_number_of_terms() {
     let (rows, columns) = (8, 16);
     for terms in [64, 4096] {
         let (a, b) = (vec![0.7f32; rows * terms], values(terms * columns, 3));
-        // Sums that grow: without short sums on registers the error of the longer ones would be 1e-6 and more.
+        // Sums that grow: without short sums on registers, the error of the longer ones is 1e-6.
         let b: Vec<f32> = b.iter().map(|x| x.abs()).collect();
         let out = Arithmetic::best().product_new(Matrix::new(&a, rows, terms), Matrix::new(&b, terms, columns));
         let error = |column: usize| {

@@ -135,7 +135,7 @@ impl Block<'_> {
                 match self.a {
                     Rows::Packed(a) => {
                         assert!(a.len() >= count * R * self.depth);
-                        // SAFETY: the asserted size, and that of the sums.
+                        // SAFETY: the rows have the asserted size, and there is room for their sums.
                         unsafe {
                             let a = a.as_ptr().add((from * count + r * depth) * R);
                             let sums = sums.as_mut_ptr();
@@ -151,7 +151,7 @@ impl Block<'_> {
                         let row = self.rows.start + r * R;
                         let terms = first + from..first + from + depth;
                         let end = self.rows.end.min(row + R);
-                        // SAFETY: the lines have these rows and terms; that of the sums.
+                        // SAFETY: the lines have these rows and terms, and there is room for their sums.
                         unsafe { self.in_place::<S, R, V>(simd, lines, (row..end, terms), b, sums, from == 0) };
                     }
                 }
@@ -159,7 +159,7 @@ impl Block<'_> {
         }
     }
 
-    /// Adds the products of at most R rows, which are where they are.
+    /// Adds the products of at most R rows, which are read where they are.
     ///
     /// # Safety
     /// As for [`sums`](Self::sums).
