@@ -2,7 +2,7 @@
 //!
 //! Run `cargo bench -p ringspan-candle --bench quantized`. Arguments change the settings: `threads=1`, `size=4096` or
 //! `rows=262144 columns=640`, `formats=Q4_K,MXFP4`, `rounds=5`, `many=no`, and `tokens=32` for the number of tokens in a product
-//! with many tokens, by default 512.
+//! with many tokens, by default 512, and `activations=int16`.
 //!
 //! The methods are timed in turn, and the shortest times are printed, since other work on the machine only adds to them. With
 //! one token, each product uses another copy of the weight, so that its bytes come from memory.
@@ -11,7 +11,7 @@ use bytes::Bytes;
 use candle_core::{Device, Result, Tensor};
 use ringspan_candle::linear::linear;
 use ringspan_candle::pool;
-use ringspan_candle::quantized::{Format, QuantizedMatrix, linear_quantized};
+use ringspan_candle::quantized::{ActivationDType, Format, QuantizedMatrix, linear_quantized};
 use std::hint::black_box;
 use std::time::Instant;
 
@@ -27,6 +27,7 @@ struct Settings {
     formats: Vec<Format>,
     many: bool,
     copies: Option<usize>,
+    activations: ActivationDType,
 }
 
 impl Settings {
@@ -44,6 +45,7 @@ impl Settings {
             columns: number("columns", size),
             rounds: number("rounds", 7),
             tokens: number("tokens", 512),
+            activations: word("activations").and_then(|x| x.parse().ok()).unwrap_or_default(),
             copies: word("copies").and_then(|x| x.parse().ok()),
             many: word("many").is_none_or(|many| many != "no"),
             formats: Format::ALL.into_iter().filter(listed).collect(),
@@ -108,7 +110,10 @@ fn read(bytes: &Bytes) -> u64 {
 
 fn table(settings: &Settings) -> Result<()> {
     let Settings { threads, rows, columns, rounds, tokens, .. } = *settings;
-    println!("{rows} x {columns}, {threads} threads, the least of {rounds} rounds");
+    println!(
+        "{rows} x {columns}, {threads} threads, activations in {}, the least of {rounds} rounds",
+        settings.activations
+    );
     println!(
         "{:8}  {:>9} {:>9} {:>7} {:>8} {:>8}  {:>9} {:>8} {:>8}  {:>9}",
         "format",
@@ -130,7 +135,7 @@ fn table(settings: &Settings) -> Result<()> {
     for format in &settings.formats {
         let stored = format.bytes(rows, columns)?;
         let weights = (0..settings.copies.unwrap_or(COPIES.div_ceil(stored).min(64)))
-            .map(|i| random(*format, rows, columns, i as u64));
+            .map(|i| Ok(random(*format, rows, columns, i as u64)?.rounding_activations(settings.activations)));
         let weights: Vec<QuantizedMatrix> = weights.collect::<Result<_>>()?;
         let mut times: [Vec<f64>; 6] = Default::default();
         for round in 0..rounds {

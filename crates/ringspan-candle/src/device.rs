@@ -3,6 +3,7 @@
 use crate::nvidia::Gpu;
 use crate::pool;
 use crate::precision::Precision;
+use crate::quantized::ActivationDType;
 use crate::rounding::rounded;
 use crate::slices;
 use candle_core::{DType, Device, Tensor};
@@ -56,12 +57,14 @@ impl fmt::Display for DeviceName {
 pub struct RankDevice {
     tensors: Device,
     precision: Precision,
+    activations: ActivationDType,
     pub(crate) gpu: Option<Gpu>,
 }
 
 impl RankDevice {
     /// The CPU, where models compute in f32.
-    pub const CPU: Self = Self { tensors: Device::Cpu, precision: Precision::F32, gpu: None };
+    pub const CPU: Self =
+        Self { tensors: Device::Cpu, precision: Precision::F32, activations: ActivationDType::F32, gpu: None };
 
     /// The GPU of this number, with a CUDA stream of its own for tensors. Models compute in f32 on it.
     ///
@@ -75,7 +78,7 @@ impl RankDevice {
             operation: "open for tensors",
             message: error.to_string(),
         })?;
-        Ok(Self { tensors, precision: Precision::F32, gpu: Some(gpu) })
+        Ok(Self { tensors, gpu: Some(gpu), ..Self::CPU })
     }
 
     /// The device of candle's tensors.
@@ -92,6 +95,18 @@ impl RankDevice {
     /// The type in which models compute on this device.
     pub fn precision(&self) -> Precision {
         self.precision
+    }
+
+    /// The same device, with models that round activations to this type where they multiply them with quantized weights. GPUs decode
+    /// quantized weights, and round nothing.
+    #[must_use]
+    pub fn rounding_activations(self, activations: ActivationDType) -> Self {
+        Self { activations, ..self }
+    }
+
+    /// The type to which models round activations where they multiply them with quantized weights.
+    pub fn activations(&self) -> ActivationDType {
+        self.activations
     }
 
     /// An f32 parameter of a model in the type and on the device in which it is used. For bf16 it is rounded on the CPU, so
@@ -183,6 +198,12 @@ impl Devices {
     pub fn computing_in(self, precision: Precision) -> Self {
         let gpus = self.gpus.into_iter().map(|gpu| gpu.computing_in(precision)).collect();
         Self { cpu: self.cpu.computing_in(precision), gpus }
+    }
+
+    /// The same devices, with models that round activations to this type where they multiply them with quantized weights on a CPU.
+    #[must_use]
+    pub fn rounding_activations(self, activations: ActivationDType) -> Self {
+        Self { cpu: self.cpu.rounding_activations(activations), ..self }
     }
 
     /// The number of devices, at least one: ranks whose numbers are equal modulo this share a device.

@@ -2,14 +2,16 @@
 //!
 //! A [`QuantizedMatrix`] is never expanded to f32 as a whole. A product with many tokens decodes one tile of it at a time and
 //! multiplies that in f32; a product with a few tokens decodes blocks where it multiplies them, in registers or in the L1
-//! cache. All arithmetic is f32: activations are not quantized, so results equal those of the decoded matrix up to the
-//! rounding of sums.
+//! cache. Unless asked to, a product does not round activations, so results equal those of the decoded matrix up to the rounding of sums.
+//! [`ActivationDType::Int16`] asks for activations of 16 bits and products in integers, which inference uses.
 
+mod activation_dtype;
 mod blocks;
 mod dots;
 mod format;
 mod gpt_oss;
 mod input;
+mod int16;
 mod lanes;
 mod linear;
 mod matrix;
@@ -19,6 +21,7 @@ mod tiles;
 #[cfg(test)]
 mod tests;
 
+pub use activation_dtype::ActivationDType;
 pub use format::Format;
 pub use linear::{linear_quantized, linear_quantized_recomputed};
 pub(crate) use linear::{product_quantized, product_quantized_t};

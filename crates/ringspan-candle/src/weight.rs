@@ -2,7 +2,9 @@
 
 use crate::cast::cast;
 use crate::linear::{linear, linear_recomputed, linear_wide};
-use crate::quantized::{Format, QuantizedMatrix, QuantizedStack, linear_quantized, linear_quantized_recomputed};
+use crate::quantized::{
+    ActivationDType, Format, QuantizedMatrix, QuantizedStack, linear_quantized, linear_quantized_recomputed,
+};
 use crate::stored_activation::StoredActivation;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use std::ops::Range;
@@ -152,6 +154,16 @@ impl Weight {
         match self {
             Self::Dense(tensor) => Self::Dense(tensor.detach()),
             Self::Quantized(_) | Self::Stack(_) => self.clone(),
+        }
+    }
+
+    /// Sets the type to which activations are rounded in products with quantized values; tensors stay as they are.
+    #[must_use]
+    pub fn rounding_activations(self, activations: ActivationDType) -> Self {
+        match self {
+            Self::Dense(tensor) => Self::Dense(tensor),
+            Self::Quantized(matrix) => Self::Quantized(matrix.rounding_activations(activations)),
+            Self::Stack(stack) => Self::Stack(stack.rounding_activations(activations)),
         }
     }
 

@@ -4,6 +4,7 @@ use crate::error::{Error, Result};
 use crate::mesh::Mesh;
 use crate::model_parallel_rank::ModelParallelRank;
 use candle_core::{DType, Tensor};
+use ringspan_candle::quantized::Format;
 use ringspan_candle::{Attend, Devices, StoredWeights, Unit, Weight, model::on_device};
 use ringspan_models::{Decoder, StoredModel};
 use std::collections::BTreeMap;
@@ -47,7 +48,14 @@ impl Model {
     pub fn on(self, devices: &Devices) -> Result<Self> {
         let weights =
             devices.iter().map(|device| on_device(&self.weights[0], device)).collect::<candle_core::Result<_>>()?;
-        Ok(Self { weights, ..self })
+        let head = self.head.map(|head| head.rounding_activations(devices.of(0).activations()));
+        Ok(Self { weights, head, ..self })
+    }
+
+    /// Whether there are weights that are multiplied in integers on CPUs if activations are rounded.
+    pub fn has_codes(&self) -> bool {
+        let weights = self.weights.iter().flat_map(BTreeMap::values);
+        weights.chain(&self.head).any(|weight| weight.format().is_some_and(Format::has_codes))
     }
 
     /// Reads a model with which the ranks of this process compute. Where ranks are processes, each reads the parameters of its layers

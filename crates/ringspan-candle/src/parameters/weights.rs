@@ -35,9 +35,9 @@ pub fn on_device(parameters: &StoredWeights, device: &RankDevice) -> Result<Stor
     let precision = device.precision();
     let there = |weight: &Weight| match weight {
         Weight::Quantized(matrix) if device.tensors().is_cpu() && !is_stored_in(matrix, precision) => {
-            Ok(matrix.clone().computing_in(precision).into())
+            Ok(Weight::from(matrix.clone().computing_in(precision)).rounding_activations(device.activations()))
         }
-        Weight::Stack(_) if device.tensors().is_cpu() => Ok(weight.clone()),
+        Weight::Stack(_) if device.tensors().is_cpu() => Ok(weight.clone().rounding_activations(device.activations())),
         _ => device.parameter(&weight.to_tensor()?).map(Weight::Dense),
     };
     parameters.iter().map(|(name, weight)| Ok((name.clone(), there(weight)?))).collect()

@@ -2,8 +2,10 @@
 //!
 //! Arithmetic is that of ggml's reference, in f32 and in its order, so decoded numbers are equal to the bit.
 
+mod codes;
 mod k_quants;
 
+pub(super) use codes::{BlockCodes, RowCode};
 pub(super) use k_quants::{Q4K, Q5K, Q6K};
 
 use super::lanes::{Lanes, f16_to_f32};
@@ -257,16 +259,21 @@ pub(super) struct Mxfp4 {
     codes: [u8; 16],
 }
 
+impl Mxfp4 {
+    /// Half of 2^(exponent - 127), since the table is doubled; for the two smallest exponents it is subnormal.
+    #[inline(always)]
+    fn scale(&self) -> f32 {
+        f32::from_bits(match self.exponent {
+            least @ 0..2 => 0x0020_0000 << least,
+            exponent => u32::from(exponent - 1) << 23,
+        })
+    }
+}
+
 impl BlockNumbers<32> for Mxfp4 {
     #[inline(always)]
     fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
-        // The scale is half of 2^(exponent - 127), since the table is doubled; for the two smallest exponents it is
-        // subnormal.
-        let bits = match self.exponent {
-            least @ 0..2 => 0x0020_0000 << least,
-            exponent => u32::from(exponent - 1) << 23,
-        };
-        chosen(l, l.splat(f32::from_bits(bits)), TWICE_FP4, self.codes, visitor);
+        chosen(l, l.splat(self.scale()), TWICE_FP4, self.codes, visitor);
     }
 }
 

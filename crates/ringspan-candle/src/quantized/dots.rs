@@ -36,7 +36,11 @@ pub(super) fn add_forward(x: Input, weight: &QuantizedMatrix, out: &mut [f32]) {
 }
 
 /// The numbers of each range of columns: of each row of a matrix those of the range.
-fn split_columns<'a>(matrix: &'a mut [f32], width: usize, ranges: &[Range<usize>]) -> Vec<Vec<&'a mut [f32]>> {
+pub(super) fn split_columns<'a>(
+    matrix: &'a mut [f32],
+    width: usize,
+    ranges: &[Range<usize>],
+) -> Vec<Vec<&'a mut [f32]>> {
     let mut columns: Vec<Vec<&mut [f32]>> = ranges.iter().map(|_| Vec::with_capacity(matrix.len() / width)).collect();
     for mut row in matrix.chunks_exact_mut(width) {
         for (columns, range) in columns.iter_mut().zip(ranges) {

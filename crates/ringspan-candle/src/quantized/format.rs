@@ -96,6 +96,13 @@ impl Format {
         self.entry().candle
     }
 
+    /// Whether the numbers are integers times scales, which can be multiplied with rounded activations
+    /// ([`ActivationDType::Int16`](super::ActivationDType::Int16)).
+    #[must_use]
+    pub fn has_codes(self) -> bool {
+        self.block_len() > 1
+    }
+
     /// Count of numbers in a block.
     #[must_use]
     pub fn block_len(self) -> usize {

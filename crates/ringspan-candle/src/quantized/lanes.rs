@@ -16,6 +16,7 @@ pub(super) trait Lanes: Copy {
     const REGISTERS: usize;
 
     fn bytes(self, bytes: [u8; 16]) -> Self::B;
+    fn store_bytes(self, bytes: Self::B) -> [u8; 16];
     fn splat_bytes(self, byte: u8) -> Self::B;
     fn and(self, a: Self::B, b: Self::B) -> Self::B;
     fn or(self, a: Self::B, b: Self::B) -> Self::B;
@@ -78,14 +79,21 @@ pub(super) trait Lanes: Copy {
         [of_low(self.low(bytes)), of_high(self.high(bytes))]
     }
 
-    /// Converts numbers of five bits, from 0 to 31, less 16. Their low four bits are the low halves of bytes, then the high halves; their
-    /// fifth bits begin with the lowest bit of the first byte.
+    /// Integers of five bits, from 0 to 31, less 16. Their low four bits are the low halves of bytes, then the high halves; their fifth
+    /// bits begin with the lowest bit of the first byte.
     #[inline(always)]
-    fn five_bits(self, low: Self::B, fifth: [u8; 4]) -> [Self::F; 2] {
+    fn five_bit_codes(self, low: Self::B, fifth: [u8; 4]) -> [Self::B; 2] {
         // Subtracting 16 from a code without the fifth bit sets its four high bits.
         let (less_sixteen, [first, second]) = (self.splat_bytes(0xf0), self.spread_unset(fifth));
         let first = self.or(self.low(low), self.and(first, less_sixteen));
-        [self.widen(first), self.widen(self.or(self.high(low), self.and(second, less_sixteen)))]
+        [first, self.or(self.high(low), self.and(second, less_sixteen))]
+    }
+
+    /// Converts the [`five_bit_codes`](Self::five_bit_codes) to numbers.
+    #[inline(always)]
+    fn five_bits(self, low: Self::B, fifth: [u8; 4]) -> [Self::F; 2] {
+        let [first, second] = self.five_bit_codes(low, fifth);
+        [self.widen(first), self.widen(second)]
     }
 }
 
@@ -139,6 +147,11 @@ impl Lanes for Portable {
 
     #[inline(always)]
     fn bytes(self, bytes: [u8; 16]) -> [u8; 16] {
+        bytes
+    }
+
+    #[inline(always)]
+    fn store_bytes(self, bytes: [u8; 16]) -> [u8; 16] {
         bytes
     }
 

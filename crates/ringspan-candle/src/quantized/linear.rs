@@ -1,7 +1,9 @@
 //! A linear layer with a quantized weight, as one operation with a backward pass.
 
+use super::activation_dtype::ActivationDType;
 use super::dots;
 use super::input::Input;
+use super::int16::{self, Unpacking};
 use super::matrix::QuantizedMatrix;
 use super::tiles;
 use crate::slices::{cpu, rows, values};
@@ -53,6 +55,11 @@ pub(crate) fn product_quantized(dy: &[f32], weight: &QuantizedMatrix, dx: &mut [
 
 /// Adds `x weight^T` to `out`, by whichever method is faster for this number of tokens.
 fn add_forward(x: Input, weight: &QuantizedMatrix, out: &mut [f32]) {
+    if weight.activations() == ActivationDType::Int16
+        && let Some(unpacking) = Unpacking::of(weight.format())
+    {
+        return int16::add_forward(x, weight, unpacking, out);
+    }
     let add = if x.tokens <= dots::FEW { dots::add_forward } else { tiles::add_forward };
     add(x, weight, out);
 }

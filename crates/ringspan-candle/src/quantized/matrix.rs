@@ -1,5 +1,6 @@
 //! A matrix in a quantized format.
 
+use super::activation_dtype::ActivationDType;
 use super::blocks::{Block, with_block};
 use super::format::Format;
 use super::lanes::{Lanes, VectorWork, dispatch};
@@ -34,6 +35,7 @@ pub struct QuantizedMatrix {
     columns: usize,
     bytes: Bytes,
     computed_in: Precision,
+    activations: ActivationDType,
 }
 
 impl QuantizedMatrix {
@@ -46,13 +48,25 @@ impl QuantizedMatrix {
         if bytes.len() != needed {
             bail!("a {format} matrix of {rows} x {columns} takes {needed} bytes, given {}", bytes.len());
         }
-        Ok(Self { format, rows, columns, bytes, computed_in: Precision::F32 })
+        Ok(Self { format, rows, columns, bytes, computed_in: Precision::F32, activations: ActivationDType::F32 })
     }
 
     /// Sets the type in which rows are looked up. Products with the matrix have the type of the other factor.
     #[must_use]
     pub fn computing_in(self, precision: Precision) -> Self {
         Self { computed_in: precision, ..self }
+    }
+
+    /// Sets the type to which activations are rounded in products with the matrix.
+    #[must_use]
+    pub fn rounding_activations(self, activations: ActivationDType) -> Self {
+        Self { activations, ..self }
+    }
+
+    /// The type to which activations are rounded in products with the matrix.
+    #[must_use]
+    pub fn activations(&self) -> ActivationDType {
+        self.activations
     }
 
     /// The type in which layers compute with the matrix.
@@ -200,6 +214,11 @@ impl QuantizedMatrix {
         });
     }
 
+    /// A range of columns, which are whole blocks, of a range of rows.
+    pub(super) fn stored(&self, rows: Range<usize>, columns: Range<usize>) -> StoredColumns<'_> {
+        StoredColumns { rows: self.bytes_of_rows(rows), row_bytes: self.row_bytes(), part: self.bytes_of(&columns) }
+    }
+
     /// The bytes of a range of rows.
     pub(super) fn bytes_of_rows(&self, rows: Range<usize>) -> &[u8] {
         &self.bytes[rows.start * self.row_bytes()..rows.end * self.row_bytes()]
@@ -217,6 +236,26 @@ impl QuantizedMatrix {
 
     fn row_bytes(&self) -> usize {
         self.bytes_of(&(0..self.columns)).end
+    }
+}
+
+/// Some columns of some rows of a matrix, as they are stored.
+pub(super) struct StoredColumns<'a> {
+    rows: &'a [u8],
+    row_bytes: usize,
+    /// The range of each row's bytes.
+    part: Range<usize>,
+}
+
+impl<'a> StoredColumns<'a> {
+    /// The bytes of these columns of each row.
+    #[inline(always)]
+    pub(super) fn rows(&self) -> impl Iterator<Item = &'a [u8]> {
+        let part = self.part.clone();
+        self.rows.chunks_exact(self.row_bytes).map(
+            #[inline(always)]
+            move |row| &row[part.clone()],
+        )
     }
 }
 

@@ -2,6 +2,7 @@
 //!
 //! Shape letters: e experts.
 
+use super::activation_dtype::ActivationDType;
 use super::format::Format;
 use super::matrix::QuantizedMatrix;
 use candle_core::{Result, Tensor, bail};
@@ -51,6 +52,12 @@ impl QuantizedStack {
         }
         let matrix = QuantizedMatrix::new(format, experts * outputs, inputs, stored.into_flattened().into())?;
         Ok(Self::new(matrix, outputs)?)
+    }
+
+    /// Sets the type to which activations are rounded in products with the matrices.
+    #[must_use]
+    pub fn rounding_activations(self, activations: ActivationDType) -> Self {
+        Self { matrix: self.matrix.rounding_activations(activations), ..self }
     }
 
     /// The shape `[e, in, out]` of the parameter.

@@ -1,7 +1,7 @@
 use super::blocks::{Block, with_block};
 use super::dots;
 use super::lanes::{Lanes, VectorWork, f16_to_f32, on_each};
-use super::{Format, QuantizedMatrix, linear_quantized, linear_quantized_recomputed};
+use super::{ActivationDType, Format, QuantizedMatrix, linear_quantized, linear_quantized_recomputed};
 use crate::backward_from::backward;
 use crate::linear::linear;
 use crate::pool;
@@ -359,6 +359,40 @@ fn sizes_that_do_not_fit_are_refused_with_the_numbers() -> Result<()> {
     ];
     for (got, wanted) in refusals {
         assert!(got.contains(wanted), "'{got}' does not say '{wanted}'");
+    }
+    Ok(())
+}
+
+#[test]
+fn rounded_activations_are_multiplied_within_their_rounding_in_every_format() -> Result<()> {
+    for format in Format::ALL {
+        // More columns than are packed at once, and rows that end within a panel.
+        let (rows, columns) = (75, if format.block_len() == 256 { 512 } else { 608 });
+        let weight = matrix(format, rows, columns)?;
+        let rounded = weight.clone().rounding_activations(ActivationDType::Int16);
+        let (decoded, x, bias) = (weight.dequantize()?, waves(300, columns, 3)?, waves(1, rows, 5)?.squeeze(0)?);
+        let (w, x64) = (floats(&decoded)?, floats(&x)?);
+        let all = floats(&linear_quantized(&x, &rounded, Some(&bias))?)?;
+        for (index, (got, bias)) in all.iter().zip(floats(&bias)?.iter().cycle()).enumerate() {
+            let (x, w) = (&x64[index / rows * columns..][..columns], &w[index % rows * columns..][..columns]);
+            let terms = || x.iter().zip(w).map(|(x, w)| f64::from(*x) * f64::from(*w));
+            let wrong = (f64::from(*got) - f64::from(*bias) - terms().sum::<f64>()).abs();
+            let size = w.iter().map(|w| f64::from(*w).powi(2)).sum::<f64>().sqrt() * (columns as f64).sqrt();
+            assert!(wrong < 3e-5 * size, "{format}: {wrong} of {size}");
+        }
+        // A token has the same bits with any others, on any number of threads.
+        for (tokens, threads) in [(1, 1), (1, 3), (2, 1), (7, 3), (33, 1), (300, 3)] {
+            if !format.has_codes() {
+                continue;
+            }
+            let x = x.narrow(0, 0, tokens)?;
+            let got = pool::run(threads, || linear_quantized(&x, &rounded, Some(&bias)))??;
+            assert_eq!(bits(&floats(&got)?), bits(&all[..tokens * rows]), "{format}, {tokens} tokens");
+        }
+        if !format.has_codes() {
+            let same = linear_quantized(&x, &weight, Some(&bias))?;
+            assert_eq!(bits(&floats(&same)?), bits(&all), "{format}");
+        }
     }
     Ok(())
 }

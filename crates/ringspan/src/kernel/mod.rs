@@ -19,6 +19,7 @@ mod dtype;
 mod floats;
 mod forward;
 mod head_map;
+pub mod int16;
 mod isa;
 mod message;
 mod micro;

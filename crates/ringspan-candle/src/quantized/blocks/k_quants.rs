@@ -1,8 +1,9 @@
 //! ggml's K-quants: blocks of 256 numbers in sub-blocks, whose scales (and minima) are quantized, too.
 
-use super::{BlockNumbers, Visitor};
+use super::{BlockCodes, BlockNumbers, RowCode, Visitor};
 use crate::quantized::lanes::Lanes;
 use bytemuck::AnyBitPattern;
+use ringspan::kernel::int16::Scales;
 
 #[repr(C)]
 #[derive(Clone, Copy, AnyBitPattern)]
@@ -27,6 +28,22 @@ impl BlockNumbers<256> for Q4K {
             let [low, high] = l.nibbles(l.bytes(*second), &of_low, &of_high);
             visitor.take(l, 4 * i + 1, low);
             visitor.take(l, 4 * i + 3, high);
+        }
+    }
+}
+
+impl BlockCodes<256> for Q4K {
+    const SCALES: Scales = Scales::Of32WithMinima;
+
+    #[inline(always)]
+    fn codes<L: Lanes>(&self, l: L, mut to: RowCode) {
+        scales_and_minima(l, self.scale, self.minimum, &self.parts).write(&mut to);
+        for (i, codes) in self.codes.iter().enumerate() {
+            for side in 0..2 {
+                let codes = l.bytes(codes[side]);
+                to.set(l, 4 * i + side, l.low(codes));
+                to.set(l, 4 * i + 2 + side, l.high(codes));
+            }
         }
     }
 }
@@ -62,6 +79,24 @@ impl BlockNumbers<256> for Q5K {
     }
 }
 
+impl BlockCodes<256> for Q5K {
+    const SCALES: Scales = Scales::Of32WithMinima;
+
+    #[inline(always)]
+    fn codes<L: Lanes>(&self, l: L, mut to: RowCode) {
+        scales_and_minima(l, self.scale, self.minimum, &self.parts).write(&mut to);
+        let one = l.splat_bytes(1);
+        for (i, codes) in self.codes.iter().enumerate() {
+            for side in 0..2 {
+                let (codes, bits) = (l.bytes(codes[side]), l.shift_right(l.bytes(self.high[side]), 2 * i as u32));
+                to.set(l, 4 * i + side, l.or(l.low(codes), l.shift_left(l.and(bits, one), 4)));
+                let fifth = l.shift_left(l.and(l.shift_right(bits, 1), one), 4);
+                to.set(l, 4 * i + 2 + side, l.or(l.high(codes), fifth));
+            }
+        }
+    }
+}
+
 #[repr(C)]
 #[derive(Clone, Copy, AnyBitPattern)]
 pub(in crate::quantized) struct Q6K {
@@ -75,27 +110,57 @@ pub(in crate::quantized) struct Q6K {
     scale: [u8; 2],
 }
 
+impl Q6K {
+    /// Passes codes 16 i to 16 i + 15 of the block to `visit`, for each i.
+    #[inline(always)]
+    fn visit_codes<L: Lanes>(&self, l: L, mut visit: impl FnMut(usize, L::B)) {
+        let (three, offset) = (l.splat_bytes(3), l.splat_bytes(32));
+        for (part, (low, high)) in self.low.iter().zip(&self.high).enumerate() {
+            for side in 0..2 {
+                let (high, lows) = (l.bytes(high[side]), [l.bytes(low[0][side]), l.bytes(low[1][side])]);
+                for sub in 0..4 {
+                    let low = if sub < 2 { l.low(lows[sub]) } else { l.high(lows[sub - 2]) };
+                    let high = l.shift_left(l.and(l.shift_right(high, 2 * sub as u32), three), 4);
+                    visit(8 * part + 2 * sub + side, l.sub_bytes(l.or(low, high), offset));
+                }
+            }
+        }
+    }
+
+    /// The scales of each 16 numbers.
+    #[inline(always)]
+    fn scales<L: Lanes>(&self, l: L) -> [f32; 16] {
+        let mut scales = [0.0; 16];
+        l.store(l.mul(l.splat_half(self.scale), l.widen(l.bytes(bytemuck::cast(self.scales)))), &mut scales);
+        scales
+    }
+}
+
 impl BlockNumbers<256> for Q6K {
     #[inline(always)]
     fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
-        let (three, offset) = (l.splat_bytes(3), l.splat_bytes(32));
-        let mut scales = [0.0; 16];
-        l.store(l.mul(l.splat_half(self.scale), l.widen(l.bytes(bytemuck::cast(self.scales)))), &mut scales);
-        for (part, (low, high)) in self.low.iter().zip(&self.high).enumerate() {
-            for side in 0..2 {
-                let high = l.bytes(high[side]);
-                let mut number = |sub: usize, low: L::B| {
-                    let high = l.shift_left(l.and(l.shift_right(high, 2 * sub as u32), three), 4);
-                    let (i, codes) = (8 * part + 2 * sub + side, l.sub_bytes(l.or(low, high), offset));
-                    visitor.take(l, i, l.mul(l.splat(scales[i]), l.widen(codes)));
-                };
-                let lows = [l.bytes(low[0][side]), l.bytes(low[1][side])];
-                number(0, l.low(lows[0]));
-                number(1, l.low(lows[1]));
-                number(2, l.high(lows[0]));
-                number(3, l.high(lows[1]));
-            }
+        let scales = self.scales(l);
+        self.visit_codes(
+            l,
+            #[inline(always)]
+            |i, codes| visitor.take(l, i, l.mul(l.splat(scales[i]), l.widen(codes))),
+        );
+    }
+}
+
+impl BlockCodes<256> for Q6K {
+    const SCALES: Scales = Scales::Of16;
+
+    #[inline(always)]
+    fn codes<L: Lanes>(&self, l: L, mut to: RowCode) {
+        for (i, scale) in self.scales(l).into_iter().enumerate() {
+            to.set_scale(i, scale);
         }
+        self.visit_codes(
+            l,
+            #[inline(always)]
+            |i, codes| to.set(l, i, codes),
+        );
     }
 }
 
@@ -106,6 +171,15 @@ struct SubBlockScales {
 }
 
 impl SubBlockScales {
+    /// Writes the scales and minima of a block.
+    #[inline(always)]
+    fn write(&self, to: &mut RowCode) {
+        for i in 0..8 {
+            to.set_scale(2 * i, self.scales[i]);
+            to.set_minimum(i, self.minima[i]);
+        }
+    }
+
     /// Decodes codes of sub-block i: the scale times the code, minus the minimum.
     #[inline(always)]
     fn above<L: Lanes>(&self, l: L, i: usize) -> impl Fn(L::B) -> L::F {

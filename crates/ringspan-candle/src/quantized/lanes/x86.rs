@@ -32,6 +32,11 @@ macro_rules! shared {
         }
 
         #[inline(always)]
+        fn store_bytes(self, bytes: __m128i) -> [u8; 16] {
+            cast(bytes)
+        }
+
+        #[inline(always)]
         fn splat_bytes(self, byte: u8) -> __m128i {
             self.sse2._mm_set1_epi8(byte as i8)
         }

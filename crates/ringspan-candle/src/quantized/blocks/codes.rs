@@ -1,0 +1,105 @@
+//! The codes of blocks as integers, for products in integers.
+
+use super::{Iq4Nl, Mxfp4, Q4_0, Q5_0, Q8_0, TWICE_FP4, UNEVEN};
+use crate::quantized::lanes::{Lanes, f16_to_f32};
+use bytemuck::{AnyBitPattern, cast, cast_ref};
+use ringspan::kernel::int16::{COLUMNS, RowCodes, Scales};
+
+/// A block of LEN numbers, each an integer times a scale, less a minimum where the format has minima.
+pub(in crate::quantized) trait BlockCodes<const LEN: usize>: AnyBitPattern {
+    /// How many numbers share a scale, and whether there are minima.
+    const SCALES: Scales;
+
+    /// Writes the codes and scales of the block.
+    fn codes<L: Lanes>(&self, l: L, to: RowCode);
+}
+
+/// Where the codes and scales of a block go: a row and the first column.
+pub(in crate::quantized) struct RowCode<'a> {
+    pub(in crate::quantized) codes: &'a mut RowCodes,
+    pub(in crate::quantized) row: usize,
+    pub(in crate::quantized) column: usize,
+}
+
+impl RowCode<'_> {
+    /// Writes codes 16 i to 16 i + 15 of the block.
+    #[inline(always)]
+    pub(super) fn set<L: Lanes>(&mut self, l: L, i: usize, codes: L::B) {
+        let row: &mut [i8; COLUMNS] = &mut self.codes.codes[self.row];
+        row.as_chunks_mut::<16>().0[self.column / 16 + i] = cast(l.store_bytes(codes));
+    }
+
+    /// Writes the scale of codes 16 i to 16 i + 15, or of 32 where as many share it.
+    #[inline(always)]
+    pub(super) fn set_scale(&mut self, i: usize, scale: f32) {
+        self.codes.scales[self.column / 16 + i][self.row] = scale;
+    }
+
+    /// Writes the minimum of codes 32 i to 32 i + 31.
+    #[inline(always)]
+    pub(super) fn set_minimum(&mut self, i: usize, minimum: f32) {
+        self.codes.minima[self.column / 32 + i][self.row] = minimum;
+    }
+
+    /// Writes the 32 codes of a block, and their scale.
+    #[inline(always)]
+    fn set_all<L: Lanes>(&mut self, l: L, scale: f32, [first, second]: [L::B; 2]) {
+        self.set(l, 0, first);
+        self.set(l, 1, second);
+        self.set_scale(0, scale);
+    }
+}
+
+impl BlockCodes<32> for Q4_0 {
+    const SCALES: Scales = Scales::Of32;
+
+    #[inline(always)]
+    fn codes<L: Lanes>(&self, l: L, mut to: RowCode) {
+        let (codes, eight) = (l.bytes(self.codes), l.splat_bytes(8));
+        let codes = [l.sub_bytes(l.low(codes), eight), l.sub_bytes(l.high(codes), eight)];
+        to.set_all(l, f16_to_f32(self.scale), codes);
+    }
+}
+
+impl BlockCodes<32> for Q5_0 {
+    const SCALES: Scales = Scales::Of32;
+
+    #[inline(always)]
+    fn codes<L: Lanes>(&self, l: L, mut to: RowCode) {
+        to.set_all(l, f16_to_f32(self.scale), l.five_bit_codes(l.bytes(self.codes), self.high));
+    }
+}
+
+impl BlockCodes<32> for Q8_0 {
+    const SCALES: Scales = Scales::Of32;
+
+    #[inline(always)]
+    fn codes<L: Lanes>(&self, l: L, mut to: RowCode) {
+        to.set_all(l, f16_to_f32(self.scale), [l.bytes(self.codes[0]), l.bytes(self.codes[1])]);
+    }
+}
+
+impl BlockCodes<32> for Iq4Nl {
+    const SCALES: Scales = Scales::Of32;
+
+    #[inline(always)]
+    fn codes<L: Lanes>(&self, l: L, mut to: RowCode) {
+        to.set_all(l, f16_to_f32(self.scale), chosen(l, &UNEVEN, self.codes));
+    }
+}
+
+impl BlockCodes<32> for Mxfp4 {
+    const SCALES: Scales = Scales::Of32;
+
+    #[inline(always)]
+    fn codes<L: Lanes>(&self, l: L, mut to: RowCode) {
+        to.set_all(l, self.scale(), chosen(l, &TWICE_FP4, self.codes));
+    }
+}
+
+/// The table entries that the halves of bytes select.
+#[inline(always)]
+fn chosen<L: Lanes>(l: L, table: &[i8; 16], codes: [u8; 16]) -> [L::B; 2] {
+    let (table, codes) = (l.bytes(*cast_ref(table)), l.bytes(codes));
+    [l.choose(table, l.low(codes)), l.choose(table, l.high(codes))]
+}
