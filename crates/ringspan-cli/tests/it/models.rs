@@ -165,13 +165,24 @@ fn a_gguf_file_is_scored_as_the_folder_it_was_made_from() {
     let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../ringspan-models/tests/fixtures");
     let tokens: Vec<i64> = (0..40).map(|i| i * i * 31 % 96).collect();
     write(&bench.path("tokens.safetensors"), &[("tokens", Tensor::i64(&[2, 20], &tokens))]);
-    let score = |model: &str| {
+    let flags = |model: &str, more: &str| {
         let model = fixtures.join(model);
-        let flags = format!("--model {} --tokens tokens.safetensors --out s.safetensors --ring 2", model.display());
-        succeed(&bench, "score", &flags);
+        format!("--model {} --tokens tokens.safetensors --out s.safetensors --ring 2 {more}", model.display())
+    };
+    let score = |model: &str, more: &str| {
+        succeed(&bench, "score", &flags(model, more));
         read(&bench.path("s.safetensors"))["logprobs"].values()
     };
-    assert_eq!(score("gguf/llama_tied.gguf"), score("llama_tied"));
+    let exact = score("llama_tied", "");
+    assert_eq!(score("gguf/llama_tied.gguf", "--activation-dtype f32"), exact);
+    let rounded = score("gguf/llama_tied.gguf", "");
+    assert_eq!(score("gguf/llama_tied.gguf", "--activation-dtype int16"), rounded);
+    assert!(rounded.iter().zip(&exact).all(|(a, b)| (a - b).abs() < 1e-4) && rounded != exact);
+    let refusal = |model: &str, more: &str| message(&run(&bench, "score", &flags(model, more)));
+    let dense = refusal("llama_tied", "--activation-dtype int16");
+    assert!(dense.contains("--activation-dtype int16 has no effect") && dense.contains("Q8_0"), "{dense}");
+    let unknown = refusal("gguf/llama_tied.gguf", "--activation-dtype int8");
+    assert!(unknown.contains("int8") && unknown.contains("f32, int16"), "{unknown}");
     // This file has no tokenizer, which a prompt needs.
     let model = fixtures.join("gguf/llama_tied.gguf");
     let refused = run(&bench, "generate", &format!("--model {} --prompt x", model.display()));
