@@ -3,7 +3,7 @@
 //! A [`QuantizedMatrix`] is never expanded to f32 as a whole. A product with many tokens decodes one tile of it at a time and
 //! multiplies that in f32; a product with a few tokens decodes blocks where it multiplies them, in registers or in the L1
 //! cache. Unless asked to, a product does not round activations, so results equal those of the decoded matrix up to the rounding of sums.
-//! [`ActivationDType::Int16`] asks for activations of 16 bits and products in integers, which inference uses.
+//! [`ActivationDType::Int16`] asks for activations of 16 bits and products in integers.
 
 mod activation_dtype;
 mod blocks;

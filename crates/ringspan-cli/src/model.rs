@@ -38,7 +38,7 @@ pub(crate) fn mesh_sharing_model(
 ) -> Result<Mesh> {
     let (_, threads) = args.start_with(processes, &[(tp, "--tp"), (pp, "--pp")])?;
     let devices = Devices::open(model.device, processes.local_rank()).context("--device")?.computing_in(model.dtype);
-    let devices = devices.rounding_activations(model.activation_dtype.unwrap_or(ActivationDType::Int16));
+    let devices = devices.rounding_activations(model.activation_dtype);
     let (ring, ulysses, processes) = (args.ring, args.ulysses, processes.clone());
     Ok(Mesh { ring, ulysses, tp, ep, pp, threads, deadline: DEADLINE, devices, processes })
 }
@@ -70,10 +70,10 @@ pub(crate) struct ModelArgs {
     /// compute in f32, and logits are f32
     #[arg(long, default_value_t = Precision::F32, value_name = "TYPE")]
     pub(crate) dtype: Precision,
-    /// Type to which activations are rounded where CPUs multiply them with quantized weights: int16, each by at most 2^-16 of the largest
-    /// of the 32 around it, or f32, which is slower [default: int16]
-    #[arg(long, value_name = "TYPE")]
-    activation_dtype: Option<ActivationDType>,
+    /// Type to which activations are rounded where CPUs multiply them with quantized weights: f32, or int16, which is faster and rounds each
+    /// by at most 2^-16 of the largest of the 32 around it
+    #[arg(long, default_value_t = ActivationDType::F32, value_name = "TYPE")]
+    activation_dtype: ActivationDType,
 }
 
 impl ModelArgs {
@@ -94,12 +94,12 @@ impl ModelArgs {
             }
         };
         let model = model.with_context(|| format!("the model in {}", self.path.display()))?;
-        if let Some(dtype) = self.activation_dtype {
-            let decodes = mesh.devices.iter().all(|device| !device.tensors().is_cpu());
-            ensure!(!decodes, "--activation-dtype {dtype} has no effect on GPUs, which decode quantized weights");
+        if self.activation_dtype == ActivationDType::Int16 {
+            let on_cpus = mesh.devices.iter().any(|device| device.tensors().is_cpu());
+            ensure!(on_cpus, "--activation-dtype int16 has no effect on GPUs, which decode quantized weights");
             ensure!(
                 model.has_codes(),
-                "--activation-dtype {dtype} has no effect: the model in {} has no weights in blocks of integers with scales, as in Q8_0",
+                "--activation-dtype int16 has no effect: the model in {} has no weights in blocks of integers with scales, as in Q8_0",
                 self.path.display()
             );
         }
@@ -124,8 +124,8 @@ impl ModelArgs {
             fingerprint += &format!(" with an adapter of {}", fingerprint_of(folder)?);
         }
         fingerprint += &format!(", in {}", self.dtype);
-        if self.activation_dtype == Some(ActivationDType::F32) {
-            fingerprint += ", activations not rounded";
+        if self.activation_dtype != ActivationDType::F32 {
+            fingerprint += &format!(", activations rounded to {}", self.activation_dtype);
         }
         let mut json = source.config_json()?;
         if let Some(scaling) = &self.rope_scaling {

@@ -5,12 +5,16 @@ use crate::support::*;
 use ringspan_candle::quantized::ActivationDType;
 use ringspan_candle::{DeviceName, Devices, Precision};
 use ringspan_models::{Decoder, ModelSource};
+use ringspan_serve::engine::request::EngineClient;
 use ringspan_serve::engine::{Engine, EngineOptions};
 use ringspan_serve::{Mesh, Model};
 use std::path::Path;
 use std::sync::Arc;
 
-pub(super) const EVERY_ACTIVATION_DTYPE: [ActivationDType; 2] = [ActivationDType::F32, ActivationDType::Int16];
+const EVERY_ACTIVATION_DTYPE: [ActivationDType; 2] = [ActivationDType::F32, ActivationDType::Int16];
+
+/// Models with integers in several formats; gpt-oss has experts in MXFP4.
+const WITH_CODES: [&str; 2] = ["gguf_families/qwen3.gguf", "gguf_families/gpt-oss.gguf"];
 
 /// Sinks, latent attention, factors and caps on logits, layers without positions, partial rotary embeddings.
 #[test]
@@ -40,8 +44,8 @@ fn every_family_serves_as_it_reads() {
 }
 
 /// A quantized model, whose products round activations to `activations`.
-pub(super) fn quantized(name: &str, activations: ActivationDType) -> Arc<Model> {
-    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../ringspan-models/tests/fixtures/gguf");
+fn quantized(name: &str, activations: ActivationDType) -> Arc<Model> {
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../ringspan-models/tests/fixtures");
     let (config, _, weights) = ModelSource::at(&fixtures.join(name)).and_then(ModelSource::load_stored).expect(name);
     let model = Model::new(Decoder::new(config).expect("supported"), weights).expect("an embedding");
     Arc::new(model.on(&Devices::CPU.rounding_activations(activations)).expect("weights on the CPU"))
@@ -50,8 +54,9 @@ pub(super) fn quantized(name: &str, activations: ActivationDType) -> Arc<Model> 
 /// Each rank has a share of the output head's rows, quantized or not.
 #[test]
 fn quantized_weights_serve_alike_on_every_mesh() {
-    let names = ["qwen3.gguf", "llama_tied.gguf"];
-    for (name, activations) in names.into_iter().flat_map(|name| EVERY_ACTIVATION_DTYPE.map(|dtype| (name, dtype))) {
+    let dense = ["gguf/qwen3.gguf", "gguf/llama_tied.gguf"].map(|name| (name, ActivationDType::F32));
+    let of_type = |dtype| WITH_CODES.map(|name| (name, dtype));
+    for (name, activations) in EVERY_ACTIVATION_DTYPE.into_iter().flat_map(of_type).chain(dense) {
         let model = quantized(name, activations);
         let options = EngineOptions { max_model_len: Some(40), ..small() };
         let vocabulary = model.vocabulary() as u32;
@@ -62,7 +67,8 @@ fn quantized_weights_serve_alike_on_every_mesh() {
             let engine = start(&model, ring, &options);
             // The second time, the prompt is in the cache, and another request is decoded in the same steps.
             for other in [None, Some(7)] {
-                let beside = other.map(|tokens| engine.client().submit(greedy(&prompt[..tokens], 12)).expect("accepted"));
+                let beside =
+                    other.map(|tokens| engine.client().submit(greedy(&prompt[..tokens], 12)).expect("accepted"));
                 let answer = ask(&engine, greedy(&prompt, 12));
                 assert_eq!(answer.tokens, expected.tokens, "{name}, activations in {activations}, {ring} ranks");
                 close(&answer.logprobs, &expected.logprobs);
@@ -72,10 +78,10 @@ fn quantized_weights_serve_alike_on_every_mesh() {
     }
 }
 
-/// Rounding of activations to 16 bits changes log-probabilities by less than that of bf16 does, by two orders of magnitude.
+/// The rounding of bf16 changes them by up to 0.1.
 #[test]
 fn rounded_activations_change_log_probabilities_a_little() {
-    for name in ["qwen3.gguf", "llama_tied.gguf"] {
+    for name in WITH_CODES {
         let [exact, rounded] = EVERY_ACTIVATION_DTYPE.map(|dtype| {
             let model = quantized(name, dtype);
             let prompt: Vec<u32> = tokens(19, 7).into_iter().map(|token| token % model.vocabulary() as u32).collect();
@@ -85,7 +91,7 @@ fn rounded_activations_change_log_probabilities_a_little() {
             exact.logprobs.iter().zip(&rounded.logprobs).map(|(a, b)| (a.logprob - b.logprob).abs()).collect();
         assert_eq!(exact.tokens, rounded.tokens, "{name}");
         assert!(differences.iter().any(|x| *x > 0.0), "{name}: activations were not rounded");
-        assert!(differences.iter().all(|x| *x < 1e-4), "{name}: {differences:?}");
+        assert!(differences.iter().all(|x| *x < 3e-4), "{name}: {differences:?}");
     }
 }
 

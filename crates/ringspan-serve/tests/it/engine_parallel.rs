@@ -2,11 +2,12 @@
 
 use super::engine::{ask, close, collect, greedy, seeded_of, small};
 use super::engine_adapters::adapted;
-use super::engine_models::{EVERY_ACTIVATION_DTYPE, quantized};
 use crate::support::*;
+use ringspan_models::{Decoder, ModelSource};
 use ringspan_serve::engine::request::{EngineClient, FinishReason, Request};
 use ringspan_serve::engine::{Engine, EngineOptions, KvCache};
 use ringspan_serve::{Mesh, Model};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -120,9 +121,11 @@ fn long_texts_are_equal_with_tensor_parallelism() {
 /// Ranks cut rows and, between blocks, columns of matrices that stay as they are stored.
 #[test]
 fn quantized_weights_are_cut_as_they_are_stored() {
-    let names = ["qwen3.gguf", "llama_tied.gguf"];
-    for (name, activations) in names.into_iter().flat_map(|name| EVERY_ACTIVATION_DTYPE.map(|dtype| (name, dtype))) {
-        let model = quantized(name, activations);
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../ringspan-models/tests/fixtures/gguf");
+    for name in ["qwen3.gguf", "llama_tied.gguf"] {
+        let (config, _, weights) =
+            ModelSource::at(&fixtures.join(name)).and_then(ModelSource::load_stored).expect(name);
+        let model = Arc::new(Model::new(Decoder::new(config).expect("supported"), weights).expect("an embedding"));
         serves_as_one_rank(name, &model, [of_sizes((1, 1, 2, 1)), of_sizes((2, 1, 2, 1)), staged(2, (1, 1, 2, 1))]);
     }
 }
