@@ -9,9 +9,10 @@
 
 use bytes::Bytes;
 use candle_core::{Device, Result, Tensor};
+use ringspan_candle::ActivationDType;
 use ringspan_candle::linear::linear;
 use ringspan_candle::pool;
-use ringspan_candle::quantized::{ActivationDType, Format, QuantizedMatrix, linear_quantized};
+use ringspan_candle::quantized::{Format, QuantizedMatrix, linear_quantized};
 use std::hint::black_box;
 use std::time::Instant;
 

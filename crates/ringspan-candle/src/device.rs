@@ -1,9 +1,9 @@
 //! The devices on which ranks compute, CPU or GPU, chosen once and passed down, and the type in which models compute on them.
 
+use crate::activation_dtype::ActivationDType;
 use crate::nvidia::Gpu;
 use crate::pool;
 use crate::precision::Precision;
-use crate::quantized::ActivationDType;
 use crate::rounding::rounded;
 use crate::slices;
 use candle_core::{DType, Device, Tensor};

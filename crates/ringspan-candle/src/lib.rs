@@ -3,6 +3,7 @@
 
 pub mod activate;
 pub mod activation;
+mod activation_dtype;
 mod activation_storage;
 pub mod activation_store;
 pub mod attend;
@@ -62,6 +63,7 @@ mod weight;
 mod weight_matrix;
 mod weight_partition;
 
+pub use activation_dtype::ActivationDType;
 pub use activation_store::{ActivationStore, CheckpointPolicy, Recompute};
 pub use attend::{Attend, AttentionInputs};
 pub use context::{Context, ContextBuilder, QkvFormat};

@@ -3,9 +3,8 @@
 //! A [`QuantizedMatrix`] is never expanded to f32 as a whole. A product with many tokens decodes one tile of it at a time and
 //! multiplies that in f32; a product with a few tokens decodes blocks where it multiplies them, in registers or in the L1
 //! cache. Unless asked to, a product does not round activations, so results equal those of the decoded matrix up to the rounding of sums.
-//! [`ActivationDType::Int16`] asks for activations of 16 bits and products in integers.
+//! [`ActivationDType::Int16`](crate::ActivationDType) asks for activations of 16 bits and products in integers.
 
-mod activation_dtype;
 mod blocks;
 mod dots;
 mod format;
@@ -21,7 +20,6 @@ mod tiles;
 #[cfg(test)]
 mod tests;
 
-pub use activation_dtype::ActivationDType;
 pub use format::Format;
 pub use linear::{linear_quantized, linear_quantized_recomputed};
 pub(crate) use linear::{product_quantized, product_quantized_t};

@@ -1,10 +1,9 @@
 //! The values of a parameter in the forms in which layers can compute with them.
 
+use crate::activation_dtype::ActivationDType;
 use crate::cast::cast;
 use crate::linear::{linear, linear_recomputed, linear_wide};
-use crate::quantized::{
-    ActivationDType, Format, QuantizedMatrix, QuantizedStack, linear_quantized, linear_quantized_recomputed,
-};
+use crate::quantized::{Format, QuantizedMatrix, QuantizedStack, linear_quantized, linear_quantized_recomputed};
 use crate::stored_activation::StoredActivation;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use std::ops::Range;

@@ -4,8 +4,7 @@ use crate::mesh::{DEADLINE, MeshArgs};
 use crate::output;
 use anyhow::{Context, Result, anyhow, ensure};
 use ringspan::comm::process_group::ProcessGroup;
-use ringspan_candle::quantized::ActivationDType;
-use ringspan_candle::{DeviceName, Devices, Precision};
+use ringspan_candle::{ActivationDType, DeviceName, Devices, Precision};
 use ringspan_models::{
     Config, Decoder, ModelSource, RopeScaling,
     special_tokens::{GENERATION_CONFIG, SpecialTokens, without_tokenizer},

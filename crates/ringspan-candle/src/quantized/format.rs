@@ -97,7 +97,7 @@ impl Format {
     }
 
     /// Whether the numbers are integers times scales, which can be multiplied with rounded activations
-    /// ([`ActivationDType::Int16`](super::ActivationDType::Int16)).
+    /// ([`ActivationDType::Int16`](crate::ActivationDType::Int16)).
     #[must_use]
     pub fn has_codes(self) -> bool {
         self.block_len() > 1

@@ -1,11 +1,11 @@
 //! A linear layer with a quantized weight, as one operation with a backward pass.
 
-use super::activation_dtype::ActivationDType;
 use super::dots;
 use super::input::Input;
 use super::int16::{self, Unpacking};
 use super::matrix::QuantizedMatrix;
 use super::tiles;
+use crate::activation_dtype::ActivationDType;
 use crate::slices::{cpu, rows, values};
 use crate::stored_activation::StoredActivation;
 use crate::tape::{self, Reads};

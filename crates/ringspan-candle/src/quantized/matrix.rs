@@ -1,9 +1,9 @@
 //! A matrix in a quantized format.
 
-use super::activation_dtype::ActivationDType;
 use super::blocks::{Block, with_block};
 use super::format::Format;
 use super::lanes::{Lanes, VectorWork, dispatch};
+use crate::activation_dtype::ActivationDType;
 use crate::pool;
 use crate::precision::Precision;
 use bytes::Bytes;

@@ -2,9 +2,9 @@
 //!
 //! Shape letters: e experts.
 
-use super::activation_dtype::ActivationDType;
 use super::format::Format;
 use super::matrix::QuantizedMatrix;
+use crate::activation_dtype::ActivationDType;
 use candle_core::{Result, Tensor, bail};
 use std::fmt::{self, Debug, Formatter};
 use std::ops::Range;

@@ -1,7 +1,8 @@
 use super::blocks::{Block, with_block};
 use super::dots;
 use super::lanes::{Lanes, VectorWork, f16_to_f32, on_each};
-use super::{ActivationDType, Format, QuantizedMatrix, linear_quantized, linear_quantized_recomputed};
+use super::{Format, QuantizedMatrix, linear_quantized, linear_quantized_recomputed};
+use crate::activation_dtype::ActivationDType;
 use crate::backward_from::backward;
 use crate::linear::linear;
 use crate::pool;

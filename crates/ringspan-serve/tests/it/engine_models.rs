@@ -2,8 +2,7 @@
 
 use super::engine::{ask, close, greedy, small, start};
 use crate::support::*;
-use ringspan_candle::quantized::ActivationDType;
-use ringspan_candle::{DeviceName, Devices, Precision};
+use ringspan_candle::{ActivationDType, DeviceName, Devices, Precision};
 use ringspan_models::{Decoder, ModelSource};
 use ringspan_serve::engine::request::EngineClient;
 use ringspan_serve::engine::{Engine, EngineOptions};
