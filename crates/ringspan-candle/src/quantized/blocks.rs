@@ -5,7 +5,7 @@
 mod codes;
 mod k_quants;
 
-pub(super) use codes::{BlockCodes, RowCode};
+pub(super) use codes::{BlockCodes, BlockTarget};
 pub(super) use k_quants::{Q4K, Q5K, Q6K};
 
 use super::lanes::{Lanes, f16_to_f32};

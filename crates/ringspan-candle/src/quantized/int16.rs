@@ -1,6 +1,7 @@
 //! Products with activations that are rounded to 16-bit integers, by integer instructions.
 
-use super::blocks::{self, BlockCodes, RowCode};
+use super::blocks::{self, BlockCodes, BlockTarget};
+use super::dots::split_columns;
 use super::format::Format;
 use super::input::Input;
 use super::lanes::{Lanes, VectorWork, dispatch};
@@ -15,6 +16,8 @@ use std::ops::Range;
 const GROUP: usize = 2 * ROWS;
 /// The largest number of tokens of a task. With more, their activations would not stay in the L2 cache.
 const TOKENS: usize = 256;
+/// With fewer tokens, rounding them takes less time than to wake other threads.
+const SHARED: usize = 16;
 
 /// How the blocks of a format are unpacked to codes.
 #[derive(Clone, Copy)]
@@ -66,7 +69,7 @@ impl<B: BlockCodes<LEN>, const LEN: usize> VectorWork for Unpack<'_, B, LEN> {
             prefetch(next.next().unwrap_or_default());
             let blocks: &[B] = bytemuck::cast_slice(bytes);
             for (i, block) in blocks.iter().enumerate() {
-                block.codes(l, RowCode { codes: to, row, column: i * LEN });
+                block.codes(l, BlockTarget { codes: to, row, column: i * LEN });
             }
         }
     }
@@ -81,7 +84,7 @@ pub(super) fn add_forward(x: Input, weight: &QuantizedMatrix, unpacking: Unpacki
     let instructions = Instructions::best(pool::isa());
     let mut rounded = RoundedActivations::zeros(x.tokens, columns);
     let parts: Vec<_> = rounded.parts_mut().collect();
-    if x.tokens < 16 {
+    if x.tokens < SHARED {
         parts.into_iter().for_each(|mut part| part.round(instructions, |token| x.row(token)));
     } else {
         pool::map(parts, |mut part| part.round(instructions, |token| x.row(token)));
@@ -91,7 +94,7 @@ pub(super) fn add_forward(x: Input, weight: &QuantizedMatrix, unpacking: Unpacki
     let mut tasks = Vec::new();
     for (index, out) in out.chunks_mut(TOKENS * rows).enumerate() {
         let tokens = index * TOKENS..index * TOKENS + out.len() / rows;
-        let outs = super::dots::split_columns(out, rows, &ranges);
+        let outs = split_columns(out, rows, &ranges);
         tasks.extend(ranges.iter().zip(outs).map(|(rows, out)| (tokens.clone(), rows.clone(), out)));
     }
     pool::map(tasks, |(tokens, rows, out)| {
@@ -114,6 +117,7 @@ impl Product<'_> {
     fn add(&self, rows: Range<usize>, mut out: Vec<&mut [f32]>) {
         let (columns, scales, tokens) = (self.weight.dims().1, self.unpacking.scales, &self.tokens);
         let is_packed = tokens.len() > self.instructions.few();
+        // What rows beyond the last one leave in the codes and panels of a group is multiplied, too, but never read.
         let (mut codes, mut panels) = (RowCodes::zeros(), is_packed.then(Panels::zeros));
         let mut sums = vec![[[0.0; ROWS]; 2]; tokens.len()];
         for group in rows.clone().step_by(GROUP).map(|first| first..rows.end.min(first + GROUP)) {

@@ -11,17 +11,17 @@ pub(in crate::quantized) trait BlockCodes<const LEN: usize>: AnyBitPattern {
     const SCALES: Scales;
 
     /// Writes the codes and scales of the block.
-    fn codes<L: Lanes>(&self, l: L, to: RowCode);
+    fn codes<L: Lanes>(&self, l: L, to: BlockTarget);
 }
 
 /// Where the codes and scales of a block go: a row and the first column.
-pub(in crate::quantized) struct RowCode<'a> {
+pub(in crate::quantized) struct BlockTarget<'a> {
     pub(in crate::quantized) codes: &'a mut RowCodes,
     pub(in crate::quantized) row: usize,
     pub(in crate::quantized) column: usize,
 }
 
-impl RowCode<'_> {
+impl BlockTarget<'_> {
     /// Writes codes 16 i to 16 i + 15 of the block.
     #[inline(always)]
     pub(super) fn set<L: Lanes>(&mut self, l: L, i: usize, codes: L::B) {
@@ -54,7 +54,7 @@ impl BlockCodes<32> for Q4_0 {
     const SCALES: Scales = Scales::Of32;
 
     #[inline(always)]
-    fn codes<L: Lanes>(&self, l: L, mut to: RowCode) {
+    fn codes<L: Lanes>(&self, l: L, mut to: BlockTarget) {
         let (codes, eight) = (l.bytes(self.codes), l.splat_bytes(8));
         let codes = [l.sub_bytes(l.low(codes), eight), l.sub_bytes(l.high(codes), eight)];
         to.set_all(l, f16_to_f32(self.scale), codes);
@@ -65,7 +65,7 @@ impl BlockCodes<32> for Q5_0 {
     const SCALES: Scales = Scales::Of32;
 
     #[inline(always)]
-    fn codes<L: Lanes>(&self, l: L, mut to: RowCode) {
+    fn codes<L: Lanes>(&self, l: L, mut to: BlockTarget) {
         to.set_all(l, f16_to_f32(self.scale), l.five_bit_codes(l.bytes(self.codes), self.high));
     }
 }
@@ -74,7 +74,7 @@ impl BlockCodes<32> for Q8_0 {
     const SCALES: Scales = Scales::Of32;
 
     #[inline(always)]
-    fn codes<L: Lanes>(&self, l: L, mut to: RowCode) {
+    fn codes<L: Lanes>(&self, l: L, mut to: BlockTarget) {
         to.set_all(l, f16_to_f32(self.scale), [l.bytes(self.codes[0]), l.bytes(self.codes[1])]);
     }
 }
@@ -83,7 +83,7 @@ impl BlockCodes<32> for Iq4Nl {
     const SCALES: Scales = Scales::Of32;
 
     #[inline(always)]
-    fn codes<L: Lanes>(&self, l: L, mut to: RowCode) {
+    fn codes<L: Lanes>(&self, l: L, mut to: BlockTarget) {
         to.set_all(l, f16_to_f32(self.scale), chosen(l, &UNEVEN, self.codes));
     }
 }
@@ -92,7 +92,7 @@ impl BlockCodes<32> for Mxfp4 {
     const SCALES: Scales = Scales::Of32;
 
     #[inline(always)]
-    fn codes<L: Lanes>(&self, l: L, mut to: RowCode) {
+    fn codes<L: Lanes>(&self, l: L, mut to: BlockTarget) {
         to.set_all(l, self.scale(), chosen(l, &TWICE_FP4, self.codes));
     }
 }

@@ -1,6 +1,6 @@
 //! ggml's K-quants: blocks of 256 numbers in sub-blocks, whose scales (and minima) are quantized, too.
 
-use super::{BlockCodes, BlockNumbers, RowCode, Visitor};
+use super::{BlockCodes, BlockNumbers, BlockTarget, Visitor};
 use crate::quantized::lanes::Lanes;
 use bytemuck::AnyBitPattern;
 use ringspan::kernel::int16::Scales;
@@ -36,7 +36,7 @@ impl BlockCodes<256> for Q4K {
     const SCALES: Scales = Scales::Of32WithMinima;
 
     #[inline(always)]
-    fn codes<L: Lanes>(&self, l: L, mut to: RowCode) {
+    fn codes<L: Lanes>(&self, l: L, mut to: BlockTarget) {
         scales_and_minima(l, self.scale, self.minimum, &self.parts).write(&mut to);
         for (i, codes) in self.codes.iter().enumerate() {
             for side in 0..2 {
@@ -83,7 +83,7 @@ impl BlockCodes<256> for Q5K {
     const SCALES: Scales = Scales::Of32WithMinima;
 
     #[inline(always)]
-    fn codes<L: Lanes>(&self, l: L, mut to: RowCode) {
+    fn codes<L: Lanes>(&self, l: L, mut to: BlockTarget) {
         scales_and_minima(l, self.scale, self.minimum, &self.parts).write(&mut to);
         let one = l.splat_bytes(1);
         for (i, codes) in self.codes.iter().enumerate() {
@@ -152,7 +152,7 @@ impl BlockCodes<256> for Q6K {
     const SCALES: Scales = Scales::Of16;
 
     #[inline(always)]
-    fn codes<L: Lanes>(&self, l: L, mut to: RowCode) {
+    fn codes<L: Lanes>(&self, l: L, mut to: BlockTarget) {
         for (i, scale) in self.scales(l).into_iter().enumerate() {
             to.set_scale(i, scale);
         }
@@ -173,7 +173,7 @@ struct SubBlockScales {
 impl SubBlockScales {
     /// Writes the scales and minima of a block.
     #[inline(always)]
-    fn write(&self, to: &mut RowCode) {
+    fn write(&self, to: &mut BlockTarget) {
         for i in 0..8 {
             to.set_scale(2 * i, self.scales[i]);
             to.set_minimum(i, self.minima[i]);

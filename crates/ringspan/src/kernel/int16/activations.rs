@@ -1,11 +1,12 @@
-//! RoundedActivations, rounded to integers.
+//! Activations that are rounded to integers.
 
 use super::instructions::{Instructions, VectorWork};
 use super::lanes::Lanes;
 use super::{BLOCK, COLUMNS};
+use std::ops::Range;
 
 /// Number of blocks in a chunk.
-pub(super) const BLOCKS: usize = COLUMNS / BLOCK;
+const BLOCKS: usize = COLUMNS / BLOCK;
 /// The largest code of an activation.
 const MOST: f32 = i16::MAX as f32;
 /// A block whose activations are all smaller is rounded to zeros, since the factor that scales them to codes would not be finite.
@@ -69,19 +70,9 @@ pub struct RoundedActivations {
 }
 
 impl RoundedActivations {
-    /// Zeros, which [`parts_mut`](Self::parts_mut) replace.
+    /// Zeros, to be overwritten through [`parts_mut`](Self::parts_mut).
     pub fn zeros(tokens: usize, width: usize) -> Self {
         Self { tokens, width, chunks: vec![Chunk::ZERO; tokens * width.div_ceil(COLUMNS)] }
-    }
-
-    /// Number of tokens.
-    pub fn tokens(&self) -> usize {
-        self.tokens
-    }
-
-    /// Number of columns.
-    pub fn width(&self) -> usize {
-        self.width
     }
 
     /// Each [`COLUMNS`] columns, to be rounded independently.
@@ -90,9 +81,10 @@ impl RoundedActivations {
         parts.enumerate().map(|(index, chunks)| ActivationColumns { start: index * COLUMNS, width: self.width, chunks })
     }
 
-    /// The tokens' chunks of the columns from `start` on, a multiple of [`COLUMNS`].
-    pub(super) fn chunks(&self, start: usize) -> &[Chunk] {
-        &self.chunks[start / COLUMNS * self.tokens..][..self.tokens]
+    /// The chunks of some tokens with the columns from `start` on, a multiple of [`COLUMNS`], and the number of blocks in `width` columns.
+    pub(super) fn chunks(&self, tokens: Range<usize>, (start, width): (usize, usize)) -> (&[Chunk], usize) {
+        assert!(start.is_multiple_of(COLUMNS) && width <= COLUMNS && start + width <= self.width);
+        (&self.chunks[start / COLUMNS * self.tokens..][..self.tokens][tokens], width.div_ceil(BLOCK))
     }
 }
 

@@ -18,7 +18,7 @@ pub(super) trait Lanes: Copy {
     type F: Copy;
     /// Pairs of integers of 16 bits, one pair in each lane.
     type Pairs: Copy;
-    /// Number of tokens and of panels that are multiplied at once, limited by the registers.
+    /// How many tokens and panels are multiplied at once, limited by the registers.
     const TILE: Tile;
     /// The most tokens for which codes are multiplied row by row: for a few, packing panels would take longer than it saves.
     const FEW: usize;
@@ -49,12 +49,12 @@ pub(super) trait Lanes: Copy {
     fn transpose(self, rows: [&[i8; 16]; ROWS], to: &mut [[[i16; 2]; ROWS]; 8]);
 }
 
-/// What a tile of a product consists of.
+/// How many tokens are multiplied with how many panels at once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Tile {
-    /// One panel and four tokens.
+    /// Four tokens and one panel.
     Narrow,
-    /// Two panels and eight tokens.
+    /// Eight tokens and two panels.
     #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "only AVX-512 has as many registers"))]
     Wide,
 }

@@ -4,31 +4,31 @@ use super::activations::{Chunk, RoundedActivations};
 use super::instructions::{Instructions, VectorWork};
 use super::lanes::{Lanes, Tile};
 use super::panel::{Panel, Panels, RowCodes};
-use super::{BLOCK, COLUMNS, ROWS, Scales};
+use super::{BLOCK, ROWS, Scales};
 use std::ops::Range;
 
 /// The sums of a token with the rows of two panels.
 pub type PanelSums = [[f32; ROWS]; 2];
 
 impl Panels {
-    /// Adds the products of the activations of `tokens` in columns `start` to `start + width - 1` with the panels' rows to `sums`, one for
-    /// each of these tokens. Of a last block that is not whole, the codes behind `width` may be anything, since the activations there are
-    /// zeros.
+    /// Adds the products of the activations of `tokens` in some columns, given as the first one and their number, with the panels' rows to
+    /// `sums`, one for each of these tokens. If the last block is not whole, its other codes may be anything, since the activations there
+    /// are zeros.
     ///
     /// # Panics
-    /// Another number of sums than tokens, tokens and columns behind the activations, and a start that is not a multiple of [`COLUMNS`].
+    /// Another number of sums than tokens, tokens and columns behind the activations, more than [`COLUMNS`] columns, and a first column that
+    /// is not a multiple of it.
     pub fn add_products(
         &self,
         instructions: Instructions,
         x: &RoundedActivations,
         tokens: Range<usize>,
-        (start, width): (usize, usize),
+        columns: (usize, usize),
         scales: Scales,
         sums: &mut [PanelSums],
     ) {
-        assert!(start.is_multiple_of(COLUMNS) && width <= COLUMNS && start + width <= x.width());
-        assert_eq!(sums.len(), tokens.len());
-        let (x, panels, blocks) = (&x.chunks(start)[tokens], &*self.0, width.div_ceil(BLOCK));
+        let (panels, (x, blocks)) = (&*self.0, x.chunks(tokens, columns));
+        assert_eq!(sums.len(), x.len());
         match scales {
             Scales::Of16 => instructions.run(Products::<16, false> { x, panels, blocks, sums }),
             Scales::Of32 => instructions.run(Products::<32, false> { x, panels, blocks, sums }),
@@ -48,13 +48,12 @@ impl RowCodes {
         instructions: Instructions,
         x: &RoundedActivations,
         tokens: Range<usize>,
-        (start, width): (usize, usize),
+        columns: (usize, usize),
         scales: Scales,
         (panel, sums): (usize, &mut [PanelSums]),
     ) {
-        assert!(start.is_multiple_of(COLUMNS) && width <= COLUMNS && start + width <= x.width());
-        assert_eq!(sums.len(), tokens.len());
-        let (x, codes, blocks) = (&x.chunks(start)[tokens], self, width.div_ceil(BLOCK));
+        let (codes, (x, blocks)) = (self, x.chunks(tokens, columns));
+        assert_eq!(sums.len(), x.len());
         match scales {
             Scales::Of16 => instructions.run(RowProducts::<16, false> { x, codes, blocks, panel, sums }),
             Scales::Of32 => instructions.run(RowProducts::<32, false> { x, codes, blocks, panel, sums }),

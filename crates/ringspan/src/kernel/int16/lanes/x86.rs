@@ -92,14 +92,14 @@ fn row_products<const N: usize>(
     part: usize,
     x: &[[i16; 2]; COLUMNS / 2],
 ) -> [__m256i; 2] {
-    let x: &[[[i16; 2]; 8]; N] = x.as_chunks().0[part..].first_chunk().expect("columns of the chunk");
+    let x = x.as_chunks::<8>().0;
     let mut halves = [_mm256_setzero_si256(); 2];
     for (half, codes) in halves.iter_mut().zip(codes.as_chunks::<8>().0) {
         let mut sums = [_mm256_setzero_si256(); 8];
         for r in 0..8 {
-            let row: &[[i8; 16]; N] = codes[r].as_chunks().0[part..].first_chunk().expect("columns of the chunk");
+            let row = codes[r].as_chunks::<16>().0;
             for i in 0..N {
-                let products = _mm256_madd_epi16(_mm256_cvtepi8_epi16(cast(row[i])), cast(x[i]));
+                let products = _mm256_madd_epi16(_mm256_cvtepi8_epi16(cast(row[part + i])), cast(x[part + i]));
                 sums[r] = if i == 0 { products } else { _mm256_add_epi32(sums[r], products) };
             }
         }
