@@ -1,7 +1,21 @@
 //! An allocator that counts bytes, for tests of memory.
 
 use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+/// What a thread allocated and did not free during one measurement, in bytes.
+#[derive(Clone, Copy)]
+struct ThreadBytes {
+    measurement: usize,
+    /// Below 0 in a thread that frees what others allocated.
+    allocated: isize,
+    peak: isize,
+}
+
+thread_local! {
+    static THREAD_BYTES: Cell<ThreadBytes> = const { Cell::new(ThreadBytes { measurement: 0, allocated: 0, peak: 0 }) };
+}
 
 /// The system's allocator with a count of the bytes that it has given out and not got back, and of their peak.
 ///
@@ -15,17 +29,28 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 ///
 /// let (numbers, peak) = ALLOCATOR.peak_of(|| vec![1u8; 1000]);
 /// assert!(peak >= 1000 && ALLOCATOR.allocated() >= numbers.len());
+///
+/// let rank = |bytes| move || drop(vec![1u8; bytes]);
+/// let ((), peaks) = ALLOCATOR.thread_peaks_of(|| [1000, 2000].map(rank).into_iter().for_each(|rank| std::thread::spawn(rank).join().unwrap()));
+/// assert!(peaks >= 3000);
 /// ```
 #[derive(Debug, Default)]
 pub struct CountingAllocator {
     allocated: AtomicUsize,
     peak: AtomicUsize,
+    measurement: AtomicUsize,
+    thread_peaks: AtomicUsize,
 }
 
 impl CountingAllocator {
     /// An allocator that has counted nothing.
     pub const fn new() -> Self {
-        Self { allocated: AtomicUsize::new(0), peak: AtomicUsize::new(0) }
+        Self {
+            allocated: AtomicUsize::new(0),
+            peak: AtomicUsize::new(0),
+            measurement: AtomicUsize::new(0),
+            thread_peaks: AtomicUsize::new(0),
+        }
     }
 
     /// Bytes that are allocated now.
@@ -51,8 +76,33 @@ impl CountingAllocator {
         (result, self.peak() - before)
     }
 
+    /// The result of `work`, and the sum of the peaks of all threads while it ran, which ranks that are threads would need if their peaks
+    /// coincided. Unlike [`peak_of`](Self::peak_of) it does not depend on which of them runs when. A buffer counts for the thread that allocates
+    /// it until a thread frees it, so the sum is right if each thread gives away as many bytes as it receives.
+    pub fn thread_peaks_of<R>(&self, work: impl FnOnce() -> R) -> (R, usize) {
+        self.measurement.fetch_add(1, Relaxed);
+        self.thread_peaks.store(0, Relaxed);
+        let result = work();
+        (result, self.thread_peaks.load(Relaxed))
+    }
+
     fn count(&self, bytes: usize) {
         self.peak.fetch_max(self.allocated.fetch_add(bytes, Relaxed) + bytes, Relaxed);
+        let growth = self.count_in_thread(bytes as isize);
+        self.thread_peaks.fetch_add(growth, Relaxed);
+    }
+
+    /// Adds `bytes` to what this thread allocated, and returns by how much its peak grew.
+    fn count_in_thread(&self, bytes: isize) -> usize {
+        let measurement = self.measurement.load(Relaxed);
+        THREAD_BYTES.with(|of_thread| {
+            let before = of_thread.get();
+            let (allocated, peak) =
+                if before.measurement == measurement { (before.allocated, before.peak) } else { (0, 0) };
+            let allocated = allocated + bytes;
+            of_thread.set(ThreadBytes { measurement, allocated, peak: peak.max(allocated) });
+            (allocated - peak).max(0) as usize
+        })
     }
 }
 
@@ -73,6 +123,7 @@ unsafe impl GlobalAlloc for CountingAllocator {
 
     unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
         self.allocated.fetch_sub(layout.size(), Relaxed);
+        self.count_in_thread(-(layout.size() as isize));
         // SAFETY: the caller keeps the contract of `dealloc`.
         unsafe { System.dealloc(memory, layout) }
     }
