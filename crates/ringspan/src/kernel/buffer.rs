@@ -1,5 +1,6 @@
 //! Memory of the CPU kernels: aligned buffers that are reused between calls, and outputs shared by workers.
 
+use super::vector::prefetch_line;
 use std::ops::{Deref, DerefMut};
 use std::sync::Mutex;
 
@@ -135,6 +136,15 @@ impl<T> Target<T> {
         assert!(at + len <= self.len, "row {at}..{} of {} elements", at + len, self.len);
         // SAFETY: in bounds; exclusive by the contract.
         unsafe { std::slice::from_raw_parts_mut(self.data.add(at), len) }
+    }
+
+    /// Prefetches the elements `at..at + len`.
+    #[inline(always)]
+    pub(super) fn prefetch(self, at: usize, len: usize) {
+        let first = self.data.wrapping_add(at);
+        (0..len).step_by(64 / size_of::<T>()).for_each(|i| prefetch_line(first.wrapping_add(i)));
+        // The elements need not begin with a cache line, so the last of them may be in one more.
+        prefetch_line(first.wrapping_add(len.saturating_sub(1)));
     }
 
     /// The elements `at..at + len`, set to zero; they may be uninitialised before.

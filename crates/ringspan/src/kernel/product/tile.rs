@@ -7,6 +7,7 @@ use super::super::vector::{PORTABLE_COLUMNS, Simd, prefetch_far};
 use super::lines::Lines;
 use half::bf16;
 use std::ops::Range;
+use std::slice::Chunks;
 
 /// Number of elements of a panel between two accesses to the sums: 48 KiB of a panel of three vectors of 16 numbers.
 pub(super) const STEP: usize = 256;
@@ -14,6 +15,8 @@ pub(super) const STEP: usize = 256;
 /// Number of elements whose products are summed on registers. Each adds a rounding error of the size of the sum so far, so sums of
 /// short sums have smaller errors than one long sum.
 const TERMS: usize = 64;
+/// Number of f32 in a cache line.
+const LINE: usize = 16;
 
 /// The output of a product, shared by its workers: `[m, n]`, row after row.
 #[derive(Clone, Copy)]
@@ -37,6 +40,15 @@ impl ProductOutput {
         }
     }
 
+    /// Prefetches `len` elements from `at` on.
+    #[inline(always)]
+    fn prefetch(self, at: usize, len: usize) {
+        match self {
+            Self::Overwrite(out) | Self::Add(out) => out.prefetch(at, len),
+            Self::Rounded(out) => out.prefetch(at, len),
+        }
+    }
+
     /// Writes consecutive sums to the elements from `at` on, which may be uninitialised, or adds them to what is there.
     ///
     /// # Safety
@@ -47,7 +59,15 @@ impl ProductOutput {
         unsafe {
             match self {
                 Self::Overwrite(out) => out.pointer(at, sums.len()).copy_from_nonoverlapping(sums.as_ptr(), sums.len()),
-                Self::Add(out) => out.row(at, sums.len()).iter_mut().zip(sums).for_each(|(out, sum)| *out += sum),
+                Self::Add(out) => {
+                    // Eight at a time, since a panel's width is rarely a multiple of what the compiler takes at once.
+                    let (out, rest) = out.row(at, sums.len()).as_chunks_mut::<8>();
+                    let (sums, of_rest) = sums.as_chunks::<8>();
+                    for (out, sums) in out.iter_mut().zip(sums) {
+                        out.iter_mut().zip(sums).for_each(|(out, sum)| *out += sum);
+                    }
+                    rest.iter_mut().zip(of_rest).for_each(|(out, sum)| *out += sum);
+                }
                 Self::Rounded(out) => {
                     let out = out.pointer(at, sums.len());
                     for (i, sum) in sums.iter().enumerate() {
@@ -66,6 +86,13 @@ pub(super) enum Rows<'a> {
     Packed(&'a [f32]),
     /// The rows from this term on, where they are. Their elements are f32, and a product takes one at once.
     InPlace(Lines<'a>, usize),
+}
+
+/// At most [`STEP`] elements of each column of a panel.
+struct PanelPart<'a> {
+    elements: *const f32,
+    /// The elements that are needed next. Each [`TERMS`] terms some of them are prefetched: all at once, they would wait for one another.
+    ahead: Chunks<'a, f32>,
 }
 
 /// Rows of the left factor, which are multiplied by one panel of columns after the other.
@@ -100,9 +127,9 @@ impl Block<'_> {
         // SAFETY: the contract of the caller, and the sizes above.
         unsafe {
             match width / S::LANES {
-                1 => self.sums::<S, R, 1>(simd, panel, next, sums),
-                2 => self.sums::<S, R, 2>(simd, panel, next, sums),
-                _ => self.sums::<S, R, V>(simd, panel, next, sums),
+                1 => self.sums::<S, R, 1>(simd, panel, next, &columns, sums),
+                2 => self.sums::<S, R, 2>(simd, panel, next, &columns, sums),
+                _ => self.sums::<S, R, V>(simd, panel, next, &columns, sums),
             }
             self.write(columns, width, sums);
         }
@@ -118,6 +145,7 @@ impl Block<'_> {
         simd: S,
         panel: &[f32],
         next: &[f32],
+        columns: &Range<usize>,
         sums: &mut [f32],
     ) {
         let (width, count) = (V * S::LANES, self.rows.len().div_ceil(R));
@@ -126,11 +154,18 @@ impl Block<'_> {
             // The next elements come from slower memory, so a part of them is prefetched with each product.
             let after = if from + depth < self.depth { &panel[(from + depth) * width..] } else { next };
             let after = &after[..after.len().min(STEP * width)];
-            let mut ahead = after.chunks(after.len().div_ceil(count).max(1));
+            let prefetches = count * depth.div_ceil(TERMS);
+            let ahead = after.chunks(after.len().div_ceil(prefetches).next_multiple_of(LINE).max(LINE));
             // SAFETY: the panel has `depth` more elements of this width.
-            let b = unsafe { panel.as_ptr().add(from * width) };
+            let mut part = PanelPart { elements: unsafe { panel.as_ptr().add(from * width) }, ahead };
             for r in 0..count {
-                ahead.next().into_iter().for_each(prefetch_far);
+                if from + depth == self.depth {
+                    // The output is accessed when all rows are multiplied, and by then it is there.
+                    let first = self.rows.start + r * R;
+                    for row in first..self.rows.end.min(first + R) {
+                        self.out.prefetch(row * self.n + columns.start, columns.len());
+                    }
+                }
                 let sums = &mut sums[r * R * width..];
                 match self.a {
                     Rows::Packed(a) => {
@@ -140,10 +175,10 @@ impl Block<'_> {
                             let a = a.as_ptr().add((from * count + r * depth) * R);
                             let sums = sums.as_mut_ptr();
                             match self.rows.len() - r * R {
-                                1 => add::<S, R, 1, V>(simd, depth, (a, 1, R), b, sums, from == 0),
-                                2 => add::<S, R, 2, V>(simd, depth, (a, 1, R), b, sums, from == 0),
-                                3 | 4 => add::<S, R, 4, V>(simd, depth, (a, 1, R), b, sums, from == 0),
-                                _ => add::<S, R, R, V>(simd, depth, (a, 1, R), b, sums, from == 0),
+                                1 => add::<S, R, 1, V>(simd, depth, (a, 1, R), &mut part, sums, from == 0),
+                                2 => add::<S, R, 2, V>(simd, depth, (a, 1, R), &mut part, sums, from == 0),
+                                3 | 4 => add::<S, R, 4, V>(simd, depth, (a, 1, R), &mut part, sums, from == 0),
+                                _ => add::<S, R, R, V>(simd, depth, (a, 1, R), &mut part, sums, from == 0),
                             }
                         }
                     }
@@ -152,7 +187,7 @@ impl Block<'_> {
                         let terms = first + from..first + from + depth;
                         let end = self.rows.end.min(row + R);
                         // SAFETY: the lines have these rows and terms, and there is room for their sums.
-                        unsafe { self.in_place::<S, R, V>(simd, lines, (row..end, terms), b, sums, from == 0) };
+                        unsafe { self.in_place::<S, R, V>(simd, lines, (row..end, terms), &mut part, sums, from == 0) };
                     }
                 }
             }
@@ -169,7 +204,7 @@ impl Block<'_> {
         simd: S,
         lines: Lines,
         (rows, terms): (Range<usize>, Range<usize>),
-        b: *const f32,
+        b: &mut PanelPart,
         sums: &mut [f32],
         first: bool,
     ) {
@@ -217,23 +252,24 @@ impl Block<'_> {
 /// Adds the product of M of the R rows of a panel to `sums[i][..V * LANES]`, which start at zero if `first`.
 ///
 /// # Safety
-/// `a` is the first row with the distance of rows and that of terms, and must be readable for M rows and `depth` terms, `b` for
+/// `a` is the first row with the distance of rows and that of terms, and must be readable for M rows and `depth` terms, `b.elements` for
 /// `depth * V * LANES`, `sums` readable and writable for `M * V * LANES`; M is at most R.
 #[inline(always)]
 unsafe fn add<S: Simd, const R: usize, const M: usize, const V: usize>(
     simd: S,
     depth: usize,
     (a, a_row, a_step): (*const f32, usize, usize),
-    b: *const f32,
+    b: &mut PanelPart,
     sums: *mut f32,
     first: bool,
 ) {
     let width = V * S::LANES;
     for from in (0..depth).step_by(TERMS) {
+        b.ahead.next().into_iter().for_each(prefetch_far);
         let zero = [[simd.splat(0.0); V]; M];
         // SAFETY: the contract of the caller.
         unsafe {
-            let (a, b) = (a.add(from * a_step), b.add(from * width));
+            let (a, b) = (a.add(from * a_step), b.elements.add(from * width));
             let acc = multiply::<S, M, V>(simd, TERMS.min(depth - from), a, a_row, a_step, b, width, zero);
             for (i, acc) in acc.iter().enumerate() {
                 for (v, x) in acc.iter().enumerate() {
