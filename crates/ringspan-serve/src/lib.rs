@@ -15,6 +15,7 @@ mod sampler;
 mod score;
 pub mod step;
 mod text;
+mod token_weights;
 
 pub use cache::{BLOCK, Cache, owner};
 pub use error::{Error, Result};

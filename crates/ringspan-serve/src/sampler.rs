@@ -1,6 +1,7 @@
 //! Sampling of the next token from logits: temperature, then top-k, then top-p (the nucleus), then a random draw.
 
 use crate::error::{Error, Result};
+use crate::token_weights::TokenWeights;
 use rand_chacha::{
     ChaCha8Rng,
     rand_core::{RngCore, SeedableRng},
@@ -110,34 +111,41 @@ impl Filter {
         if self.temperature == 0.0 {
             return Ok(best as u32);
         }
-        let candidates = self.candidates(logits, logits[best]);
-        let total: f64 = candidates.iter().map(|(_, weight)| weight).sum();
         // 53 random bits: a uniform number in [0, 1).
         let uniform = (random.next_u64() >> 11) as f64 * (1.0 / (1u64 << 53) as f64);
-        let mut rest = uniform * total;
-        for &(token, weight) in &candidates {
-            rest -= weight;
-            if rest < 0.0 {
-                return Ok(token as u32);
-            }
-        }
-        // Rounding may leave a small rest after the last token; the last token with any weight takes it.
-        let last = candidates.iter().rev().find(|(_, weight)| *weight > 0.0);
-        Ok(last.map_or(best, |(token, _)| *token) as u32)
+        let all = TokenWeights::new(logits, logits[best], self.temperature);
+        let token = match self.candidates(logits, logits[best], &all) {
+            None => all.token_at(uniform),
+            Some(candidates) => candidate_at(&candidates, uniform),
+        };
+        Ok(token.unwrap_or(best) as u32)
     }
 
-    /// The tokens that may be drawn, with their weights, of which the greatest is 1.
-    fn candidates(&self, logits: &[f32], max: f32) -> Vec<(usize, f64)> {
+    /// The tokens that may be drawn, with their weights, of which the greatest is 1; `None` if all may be drawn.
+    fn candidates(&self, logits: &[f32], max: f32, all: &TokenWeights) -> Option<Vec<(usize, f64)>> {
         let Self { temperature, top_k, top_p, min_p } = *self;
         let weight = |token: usize| ((f64::from(logits[token]) - f64::from(max)) / f64::from(temperature)).exp();
-        let mut tokens: Vec<usize> = (0..logits.len()).collect();
-        let mut sorted = 0;
-        if let Some(k) = top_k {
-            sorted = sort_first(&mut tokens, logits, 0, k);
-            tokens.truncate(k);
-        }
-        if let Some(p) = top_p.filter(|p| *p < 1.0) {
-            let enough = f64::from(p) * tokens.iter().map(|token| weight(*token)).sum::<f64>();
+        let sum = |tokens: &[usize]| tokens.iter().map(|token| weight(*token)).sum::<f64>();
+        let top_p = top_p.filter(|p| *p < 1.0).map(f64::from);
+        let min_p = min_p.filter(|share| *share > 0.0).map(f64::from);
+        let (mut tokens, mut sorted, enough) = match (top_k, top_p, min_p) {
+            (Some(k), ..) => {
+                let mut tokens = most_likely(logits, max, temperature, k);
+                tokens.truncate(k);
+                let enough = top_p.map(|p| p * sum(&tokens));
+                (tokens, k, enough)
+            }
+            (None, Some(p), _) => {
+                let enough = p * all.total();
+                (likely(logits, max, temperature, |tokens| sum(tokens) >= enough), 0, Some(enough))
+            }
+            // Half the share leaves room for rounding.
+            (None, None, Some(share)) => {
+                (at_least(logits, f64::from(max) + f64::from(temperature) * (share / 2.0).ln()), 0, None)
+            }
+            (None, None, None) => return None,
+        };
+        if let Some(enough) = enough {
             let (mut sum, mut kept) = (0.0, 0);
             while kept < tokens.len() && (kept == 0 || sum < enough) {
                 if kept == sorted {
@@ -150,15 +158,51 @@ impl Filter {
         }
         let mut kept: Vec<(usize, f64)> = tokens.into_iter().map(|token| (token, weight(token))).collect();
         if let Some(share) = min_p {
-            kept.retain(|(_, weight)| *weight >= f64::from(share));
+            kept.retain(|(_, weight)| *weight >= share);
         }
-        kept
+        Some(kept)
     }
+}
+
+/// The candidate at which the sum of weights exceeds `share` of their total.
+fn candidate_at(candidates: &[(usize, f64)], share: f64) -> Option<usize> {
+    let mut rest = share * candidates.iter().map(|(_, weight)| weight).sum::<f64>();
+    for &(token, weight) in candidates {
+        rest -= weight;
+        if rest < 0.0 {
+            return Some(token);
+        }
+    }
+    // Rounding may leave a small rest after the last token; the last token with any weight takes it.
+    candidates.iter().rev().find(|(_, weight)| *weight > 0.0).map(|(token, _)| *token)
+}
+
+/// The `n` most likely tokens in descending order (the lowest id first among equals), and some others behind them. `max` is the greatest
+/// logit, and likely tokens are first searched within a few times `scale` below it.
+pub(crate) fn most_likely(logits: &[f32], max: f32, scale: f32, n: usize) -> Vec<usize> {
+    let n = n.min(logits.len());
+    let mut tokens = likely(logits, max, scale, |tokens| tokens.len() >= n);
+    sort_first(&mut tokens, logits, 0, n);
+    tokens
+}
+
+/// All tokens whose logits are at least some bound: that of the smallest of four sets that is `enough`, or else of the last, which has all tokens. Few
+/// tokens of a large vocabulary are likely, and sorting only these saves most of the time.
+fn likely(logits: &[f32], max: f32, scale: f32, enough: impl Fn(&[usize]) -> bool) -> Vec<usize> {
+    let bounds = [4.0, 12.0, 36.0].map(|gap| f64::from(max) - gap * f64::from(scale));
+    let sets = bounds.into_iter().map(|bound| at_least(logits, bound));
+    sets.into_iter().find(|tokens| enough(tokens)).unwrap_or_else(|| (0..logits.len()).collect())
+}
+
+/// The tokens whose logits are at least `bound`.
+fn at_least(logits: &[f32], bound: f64) -> Vec<usize> {
+    let bound = bound as f32;
+    logits.iter().enumerate().filter(|(_, logit)| **logit >= bound).map(|(token, _)| token).collect()
 }
 
 /// Brings the `n` most likely tokens to the front, in descending order (the lowest id first among equals), where the first
 /// `sorted` are already; returns how many are sorted now.
-pub(crate) fn sort_first(tokens: &mut [usize], logits: &[f32], sorted: usize, n: usize) -> usize {
+fn sort_first(tokens: &mut [usize], logits: &[f32], sorted: usize, n: usize) -> usize {
     let order = |a: &usize, b: &usize| logits[*b].total_cmp(&logits[*a]).then(a.cmp(b));
     let n = n.min(tokens.len());
     if sorted < n {

@@ -1,11 +1,13 @@
 //! Log-probabilities of tokens.
 
 use super::request::TokenLogprobs;
-use crate::sampler::sort_first;
+use crate::sampler::most_likely;
+use crate::token_weights::TokenWeights;
 
 /// The distribution of the next token, before penalties, bias and temperature.
 pub(super) struct Distribution<'a> {
     logits: &'a [f32],
+    max: f32,
     /// Natural logarithm of the sum of all exponentials.
     log_total: f32,
 }
@@ -14,8 +16,8 @@ impl<'a> Distribution<'a> {
     /// The distribution with these logits `[V]`.
     pub(super) fn new(logits: &'a [f32]) -> Self {
         let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let total: f64 = logits.iter().map(|logit| f64::from(logit - max).exp()).sum();
-        Self { logits, log_total: (f64::from(max) + total.ln()) as f32 }
+        let total = TokenWeights::new(logits, max, 1.0).total();
+        Self { logits, max, log_total: (f64::from(max) + total.ln()) as f32 }
     }
 
     /// The `n` most likely tokens with their log-probabilities, in descending order.
@@ -23,9 +25,8 @@ impl<'a> Distribution<'a> {
         if n == 0 {
             return Vec::new();
         }
-        let mut tokens: Vec<usize> = (0..self.logits.len()).collect();
-        let n = sort_first(&mut tokens, self.logits, 0, n);
-        tokens[..n].iter().map(|token| (*token as u32, self.logits[*token] - self.log_total)).collect()
+        let tokens = most_likely(self.logits, self.max, 1.0, n);
+        tokens.iter().take(n).map(|token| (*token as u32, self.logits[*token] - self.log_total)).collect()
     }
 
     /// The log-probability of `token`, and the `n` most likely tokens.

@@ -1,5 +1,6 @@
 use super::*;
 use proptest::prelude::*;
+use rand_chacha::rand_core::RngCore;
 
 fn sampling(temperature: f32, top_k: Option<usize>, top_p: Option<f32>) -> Sampling {
     Sampling { temperature, top_k, top_p, seed: 7 }
@@ -52,6 +53,62 @@ proptest! {
         let sorted = Sampling { top_k: Some(logits.len()), ..plain };
         let all = Sampling { top_k: Some(logits.len() + 5), ..plain };
         prop_assert_eq!(draws(sorted, &logits, 20), draws(all, &logits, 20));
+    }
+}
+
+proptest! {
+    /// Vocabularies of which a few tokens are likely, and such of which many are, against sorting all of them.
+    #[test]
+    fn what_may_be_drawn_of_a_large_vocabulary_are_its_most_likely_tokens(
+        seed in any::<u64>(), spread in prop_oneof![Just(0.5f32), Just(8.0), Just(60.0)], temperature in 0.2f32..5.0,
+        top_k in proptest::option::of(1usize..4000), top_p in proptest::option::of(0.0f32..1.0),
+        min_p in proptest::option::of(1e-6f32..1.0),
+    ) {
+        let mut random = ChaCha8Rng::seed_from_u64(seed);
+        // Steps, so that there are equals.
+        let logits: Vec<f32> = (0..3000).map(|_| (random.next_u32() % 1000) as f32 / 1000.0 * spread).collect();
+        let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let weight = |token: usize| ((f64::from(logits[token]) - f64::from(max)) / f64::from(temperature)).exp();
+        let mut order: Vec<usize> = (0..logits.len()).collect();
+        order.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]).then(a.cmp(b)));
+        order.truncate(top_k.unwrap_or(usize::MAX));
+        let filter = Filter { temperature, top_k, top_p, min_p };
+        let Some(candidates) = filter.candidates(&logits, max, &TokenWeights::new(&logits, max, temperature)) else {
+            prop_assert_eq!((top_k, top_p, min_p), (None, None, None));
+            return Ok(());
+        };
+        let mut tokens: Vec<usize> = candidates.iter().map(|(token, _)| *token).collect();
+        // Without others, tokens of at least some probability are in the order of the vocabulary.
+        if top_k.is_none() && top_p.is_none() {
+            tokens.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]).then(a.cmp(b)));
+        }
+        prop_assert_eq!(&tokens[..], &order[..tokens.len()]);
+        prop_assert!(!tokens.is_empty());
+        let (mut shares, last) = (vec![], tokens[tokens.len() - 1]);
+        if let Some(p) = top_p {
+            let total: f64 = order.iter().map(|token| weight(*token)).sum();
+            let sum: f64 = tokens.iter().map(|token| weight(*token)).sum();
+            prop_assert!(tokens.len() == 1 || sum - weight(last) < f64::from(p) * total * (1.0 + 1e-5));
+            shares.push(sum >= f64::from(p) * total * (1.0 - 1e-5));
+        }
+        if let Some(share) = min_p {
+            prop_assert!(weight(last) >= f64::from(share) * (1.0 - 1e-5));
+            let next = order.get(tokens.len());
+            shares.push(next.is_none_or(|next| weight(*next) < f64::from(share) * (1.0 + 1e-5)));
+        }
+        // One of the limits is why there are no more tokens.
+        prop_assert!(tokens.len() == order.len() || shares.contains(&true), "{} of {}", tokens.len(), order.len());
+    }
+
+    #[test]
+    fn the_most_likely_tokens_come_first(
+        logits in proptest::collection::vec(prop_oneof![-100.0f32..100.0, Just(f32::NEG_INFINITY), Just(50.0)], 1..300), n in 0usize..400,
+    ) {
+        let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let mut order: Vec<usize> = (0..logits.len()).collect();
+        order.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]).then(a.cmp(b)));
+        let n = n.min(logits.len());
+        prop_assert_eq!(&most_likely(&logits, max, 1.0, n)[..n], &order[..n]);
     }
 }
 

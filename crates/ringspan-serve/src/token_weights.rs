@@ -1,0 +1,152 @@
+//! Weights of all tokens of a vocabulary.
+
+use ringspan_candle::pool;
+
+/// Number of tokens whose weights are summed and drawn from together.
+const CHUNK: usize = 1024;
+/// Number of sums that run side by side, so that they become vector instructions.
+const LANES: usize = 8;
+/// Powers of 2 below this one are not normal in f32, and count as 0.
+const LEAST: f32 = -126.0;
+/// Coefficients of `2^x` for x from -1/2 to 1/2, the highest power first.
+const EXP2: [f32; 7] = [1.540_353e-4, 1.333_355_8e-3, 9.618_129e-3, 5.550_411e-2, 0.240_226_5, 0.693_147_2, 1.0];
+
+/// The weights `e^((logit - max) / temperature)` of all tokens, where max is the greatest logit. They are computed in f32 by vector instructions, with
+/// a relative error near 1e-6 at most, less than that of logits in f32, and summed in f64.
+pub(crate) struct TokenWeights<'a> {
+    logits: &'a [f32],
+    max: f64,
+    /// Reciprocal of the temperature.
+    factor: f64,
+}
+
+impl<'a> TokenWeights<'a> {
+    /// The weights at a temperature above 0 of logits `[V]`, whose greatest is `max`.
+    pub(crate) fn new(logits: &'a [f32], max: f32, temperature: f32) -> Self {
+        Self { logits, max: f64::from(max), factor: 1.0 / f64::from(temperature) }
+    }
+
+    /// The sum of all weights; NaN if a logit or `max` is NaN, or `max` is infinite.
+    pub(crate) fn total(&self) -> f64 {
+        self.sums().iter().sum()
+    }
+
+    /// The token at which the sum of the weights, in the order of the tokens, exceeds `share` of their total; `None` if there is no weight.
+    pub(crate) fn token_at(&self, share: f64) -> Option<usize> {
+        let sums = self.sums();
+        let mut rest = share * sums.iter().sum::<f64>();
+        // Rounding may leave a rest behind the last sum and the last weight; then these are taken.
+        let (mut chosen, mut before) = (None, 0.0);
+        for (index, sum) in sums.iter().enumerate().filter(|(_, sum)| **sum > 0.0) {
+            (chosen, before) = (Some(index), rest);
+            rest -= sum;
+            if rest < 0.0 {
+                break;
+            }
+        }
+        let first = chosen? * CHUNK;
+        let (mut weights, mut rest, mut token) = ([0.0; CHUNK], before, None);
+        let logits = &self.logits[first..self.logits.len().min(first + CHUNK)];
+        self.of_chunk(logits, &mut weights);
+        for (index, weight) in weights[..logits.len()].iter().enumerate().filter(|(_, weight)| **weight > 0.0) {
+            token = Some(first + index);
+            rest -= f64::from(*weight);
+            if rest < 0.0 {
+                break;
+            }
+        }
+        token
+    }
+
+    /// The sums of the weights of each [`CHUNK`] tokens.
+    fn sums(&self) -> Vec<f64> {
+        let of_chunk = |logits: &[f32]| {
+            let mut weights = [0.0; CHUNK];
+            self.of_chunk(logits, &mut weights)
+        };
+        self.logits.chunks(CHUNK).map(of_chunk).collect()
+    }
+
+    /// Writes the weights of at most [`CHUNK`] tokens, and returns their sum. Weights behind them must be 0.
+    fn of_chunk(&self, logits: &[f32], weights: &mut [f32; CHUNK]) -> f64 {
+        pool::vectorized(
+            #[inline(always)]
+            || {
+                let factor = self.factor * std::f64::consts::LOG2_E;
+                for (weight, logit) in weights.iter_mut().zip(logits) {
+                    *weight = exp2(((f64::from(*logit) - self.max) * factor) as f32);
+                }
+                let mut sums = [0.0; LANES];
+                for weights in weights.as_chunks::<LANES>().0 {
+                    for (sum, weight) in sums.iter_mut().zip(weights) {
+                        *sum += f64::from(*weight);
+                    }
+                }
+                sums.iter().sum()
+            },
+        )
+    }
+}
+
+/// `2^x` for x up to 0, and 0 below [`LEAST`].
+#[inline(always)]
+fn exp2(x: f32) -> f32 {
+    /// Numbers of this size are whole, and their lowest bits count them.
+    const WHOLE: f32 = 1.5 * (1 << 23) as f32;
+    let whole = x + WHOLE;
+    let fraction = x - (whole - WHOLE);
+    let power = f32::from_bits((whole.to_bits() << 23).wrapping_add(1.0f32.to_bits()));
+    let value = EXP2[1..].iter().fold(EXP2[0], |sum, factor| sum * fraction + factor) * power;
+    if x < LEAST { 0.0 } else { value }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn plain(logits: &[f32], max: f32, temperature: f32) -> Vec<f64> {
+        logits.iter().map(|logit| ((f64::from(*logit) - f64::from(max)) / f64::from(temperature)).exp()).collect()
+    }
+
+    #[test]
+    fn powers_of_two_are_those_of_f64() {
+        for step in 0..=126_000 {
+            let x = -(step as f32) / 1000.0;
+            let wanted = f64::from(x).exp2();
+            assert!((f64::from(exp2(x)) / wanted - 1.0).abs() < 5e-7, "2^{x}");
+        }
+        assert_eq!([exp2(-126.01), exp2(-1e30), exp2(f32::NEG_INFINITY)], [0.0; 3]);
+        assert!(exp2(f32::NAN).is_nan());
+    }
+
+    #[test]
+    fn totals_are_those_of_f64_for_any_number_of_tokens() {
+        for tokens in [1, 2, 7, 1023, 1024, 1025, 5000] {
+            for temperature in [0.1, 1.0, 30.0] {
+                let logits: Vec<f32> = (0..tokens).map(|i| 20.0 * (0.7 * i as f32).sin()).collect();
+                let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+                let wanted: f64 = plain(&logits, max, temperature).iter().sum();
+                let total = TokenWeights::new(&logits, max, temperature).total();
+                assert!((total / wanted - 1.0).abs() < 1e-6, "{tokens} tokens at {temperature}: {total}, {wanted}");
+            }
+        }
+    }
+
+    #[test]
+    fn each_token_has_its_share() {
+        let logits: Vec<f32> =
+            (0..3000).map(|i| if i % 3 == 0 { f32::NEG_INFINITY } else { (i as f32).cos() }).collect();
+        let weights = plain(&logits, 1.0, 0.7);
+        let (total, drawn) = (weights.iter().sum::<f64>(), TokenWeights::new(&logits, 1.0, 0.7));
+        let mut below = 0.0;
+        for (token, weight) in weights.iter().enumerate() {
+            if *weight > 0.0 {
+                assert_eq!(drawn.token_at((below + 0.5 * weight) / total), Some(token));
+            }
+            below += weight;
+        }
+        assert_eq!(drawn.token_at(0.0), Some(1));
+        assert_eq!(drawn.token_at(1.0), Some(2999));
+        assert_eq!(TokenWeights::new(&[f32::NEG_INFINITY; 4], 0.0, 1.0).token_at(0.5), None);
+    }
+}
