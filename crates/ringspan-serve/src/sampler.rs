@@ -1,7 +1,7 @@
 //! Sampling of the next token from logits: temperature, then top-k, then top-p (the nucleus), then a random draw.
 
 use crate::error::{Error, Result};
-use crate::token_weights::TokenWeights;
+use crate::token_weights::{TokenWeights, index_at};
 use rand_chacha::{
     ChaCha8Rng,
     rand_core::{RngCore, SeedableRng},
@@ -116,7 +116,11 @@ impl Filter {
         let all = TokenWeights::new(logits, logits[best], self.temperature);
         let token = match self.candidates(logits, logits[best], &all) {
             None => all.token_at(uniform),
-            Some(candidates) => candidate_at(&candidates, uniform),
+            Some(candidates) => {
+                let weights = candidates.iter().map(|(_, weight)| *weight);
+                let total: f64 = weights.clone().sum();
+                index_at(weights, uniform * total).map(|(index, _)| candidates[index].0)
+            }
         };
         Ok(token.unwrap_or(best) as u32)
     }
@@ -162,19 +166,6 @@ impl Filter {
         }
         Some(kept)
     }
-}
-
-/// The candidate at which the sum of weights exceeds `share` of their total.
-fn candidate_at(candidates: &[(usize, f64)], share: f64) -> Option<usize> {
-    let mut rest = share * candidates.iter().map(|(_, weight)| weight).sum::<f64>();
-    for &(token, weight) in candidates {
-        rest -= weight;
-        if rest < 0.0 {
-            return Some(token);
-        }
-    }
-    // Rounding may leave a small rest after the last token; the last token with any weight takes it.
-    candidates.iter().rev().find(|(_, weight)| *weight > 0.0).map(|(token, _)| *token)
 }
 
 /// The `n` most likely tokens in descending order (the lowest id first among equals), and some others behind them. `max` is the greatest
