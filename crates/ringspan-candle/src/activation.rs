@@ -173,7 +173,7 @@ fn gated_gradients<T: Number>(act: Activation, gate: &mut [T], up: &mut [T], d: 
 /// `e^x` with a relative error of at most 1.5e-7; 0 below -87, and at most e^88. It is plain arithmetic, so that loops over
 /// it vectorise.
 #[inline(always)]
-pub(crate) fn exp(x: f32) -> f32 {
+pub fn exp(x: f32) -> f32 {
     // Adding 1.5 * 2^23 rounds a number to an integer, which is left in the lowest bits.
     const ROUND: f32 = 12_582_912.0;
     const LN2_HIGH: f32 = 0.693_359_4;

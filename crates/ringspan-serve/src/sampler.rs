@@ -128,8 +128,7 @@ impl Filter {
     /// The tokens that may be drawn, with their weights, of which the greatest is 1; `None` if all may be drawn.
     fn candidates(&self, logits: &[f32], max: f32, all: &TokenWeights) -> Option<Vec<(usize, f64)>> {
         let Self { temperature, top_k, top_p, min_p } = *self;
-        let weight = |token: usize| ((f64::from(logits[token]) - f64::from(max)) / f64::from(temperature)).exp();
-        let sum = |tokens: &[usize]| tokens.iter().map(|token| weight(*token)).sum::<f64>();
+        let sum = |tokens: &[usize]| tokens.iter().map(|token| all.of(*token)).sum::<f64>();
         let top_p = top_p.filter(|p| *p < 1.0).map(f64::from);
         let min_p = min_p.filter(|share| *share > 0.0).map(f64::from);
         let (mut tokens, mut sorted, enough) = match (top_k, top_p, min_p) {
@@ -155,12 +154,12 @@ impl Filter {
                 if kept == sorted {
                     sorted = sort_first(&mut tokens, logits, sorted, (sorted * 8).max(FIRST_SORTED));
                 }
-                sum += weight(tokens[kept]);
+                sum += all.of(tokens[kept]);
                 kept += 1;
             }
             tokens.truncate(kept);
         }
-        let mut kept: Vec<(usize, f64)> = tokens.into_iter().map(|token| (token, weight(token))).collect();
+        let mut kept: Vec<(usize, f64)> = tokens.into_iter().map(|token| (token, all.of(token))).collect();
         if let Some(share) = min_p {
             kept.retain(|(_, weight)| *weight >= share);
         }
@@ -177,12 +176,12 @@ pub(crate) fn most_likely(logits: &[f32], max: f32, scale: f32, n: usize) -> Vec
     tokens
 }
 
-/// All tokens whose logits are at least some bound: that of the smallest of four sets that is `enough`, or else of the last, which has all tokens. Few
+/// All tokens whose logits are at most 4, 12 or 36 times `scale` below the greatest: the smallest of these sets that is `enough`, or else all tokens. Few
 /// tokens of a large vocabulary are likely, and sorting only these saves most of the time.
 fn likely(logits: &[f32], max: f32, scale: f32, enough: impl Fn(&[usize]) -> bool) -> Vec<usize> {
     let bounds = [4.0, 12.0, 36.0].map(|gap| f64::from(max) - gap * f64::from(scale));
-    let sets = bounds.into_iter().map(|bound| at_least(logits, bound));
-    sets.into_iter().find(|tokens| enough(tokens)).unwrap_or_else(|| (0..logits.len()).collect())
+    let mut sets = bounds.into_iter().map(|bound| at_least(logits, bound));
+    sets.find(|tokens| enough(tokens)).unwrap_or_else(|| (0..logits.len()).collect())
 }
 
 /// The tokens whose logits are at least `bound`.

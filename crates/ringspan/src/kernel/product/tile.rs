@@ -160,7 +160,7 @@ impl Block<'_> {
             let mut part = PanelPart { elements: unsafe { panel.as_ptr().add(from * width) }, ahead };
             for r in 0..count {
                 if from + depth == self.depth {
-                    // The output is accessed when all rows are multiplied, and by then it is there.
+                    // The output is accessed when all rows are multiplied, and by then it is in the L2 cache.
                     let first = self.rows.start + r * R;
                     for row in first..self.rows.end.min(first + R) {
                         self.out.prefetch(row * self.n + columns.start, columns.len());
