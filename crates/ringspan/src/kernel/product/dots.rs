@@ -17,7 +17,7 @@ pub(super) struct Dots<'a> {
     /// The left factor, with at most ROWS rows.
     pub(super) a: Lines<'a>,
     pub(super) b: Lines<'a>,
-    pub(super) out: ProductOutput,
+    pub(super) out: ProductOutput<'a>,
 }
 
 /// Number of elements in a worker's scratch, for lines of `depth` elements and vectors of `vector`.
@@ -95,7 +95,7 @@ impl Dots<'_> {
                 sums[j] = simd.sum(acc[j]);
             }
             // SAFETY: the contract of the caller.
-            unsafe { self.out.write(i * self.b.vectors + columns.start, &sums[..columns.len()]) };
+            unsafe { self.out.write(i, columns.start, &mut sums[..columns.len()]) };
         }
     }
 }

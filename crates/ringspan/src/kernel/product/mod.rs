@@ -27,7 +27,7 @@ use super::isa::{Code, Isa};
 use half::bf16;
 use lines::Lines;
 use std::fmt::{Display, Formatter};
-use tile::ProductOutput;
+use tile::{OutputTarget, ProductOutput};
 
 /// The output of a product, `[m, n]`, row after row, and what is done with the sums.
 #[derive(Debug)]
@@ -48,21 +48,14 @@ impl Output<'_> {
         }
     }
 
-    /// Handles a product without terms, whose sums are 0.
-    fn take_nothing(&mut self) {
-        match self {
-            Self::Overwrite(out) => out.fill(0.0),
-            Self::Add(_) => (),
-            Self::Rounded(out) => out.fill(bf16::ZERO),
-        }
-    }
-
-    fn target(&mut self) -> ProductOutput {
-        match self {
-            Self::Overwrite(out) => ProductOutput::Overwrite(Target::new(out)),
-            Self::Add(out) => ProductOutput::Add(Target::new(out)),
-            Self::Rounded(out) => ProductOutput::Rounded(Target::new(out)),
-        }
+    /// The output as workers share it: `n` columns.
+    fn target(&mut self, n: usize) -> ProductOutput<'static> {
+        let to = match self {
+            Self::Overwrite(out) => OutputTarget::Overwrite(Target::new(out)),
+            Self::Add(out) => OutputTarget::Add(Target::new(out)),
+            Self::Rounded(out) => OutputTarget::Rounded(Target::new(out)),
+        };
+        ProductOutput { to, bias: None, n }
     }
 }
 
@@ -104,36 +97,43 @@ impl Arithmetic {
         run::product(self.code::<A, B>(), Lines::new(a), Lines::new(b.t()), out);
     }
 
-    /// `a b` as a new matrix, to which nothing is written before: a `[m, k]`, b `[k, n]` to `[m, n]`.
+    /// `a b`, plus the bias in each row, as a new matrix, to which nothing is written before: a `[m, k]`, b `[k, n]`, bias `[n]`
+    /// to `[m, n]`.
     ///
     /// # Panics
     /// Sizes that do not fit.
-    pub fn product_new<A: Element, B: Element>(self, a: Matrix<A>, b: Matrix<B>) -> Vec<f32> {
-        self.new_matrix(a, b, ProductOutput::Overwrite)
+    pub fn product_new<A: Element, B: Element>(self, a: Matrix<A>, b: Matrix<B>, bias: Option<&[f32]>) -> Vec<f32> {
+        self.new_matrix(a, b, bias, OutputTarget::Overwrite)
     }
 
     /// The same, each sum rounded once, to the nearest and to even.
     ///
     /// # Panics
     /// Sizes that do not fit.
-    pub fn product_new_rounded<A: Element, B: Element>(self, a: Matrix<A>, b: Matrix<B>) -> Vec<bf16> {
-        self.new_matrix(a, b, ProductOutput::Rounded)
-    }
-
-    fn new_matrix<A: Element, B: Element, T: bytemuck::Zeroable + Clone>(
+    pub fn product_new_rounded<A: Element, B: Element>(
         self,
         a: Matrix<A>,
         b: Matrix<B>,
-        output: impl FnOnce(Target<T>) -> ProductOutput,
+        bias: Option<&[f32]>,
+    ) -> Vec<bf16> {
+        self.new_matrix(a, b, bias, OutputTarget::Rounded)
+    }
+
+    fn new_matrix<A: Element, B: Element, T>(
+        self,
+        a: Matrix<A>,
+        b: Matrix<B>,
+        bias: Option<&[f32]>,
+        target: impl FnOnce(Target<T>) -> OutputTarget,
     ) -> Vec<T> {
         let ((m, k), (rows, n)) = (a.shape(), b.shape());
-        let size = m.checked_mul(n).filter(|_| rows == k);
-        let Some(size) = size else { panic!("a product of {m} x {k} and {rows} x {n}") };
-        if k == 0 {
-            return vec![T::zeroed(); size];
-        }
-        let write = |out| run::product_to(self.code::<A, B>(), Lines::new(a), Lines::new(b.t()), output(out));
-        // SAFETY: with terms to sum, a product writes each of its elements, and reads none.
+        let size = m.checked_mul(n).filter(|_| rows == k && bias.is_none_or(|bias| bias.len() == n));
+        let Some(size) = size else {
+            panic!("a product of {m} x {k} and {rows} x {n} with a bias of {:?}", bias.map(<[f32]>::len))
+        };
+        let (a, b) = (Lines::new(a), Lines::new(b.t()));
+        let write = |out| run::product_to(self.code::<A, B>(), a, b, ProductOutput { to: target(out), bias, n });
+        // SAFETY: a product writes each element of an output that it does not add to, and reads none.
         unsafe { written(size, write) }
     }
 

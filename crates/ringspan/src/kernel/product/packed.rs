@@ -33,8 +33,8 @@ impl Arithmetic {
 }
 
 impl<A: Element> Packed<A> {
-    /// `a b`: a `[m, k]`, out `[m, n]`. It has the same bits as [`Arithmetic::product`] if that packs b as well, and in one
-    /// block: for more than 4 rows, and at most 4096 terms.
+    /// `a b`: a `[m, k]`, out `[m, n]`. It has the same bits as [`Arithmetic::product`] if that packs all terms of b at once, too: for
+    /// more than 4 rows, and at most 1536 terms.
     ///
     /// # Panics
     /// If the sizes do not fit.

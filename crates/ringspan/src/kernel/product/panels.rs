@@ -28,6 +28,11 @@ impl Panels {
         self.start(panel)..self.start(panel + 1).min(self.columns)
     }
 
+    /// Number of all columns.
+    pub(super) fn all_columns(&self) -> usize {
+        self.columns
+    }
+
     /// Number of columns of some panels, including the padding of the last vector.
     pub(super) fn width(&self, panels: &Range<usize>) -> usize {
         self.start(panels.end) - self.start(panels.start)

@@ -1,19 +1,19 @@
 //! Packs the columns of a product block by block, and distributes its rows over threads.
 
-use super::super::buffer::{Aligned, Target};
+use super::super::buffer::{Aligned, Pool, Target};
 use super::super::isa::Code;
 use super::super::workers::Workers;
 use super::Output;
 use super::dots::{self, Dots, product_dots};
 use super::lines::{Lines, product_columns, product_columns_across, product_rows};
 use super::panels::{Panels, part};
-use super::tile::{Block, ProductOutput, Rows, STEP, product_block};
+use super::tile::{self, Block, ProductOutput, Rows, STEP, product_block};
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Maximum number of packed elements of rows that a worker multiplies by panel after panel: 512 KiB, which stay in the L2
-/// cache.
-const ROWS: usize = 1 << 17;
+/// Maximum number of packed elements of rows that a worker multiplies by panel after panel: 384 KiB, which stay in an L2 cache of
+/// 512 KiB.
+const ROWS: usize = 3 << 15;
 /// Maximum number of row panels in them, so that their sums stay in the L1 cache or near it.
 const MOST_ROWS: usize = 16;
 /// Minimum number of row panels in them, even if rows are long, since each panel of columns is fetched for all of them.
@@ -28,8 +28,9 @@ const LEAST_COLUMNS: usize = 4;
 pub(super) const FEW_COLUMNS: usize = 8;
 /// Number of panels that are packed together if lines contain one term of all columns.
 const BESIDE: usize = 16;
-/// Number of terms that are packed at once if partial sums can be stored in an f32 output.
-const TERMS: usize = 4096;
+/// Maximum number of terms that are packed at once if partial sums can be stored in an f32 output. With more terms, fewer rows stay
+/// in the L2 cache, and fewer columns are packed at once, so that rows are packed more often.
+const TERMS: usize = 1536;
 /// Number of tasks per thread, so that no thread waits long for the last one.
 const TASKS: usize = 4;
 /// Products with fewer multiplications are finished before other threads would have started.
@@ -37,45 +38,65 @@ const FEW: usize = 1 << 18;
 
 /// Computes `a b`, packing b.
 pub(super) fn product(code: Code, a: Lines, b: Lines, mut out: Output) {
-    if a.terms == 0 {
-        return out.take_nothing();
-    }
-    product_to(code, a, b, out.target());
+    product_to(code, a, b, out.target(b.vectors));
 }
 
-/// Does [`product`] if there are terms to sum: all elements of an output that is not added to are written, and none is
-/// read.
+/// Does [`product`]: all elements of an output that is not added to are written, and none is read.
 pub(super) fn product_to(code: Code, a: Lines, b: Lines, target: ProductOutput) {
     let (m, n, k) = (a.vectors, b.vectors, a.terms);
     if m == 0 || n == 0 {
         return;
+    }
+    if k == 0 {
+        return no_terms(m, target);
     }
     let threads = threads([m, n, k]);
     if m <= dots::ROWS && a.along() && b.along() {
         return few_rows(code, threads, Dots { a, b, out: target });
     }
     let panels = Panels::new(code, n);
-    let most = if target.holds_sums() { k.min(TERMS) } else { k };
+    let most = if target.holds_sums() { terms_at_once(k) } else { k };
     let panel = code.lanes() * most.div_ceil(code.pair());
     let blocks = panels.count().div_ceil((MOST_PACKED / panel).max(LEAST_COLUMNS));
+    let buffers = Pool::default();
     for from in (0..k).step_by(most) {
         let terms = from..k.min(from + most);
         let out = if from == 0 { target } else { target.more() };
         for block in 0..blocks {
             let block = part(&(0..panels.count()), block, blocks);
             let packed = pack(code, threads, b, &terms, (panels, &block));
-            multiply(code, threads, a, &terms, (panels, &block), &packed, out);
+            multiply(code, threads, a, &terms, (panels, &block), &packed, (out, &buffers));
         }
     }
 }
 
 /// Computes `a b`, where b is packed already.
 pub(super) fn product_packed(code: Code, a: Lines, panels: Panels, packed: &[f32], mut out: Output) {
-    if a.vectors == 0 || panels.count() == 0 || a.terms == 0 {
-        return out.take_nothing();
+    let n = panels.all_columns();
+    if a.vectors == 0 || n == 0 {
+        return;
     }
-    let threads = threads([a.vectors, panels.width(&(0..panels.count())), a.terms]);
-    multiply(code, threads, a, &(0..a.terms), (panels, &(0..panels.count())), packed, out.target());
+    if a.terms == 0 {
+        return no_terms(a.vectors, out.target(n));
+    }
+    let threads = threads([a.vectors, n, a.terms]);
+    let out = (out.target(n), &Pool::default());
+    multiply(code, threads, a, &(0..a.terms), (panels, &(0..panels.count())), packed, out);
+}
+
+/// Writes a product without terms, whose sums are 0.
+fn no_terms(m: usize, out: ProductOutput) {
+    let mut sums = vec![0.0; out.n];
+    for row in 0..m {
+        sums.fill(0.0);
+        // SAFETY: no other thread accesses the output.
+        unsafe { out.write(row, 0, &mut sums) };
+    }
+}
+
+/// Number of terms that are packed at once, of `k`: equal numbers each time, whole sums of the micro kernel.
+fn terms_at_once(k: usize) -> usize {
+    k.div_ceil(k.div_ceil(TERMS)).next_multiple_of(tile::TERMS)
 }
 
 /// Packs some terms of the columns of some panels as `[panel][terms / pair][width]`.
@@ -123,9 +144,9 @@ fn multiply(
     terms: &Range<usize>,
     (panels, some): (Panels, &Range<usize>),
     packed: &[f32],
-    out: ProductOutput,
+    (out, buffers): (ProductOutput, &Pool),
 ) {
-    let (depth, pair, n) = (terms.len().div_ceil(code.pair()), code.pair(), panels.columns(panels.count() - 1).end);
+    let (depth, pair) = (terms.len().div_ceil(code.pair()), code.pair());
     let row_panels = a.vectors.div_ceil(code.rows());
     let most = (ROWS / (code.rows() * depth)).clamp(LEAST_ROWS, MOST_ROWS);
     let row_blocks = row_panels.div_ceil(most).next_multiple_of(threads).min(row_panels);
@@ -133,8 +154,8 @@ fn multiply(
     let most_rows = row_panels.div_ceil(row_blocks) * code.rows();
     let in_place = a.readable() && pair == 1 && some.len() <= FEW_COLUMNS;
     share(threads, row_blocks * groups, |tasks| {
-        let mut rows_packed = Aligned::zeros(if in_place { 0 } else { most_rows * depth });
-        let mut sums = Aligned::zeros(most_rows * code.lanes());
+        let mut rows_packed = buffers.take(if in_place { 0 } else { most_rows * depth });
+        let mut sums = buffers.take(most_rows * code.lanes());
         for task in tasks {
             let row_panels = part(&(0..row_panels), task / groups, row_blocks);
             let rows = row_panels.start * code.rows()..a.vectors.min(row_panels.end * code.rows());
@@ -149,7 +170,7 @@ fn multiply(
                 }
                 Rows::Packed(&rows_packed)
             };
-            let block = Block { a: left, rows, depth, out, n };
+            let block = Block { a: left, rows, depth, out };
             let panel = |panel: usize| {
                 let range = panel..some.end.min(panel + 1);
                 &packed[panels.at(some.start, range.start, depth)..panels.at(some.start, range.end, depth)]
@@ -162,6 +183,8 @@ fn multiply(
                 };
             }
         }
+        buffers.give(rows_packed);
+        buffers.give(sums);
     });
 }
 

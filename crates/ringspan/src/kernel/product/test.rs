@@ -125,9 +125,9 @@ fn check<A: Element, B: Element>(
     }
     if packed.is_none() {
         match kind {
-            0 => assert!(by.product_new(a, b) == wide, "{by}: a new matrix has other numbers"),
+            0 => assert!(by.product_new(a, b, None) == wide, "{by}: a new matrix has other numbers"),
             1 => (),
-            _ => assert!(by.product_new_rounded(a, b) == narrow, "{by}: a new matrix has other numbers"),
+            _ => assert!(by.product_new_rounded(a, b, None) == narrow, "{by}: a new matrix has other numbers"),
         }
     }
     for (at, (sum, size)) in wanted.iter().enumerate() {
@@ -204,6 +204,28 @@ fn results_depend_neither_on_threads_nor_on_packing() {
         by.pack(b).product(a, Output::Overwrite(packed));
         by.product(a.rows(5..m), b, Output::Overwrite(&mut part[5 * n..]));
         assert!(alone == shared && alone == packed && alone[5 * n..] == part[5 * n..], "{by}");
+    }
+}
+
+/// Few rows and many, one block of terms and several, an empty sum.
+#[test]
+fn a_bias_is_part_of_the_sums() {
+    for (m, n, k) in [(3, 70, 65), (33, 130, 65), (9, 50, 2 * 1536 + 7), (5, 30, 0)] {
+        let (a, b, bias) = (values(m * k, 1), values(k * n, 2), values(n, 3));
+        let (a, b) = (Matrix::new(&a, m, k), Matrix::new(&b, n, k).t());
+        for by in Arithmetic::available() {
+            let plain = by.product_new(a, b, None);
+            let sums: Vec<f32> = plain.iter().enumerate().map(|(at, sum)| sum + bias[at % n]).collect();
+            let wide = on(3, || by.product_new(a, b, Some(&bias)));
+            assert!(
+                wide.iter().zip(&sums).all(|(got, sum)| (got - sum).abs() <= 1e-6 * (k + 1) as f32),
+                "{by}: {m} {n} {k}"
+            );
+            assert_eq!(wide == sums, k <= 1536, "the bias is added to the first sums");
+            let narrow = by.product_new_rounded(a, b, Some(&bias));
+            let far = |(got, sum): (&bf16, &f32)| (got.to_f32() - sum).abs() > sum.abs() / 250.0 + 1e-6 * k as f32;
+            assert!(!narrow.iter().zip(&sums).any(far), "{by}: {m} {n} {k}");
+        }
     }
 }
 
@@ -318,8 +340,8 @@ fn rows_where_they_are_and_packed_rows_give_the_same_bits() {
         for rows in 5..=21 {
             let a = values(rows * terms, 1);
             let a = Matrix::new(&a, rows, terms);
-            let packed = arithmetic.product_new(a, Matrix::new(&b, terms, many));
-            let in_place = arithmetic.product_new(a, Matrix::strided(&b, terms, few, many));
+            let packed = arithmetic.product_new(a, Matrix::new(&b, terms, many), None);
+            let in_place = arithmetic.product_new(a, Matrix::strided(&b, terms, few, many), None);
             for (packed, in_place) in packed.chunks_exact(many).zip(in_place.chunks_exact(few)) {
                 assert_eq!(packed[..few], *in_place, "{rows} rows, {arithmetic}");
             }
@@ -334,7 +356,7 @@ fn errors_hardly_grow_with_the_number_of_terms() {
         let (a, b) = (vec![0.7f32; rows * terms], values(terms * columns, 3));
         // Sums that grow: without short sums on registers, the error of the longer ones is 1e-6.
         let b: Vec<f32> = b.iter().map(|x| x.abs()).collect();
-        let out = Arithmetic::best().product_new(Matrix::new(&a, rows, terms), Matrix::new(&b, terms, columns));
+        let out = Arithmetic::best().product_new(Matrix::new(&a, rows, terms), Matrix::new(&b, terms, columns), None);
         let error = |column: usize| {
             let wanted: f64 = (0..terms).map(|term| f64::from(0.7f32) * f64::from(b[term * columns + column])).sum();
             (f64::from(out[column]) / wanted - 1.0).powi(2)

@@ -14,52 +14,70 @@ pub(super) const STEP: usize = 256;
 
 /// Number of elements whose products are summed on registers. Each adds a rounding error of the size of the sum so far, so sums of
 /// short sums have smaller errors than one long sum.
-const TERMS: usize = 64;
+pub(super) const TERMS: usize = 64;
 /// Number of f32 in a cache line.
 const LINE: usize = 16;
 
 /// The output of a product, shared by its workers: `[m, n]`, row after row.
 #[derive(Clone, Copy)]
-pub(super) enum ProductOutput {
+pub(super) struct ProductOutput<'a> {
+    pub(super) to: OutputTarget,
+    /// What is added to each row of the sums, `[n]`.
+    pub(super) bias: Option<&'a [f32]>,
+    /// Number of columns.
+    pub(super) n: usize,
+}
+
+/// The memory of an output, and what is done with the sums.
+#[derive(Clone, Copy)]
+pub(super) enum OutputTarget {
     Overwrite(Target),
     Add(Target),
     Rounded(Target<bf16>),
 }
 
-impl ProductOutput {
+impl ProductOutput<'_> {
     /// Whether partial sums can be stored in the output and added to later.
     pub(super) fn holds_sums(self) -> bool {
-        !matches!(self, Self::Rounded(_))
+        !matches!(self.to, OutputTarget::Rounded(_))
     }
 
     /// The output for further terms, which adds to it.
     pub(super) fn more(self) -> Self {
-        match self {
-            Self::Overwrite(out) => Self::Add(out),
-            target => target,
-        }
+        let to = match self.to {
+            OutputTarget::Overwrite(out) => OutputTarget::Add(out),
+            to => to,
+        };
+        Self { to, bias: None, ..self }
     }
 
-    /// Prefetches `len` elements from `at` on.
+    /// Prefetches some columns of a row.
     #[inline(always)]
-    fn prefetch(self, at: usize, len: usize) {
-        match self {
-            Self::Overwrite(out) | Self::Add(out) => out.prefetch(at, len),
-            Self::Rounded(out) => out.prefetch(at, len),
+    fn prefetch(self, row: usize, columns: &Range<usize>) {
+        let at = row * self.n + columns.start;
+        match self.to {
+            OutputTarget::Overwrite(out) | OutputTarget::Add(out) => out.prefetch(at, columns.len()),
+            OutputTarget::Rounded(out) => out.prefetch(at, columns.len()),
         }
     }
 
-    /// Writes consecutive sums to the elements from `at` on, which may be uninitialised, or adds them to what is there.
+    /// Writes the sums of the columns from `column` on of a row, which may be uninitialised, or adds them to what is there.
     ///
     /// # Safety
     /// No other thread may access these elements.
     #[inline(always)]
-    pub(super) unsafe fn write(self, at: usize, sums: &[f32]) {
+    pub(super) unsafe fn write(self, row: usize, column: usize, sums: &mut [f32]) {
+        if let Some(bias) = self.bias {
+            sums.iter_mut().zip(&bias[column..]).for_each(|(sum, bias)| *sum += bias);
+        }
+        let at = row * self.n + column;
         // SAFETY: the contract of the caller.
         unsafe {
-            match self {
-                Self::Overwrite(out) => out.pointer(at, sums.len()).copy_from_nonoverlapping(sums.as_ptr(), sums.len()),
-                Self::Add(out) => {
+            match self.to {
+                OutputTarget::Overwrite(out) => {
+                    out.pointer(at, sums.len()).copy_from_nonoverlapping(sums.as_ptr(), sums.len());
+                }
+                OutputTarget::Add(out) => {
                     // Eight at a time, since a panel's width is rarely a multiple of what the compiler takes at once.
                     let (out, rest) = out.row(at, sums.len()).as_chunks_mut::<8>();
                     let (sums, of_rest) = sums.as_chunks::<8>();
@@ -68,7 +86,7 @@ impl ProductOutput {
                     }
                     rest.iter_mut().zip(of_rest).for_each(|(out, sum)| *out += sum);
                 }
-                Self::Rounded(out) => {
+                OutputTarget::Rounded(out) => {
                     let out = out.pointer(at, sums.len());
                     for (i, sum) in sums.iter().enumerate() {
                         out.add(i).write(nearest(*sum));
@@ -101,9 +119,7 @@ pub(super) struct Block<'a> {
     /// The rows in the output.
     pub(super) rows: Range<usize>,
     pub(super) depth: usize,
-    pub(super) out: ProductOutput,
-    /// Number of columns of the output.
-    pub(super) n: usize,
+    pub(super) out: ProductOutput<'a>,
 }
 
 impl Block<'_> {
@@ -163,7 +179,7 @@ impl Block<'_> {
                     // The output is accessed when all rows are multiplied, and by then it is in the L2 cache.
                     let first = self.rows.start + r * R;
                     for row in first..self.rows.end.min(first + R) {
-                        self.out.prefetch(row * self.n + columns.start, columns.len());
+                        self.out.prefetch(row, columns);
                     }
                 }
                 let sums = &mut sums[r * R * width..];
@@ -241,10 +257,10 @@ impl Block<'_> {
     /// # Safety
     /// As for [`multiply`](Self::multiply).
     #[inline(always)]
-    unsafe fn write(&self, columns: Range<usize>, width: usize, sums: &[f32]) {
-        for (row, sums) in self.rows.clone().zip(sums.chunks_exact(width)) {
+    unsafe fn write(&self, columns: Range<usize>, width: usize, sums: &mut [f32]) {
+        for (row, sums) in self.rows.clone().zip(sums.chunks_exact_mut(width)) {
             // SAFETY: these elements belong to the caller.
-            unsafe { self.out.write(row * self.n + columns.start, &sums[..columns.len()]) };
+            unsafe { self.out.write(row, columns.start, &mut sums[..columns.len()]) };
         }
     }
 }
