@@ -34,9 +34,7 @@ impl CustomOp1 for Activate {
 
     fn cpu_fwd(&self, x: &CpuStorage, at: &Layout) -> Result<(CpuStorage, Shape)> {
         let out = with_number!(x.dtype(), T => {
-            let mut out = elements::<T>(x, at)?.to_vec();
-            pool::map(out.chunks_mut(PART).collect(), |part: &mut [T]| self.0.apply_in_place(part));
-            T::to_cpu_storage_owned(out)
+            T::to_cpu_storage_owned(pool::map_copy(elements::<T>(x, at)?, PART, |_, part| self.0.apply_in_place(part)))
         });
         Ok((out, at.shape().clone()))
     }
@@ -44,9 +42,8 @@ impl CustomOp1 for Activate {
     fn bwd(&self, x: &Tensor, _: &Tensor, d_out: &Tensor) -> Result<Option<Tensor>> {
         let d_out = d_out.contiguous()?;
         let dx = with_number!(x.dtype(), T => elements_of::<T, _>(x, |xs| {
-            let mut dx = elements_of::<T, _>(&d_out, |d| Ok(d.to_vec()))?;
-            let parts = xs.chunks(PART).zip(dx.chunks_mut(PART)).collect();
-            pool::map(parts, |(x, dx): (&[T], &mut [T])| self.0.slopes_in_place(x, dx));
+            let slopes = |first: usize, dx: &mut [T]| self.0.slopes_in_place(&xs[first..first + dx.len()], dx);
+            let dx = elements_of::<T, _>(&d_out, |d| Ok(pool::map_copy(d, PART, slopes)))?;
             Tensor::from_vec(dx, x.shape(), x.device())
         })?);
         Ok(Some(dx))

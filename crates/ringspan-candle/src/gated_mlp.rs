@@ -240,7 +240,7 @@ impl<T: Number> Layer<'_, T> {
     /// Gate and up of a tile, `[rows, W]` each.
     fn gate_and_up(&self, tile: &Range<usize>) -> [Vec<T>; 2] {
         let x = self.x.rows(tile.clone());
-        [self.gate, self.up].map(|weight| T::product_new(x, weight.t()))
+        [self.gate, self.up].map(|weight| T::product_new(x, weight.t(), None))
     }
 
     /// Returns the output, and gate and up of all tokens if `keep` says so.
@@ -278,7 +278,7 @@ impl<T: Number> Layer<'_, T> {
             let kept = kept.as_mut().and_then(Tiles::pop);
             let [mut gate, mut up] = kept.unwrap_or_else(|| self.gate_and_up(&tile));
             let dy = d_out.rows(tile.clone());
-            let mut d = T::product_new(dy, self.down);
+            let mut d = T::product_new(dy, self.down, None);
             // Gate, up and the gradient of their product are overwritten with the gradient of gate, the gradient of up, and
             // the product.
             let part = pool::part(d.len(), 1);

@@ -2,14 +2,13 @@
 
 use crate::cast::{cast, sum_of_rows};
 use crate::gpu;
-use crate::matmul::{Accumulate, Matrix, product, product_new};
+use crate::matmul::{Matrix, product_new};
 use crate::number::{self, Number, with_number};
 use crate::slices::{elements, elements_of, matrix_of, rows, widened, with_matrix};
 use crate::stored_activation::StoredActivation;
 use crate::tape::{self, Reads};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Tensor, bail, op};
-use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 /// `x weight^T + bias`: x `[T, in]`, weight `[out, in]`, bias `[out]` to `[T, out]`. All are f32 or all bf16; products are
@@ -82,10 +81,6 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, op: Linear) -> Resu
     }
 }
 
-/// With a bias, bf16 results are computed this many rows at a time, since their f32 sums are buffered before they are
-/// rounded.
-const ROWS: usize = 1024;
-
 #[derive(Default)]
 struct Linear {
     /// The output on the CPU, if this is a recomputation.
@@ -130,24 +125,9 @@ impl Linear {
 
     /// Computes the output on the CPU, where x and weight are stored as `T`.
     fn forward<T: Number>(&self, x: Matrix<T>, w: Matrix<T>, bias: Option<&[f32]>) -> CpuStorage {
-        let (tokens, outs) = (x.shape().0, w.shape().0);
-        let with_bias = |rows: Range<usize>, bias: &[f32]| {
-            let mut sums = bias.repeat(rows.len());
-            product(x.rows(rows), w.t(), &mut sums, Accumulate::Add);
-            sums
-        };
-        match bias {
-            None if self.wide => CpuStorage::F32(product_new(x, w.t())),
-            None => T::to_cpu_storage_owned(T::product_new(x, w.t())),
-            Some(bias) if self.wide || T::DTYPE == DType::F32 => CpuStorage::F32(with_bias(0..tokens, bias)),
-            Some(bias) => {
-                let mut out = vec![T::ZERO; tokens * outs];
-                // The bias is part of the f32 sums, which are rounded once, some rows at a time.
-                for (block, out) in out.chunks_mut((ROWS * outs).max(1)).enumerate() {
-                    number::convert(&with_bias(block * ROWS..tokens.min((block + 1) * ROWS), bias), out);
-                }
-                T::to_cpu_storage_owned(out)
-            }
+        match self.wide {
+            true => CpuStorage::F32(product_new(x, w.t(), bias)),
+            false => T::to_cpu_storage_owned(T::product_new(x, w.t(), bias)),
         }
     }
 
@@ -163,10 +143,10 @@ impl Linear {
         with_number!(x.dtype(), T => elements_of::<T, _>(&d_out, |dy| {
             let dy = Matrix::new(dy, tokens, outs);
             let of_x = |w: &[T]| {
-                Tensor::from_vec(T::product_new(dy, Matrix::new(w, outs, width)), x.shape(), x.device())
+                Tensor::from_vec(T::product_new(dy, Matrix::new(w, outs, width), None), x.shape(), x.device())
             };
             let of_weight = |x: Matrix<T>| {
-                Tensor::from_vec(T::product_new(dy.t(), x), weight.shape(), weight.device())
+                Tensor::from_vec(T::product_new(dy.t(), x, None), weight.shape(), weight.device())
             };
             let dx = if x.track_op() { Some(elements_of(weight, of_x)?) } else { None };
             let dw = if weight.track_op() { Some(with_matrix(x, of_weight)?) } else { None };

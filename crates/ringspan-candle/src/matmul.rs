@@ -52,13 +52,13 @@ pub(crate) fn arithmetic() -> Arithmetic {
     pool::isa().and_then(|isa| Arithmetic::new(isa, true)).unwrap_or_else(Arithmetic::best)
 }
 
-/// `a b` as a new matrix, whose memory is not filled with zeros before.
+/// `a b`, plus the bias in each row, as a new matrix, whose memory is not filled with zeros before: bias `[n]`.
 ///
 /// # Panics
 /// Sizes that do not fit.
-pub(crate) fn product_new<A: Element, B: Element>(a: Matrix<A>, b: Matrix<B>) -> Vec<f32> {
+pub(crate) fn product_new<A: Element, B: Element>(a: Matrix<A>, b: Matrix<B>, bias: Option<&[f32]>) -> Vec<f32> {
     match (a.as_f32(), b.as_f32()) {
-        (Some(a), Some(b)) if is_for_gemm(b) && a.shape().1 > 0 => {
+        (Some(a), Some(b)) if is_for_gemm(b) && a.shape().1 > 0 && bias.is_none() => {
             let size = a.shape().0 * b.shape().1;
             let mut out = Vec::with_capacity(size);
             product_by_gemm(a, b, &mut out.spare_capacity_mut()[..size], Accumulate::Overwrite);
@@ -66,7 +66,7 @@ pub(crate) fn product_new<A: Element, B: Element>(a: Matrix<A>, b: Matrix<B>) ->
             unsafe { out.set_len(size) };
             out
         }
-        _ => arithmetic().product_new(a, b),
+        _ => arithmetic().product_new(a, b, bias),
     }
 }
 
@@ -163,7 +163,10 @@ mod tests {
                     let before = out.clone();
                     pool::run(threads, || product(a, b, &mut out, into)).expect("threads");
                     if into == Accumulate::Overwrite {
-                        assert!(pool::run(threads, || product_new(a, b)).expect("threads") == out, "{m} x {n} x {k}");
+                        assert!(
+                            pool::run(threads, || product_new(a, b, None)).expect("threads") == out,
+                            "{m} x {n} x {k}"
+                        );
                     }
                     for (at, got) in out.iter().enumerate() {
                         let added = if into == Accumulate::Add { f64::from(before[at]) } else { 0.0 };
@@ -183,17 +186,17 @@ mod tests {
         let factors =
             [(Matrix::new(&a, m, k), Matrix::new(&b, k, n)), (Matrix::new(&a, m, k), Matrix::new(&b_t, n, k).t())];
         for (isa, (a, b)) in Isa::available().into_iter().flat_map(|isa| factors.map(|factors| (isa, factors))) {
-            let out = pool::run_with_isa(2, Some(isa), || product_new(a, b)).expect("threads");
+            let out = pool::run_with_isa(2, Some(isa), || product_new(a, b, None)).expect("threads");
             for (at, got) in out.iter().enumerate() {
                 let (sum, size) = plain(a, b, (at / n, at % n));
                 assert!((f64::from(*got) - sum).abs() < 1e-6 * (size + 1.0), "{isa}, {at}");
             }
         }
         let first = factors[0];
-        let with = |isa| pool::run_with_isa(1, isa, || product_new(first.0, first.1)).expect("threads");
+        let with = |isa| pool::run_with_isa(1, isa, || product_new(first.0, first.1, None)).expect("threads");
         assert_eq!(
             with(Some(Isa::Portable)),
-            Arithmetic::new(Isa::Portable, true).expect("everywhere").product_new(first.0, first.1)
+            Arithmetic::new(Isa::Portable, true).expect("everywhere").product_new(first.0, first.1, None)
         );
     }
 

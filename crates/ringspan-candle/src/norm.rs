@@ -103,13 +103,11 @@ impl CustomOp2 for RmsNorm {
     fn cpu_fwd(&self, x: &CpuStorage, x_at: &Layout, w: &CpuStorage, w_at: &Layout) -> Result<(CpuStorage, Shape)> {
         let w = &*widened(w, w_at)?;
         let out = with_number!(x.dtype(), T => {
-            let x = elements::<T>(x, x_at)?;
-            let mut out = vec![T::ZERO; x.len()];
-            let width = w.len().max(1);
-            let part = pool::part(x.len() / width, width) * width;
-            let parts = x.chunks(part).zip(out.chunks_mut(part)).collect();
-            pool::map(parts, |(x, out): (&[T], &mut [T])| pool::vectorized(#[inline(always)] || self.forward(x, w, out)));
-            T::to_cpu_storage_owned(out)
+            let (x, width) = (elements::<T>(x, x_at)?, w.len().max(1));
+            T::to_cpu_storage_owned(pool::map_copy(x, pool::part(x.len() / width, width) * width, |first, out| {
+                let x = &x[first..first + out.len()];
+                pool::vectorized(#[inline(always)] || self.forward(x, w, out));
+            }))
         });
         Ok((out, x_at.shape().clone()))
     }

@@ -30,11 +30,12 @@ pub(crate) trait Number: Element + WithDType {
         Self::products(&[(a, b)], out);
     }
 
-    /// `a b` as a new matrix, whose memory is not filled with zeros before.
+    /// `a b`, plus the bias in each row, summed in f32 and rounded once, as a new matrix, whose memory is not filled with zeros before:
+    /// bias `[n]`.
     ///
     /// # Panics
     /// Sizes that do not fit.
-    fn product_new<A: Element, B: Element>(a: Matrix<A>, b: Matrix<B>) -> Vec<Self>;
+    fn product_new<A: Element, B: Element>(a: Matrix<A>, b: Matrix<B>, bias: Option<&[f32]>) -> Vec<Self>;
 
     /// The values in the type in which they are stored between two passes; they are copied only if that is another
     /// type.
@@ -102,8 +103,8 @@ impl Number for f32 {
         sum_of_products(factors, out);
     }
 
-    fn product_new<A: Element, B: Element>(a: Matrix<A>, b: Matrix<B>) -> Vec<Self> {
-        product_new(a, b)
+    fn product_new<A: Element, B: Element>(a: Matrix<A>, b: Matrix<B>, bias: Option<&[f32]>) -> Vec<Self> {
+        product_new(a, b, bias)
     }
 
     fn stored(values: Vec<Self>, storage: ActivationStorage) -> StoredValues {
@@ -141,8 +142,8 @@ impl Number for bf16 {
         Self::write_sums(out, |sums| sum_of_products(factors, sums));
     }
 
-    fn product_new<A: Element, B: Element>(a: Matrix<A>, b: Matrix<B>) -> Vec<Self> {
-        arithmetic().product_new_rounded(a, b)
+    fn product_new<A: Element, B: Element>(a: Matrix<A>, b: Matrix<B>, bias: Option<&[f32]>) -> Vec<Self> {
+        arithmetic().product_new_rounded(a, b, bias)
     }
 
     fn stored(values: Vec<Self>, _: ActivationStorage) -> StoredValues {

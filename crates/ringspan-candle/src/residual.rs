@@ -8,7 +8,7 @@ use crate::gpu;
 use crate::norm::rms_norm;
 use crate::number::with_number;
 use crate::slices::elements;
-use crate::sum::add;
+use crate::sum::added;
 use crate::tape::{self, Reads};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, Result, Shape, Tensor, WithDType, bail};
@@ -71,9 +71,7 @@ impl CustomOp2 for Residual {
 
     fn cpu_fwd(&self, x: &CpuStorage, x_at: &Layout, y: &CpuStorage, y_at: &Layout) -> Result<(CpuStorage, Shape)> {
         let out = with_number!(x.dtype(), T => {
-            let mut out = elements::<T>(x, x_at)?.to_vec();
-            with_number!(y.dtype(), U => add(&mut out, elements::<U>(y, y_at)?));
-            T::to_cpu_storage_owned(out)
+            with_number!(y.dtype(), U => T::to_cpu_storage_owned(added(elements::<T>(x, x_at)?, elements::<U>(y, y_at)?)))
         });
         Ok((out, x_at.shape().clone()))
     }

@@ -160,13 +160,10 @@ impl CustomOp1 for Rope {
         let (tokens, heads, dim) = layout.shape().dims3()?;
         let out = with_number!(x.dtype(), T => {
             let (x, width) = (elements::<T>(x, layout)?, (heads * dim).max(1));
-            let mut out = vec![T::ZERO; x.len()];
-            let part = pool::part(tokens, width);
-            let parts = x.chunks(part * width).zip(out.chunks_mut(part * width)).enumerate().collect();
-            pool::map(parts, |(index, (x, out)): (usize, (&[T], &mut [T]))| {
-                pool::vectorized(#[inline(always)] || self.rotate(index * part, heads, x, out));
-            });
-            T::to_cpu_storage_owned(out)
+            T::to_cpu_storage_owned(pool::map_copy(x, pool::part(tokens, width) * width, |first, out| {
+                let x = &x[first..first + out.len()];
+                pool::vectorized(#[inline(always)] || self.rotate(first / width, heads, x, out));
+            }))
         });
         Ok((out, layout.shape().clone()))
     }

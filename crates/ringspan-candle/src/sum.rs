@@ -20,11 +20,9 @@ pub(crate) fn sum(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     }
     let (x, y) = (x.contiguous()?, y.contiguous()?);
     with_number!(x.dtype(), T => {
-        let mut out = elements_of(&x, |x: &[T]| Ok(x.to_vec()))?;
-        with_number!(y.dtype(), U => elements_of(&y, |y: &[U]| {
-            add(&mut out, y);
-            Ok(())
-        }))?;
+        let out = with_number!(y.dtype(), U => {
+            elements_of(&x, |x: &[T]| elements_of(&y, |y: &[U]| Ok(added(x, y))))?
+        });
         Tensor::from_vec(out, x.shape(), x.device())
     })
 }
@@ -53,13 +51,20 @@ impl InplaceOp2 for AddInPlace {
     }
 }
 
+/// `x + y`, rounded once.
+pub(crate) fn added<T: Number, U: Number>(x: &[T], y: &[U]) -> Vec<T> {
+    pool::map_copy(x, pool::part(x.len(), 1), |first, sum| add_part(sum, &y[first..first + sum.len()]))
+}
+
 /// Adds y to x in place.
-pub(crate) fn add<T: Number, U: Number>(x: &mut [T], y: &[U]) {
+fn add<T: Number, U: Number>(x: &mut [T], y: &[U]) {
     let part = pool::part(x.len(), 1);
-    pool::map(x.chunks_mut(part).zip(y.chunks(part)).collect(), |(x, y): (&mut [T], &[U])| {
-        pool::vectorized(
-            #[inline(always)]
-            || x.iter_mut().zip(y).for_each(|(x, y)| *x = T::round_from(x.upcast() + y.upcast())),
-        );
-    });
+    pool::map(x.chunks_mut(part).zip(y.chunks(part)).collect(), |(x, y): (&mut [T], &[U])| add_part(x, y));
+}
+
+fn add_part<T: Number, U: Number>(x: &mut [T], y: &[U]) {
+    pool::vectorized(
+        #[inline(always)]
+        || x.iter_mut().zip(y).for_each(|(x, y)| *x = T::round_from(x.upcast() + y.upcast())),
+    );
 }

@@ -47,11 +47,9 @@ impl CustomOp2 for Gated {
 
     fn cpu_fwd(&self, g: &CpuStorage, g_at: &Layout, u: &CpuStorage, u_at: &Layout) -> Result<(CpuStorage, Shape)> {
         let out = with_number!(g.dtype(), T => {
-            let (mut out, up) = (elements::<T>(g, g_at)?.to_vec(), elements::<T>(u, u_at)?);
-            let part = pool::part(out.len(), 1);
-            let parts = out.chunks_mut(part).zip(up.chunks(part)).collect();
-            pool::map(parts, |(out, up): (&mut [T], &[T])| self.0.gate_in_place(out, up));
-            T::to_cpu_storage_owned(out)
+            let (gate, up) = (elements::<T>(g, g_at)?, elements::<T>(u, u_at)?);
+            let gated = |first: usize, out: &mut [T]| self.0.gate_in_place(out, &up[first..first + out.len()]);
+            T::to_cpu_storage_owned(pool::map_copy(gate, pool::part(gate.len(), 1), gated))
         });
         Ok((out, g_at.shape().clone()))
     }

@@ -22,6 +22,7 @@ pub(crate) fn product_of(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     if rows != k {
         bail!("a product of {:?} and {:?}: the shapes do not fit", a.shape(), b.shape());
     }
-    let out = slices::with_lines::<bf16, _>(&a, |a| slices::with_lines::<bf16, _>(&b, |b| Ok(product_new(a, b))))?;
+    let out =
+        slices::with_lines::<bf16, _>(&a, |a| slices::with_lines::<bf16, _>(&b, |b| Ok(product_new(a, b, None))))?;
     Tensor::from_vec(out, (m, n), a.device())
 }

@@ -1,7 +1,7 @@
 //! The residual sum on the CPU, with a gate that depends on the token.
 
 use super::TableRows;
-use super::tables::{by_parts, table_gradients};
+use super::tables::{by_parts, copy_by_parts, table_gradients};
 use crate::cast::wide_values;
 use crate::number::{Number, with_number};
 use crate::slices::{elements, elements_of, widened};
@@ -29,9 +29,10 @@ impl CustomOp3 for GatedResidual {
         use candle_core::backend::BackendStorage;
         let (gate, (_, width)) = (&*widened(gate, gate_at)?, x_at.shape().dims2()?);
         let out = with_number!(x.dtype(), T => {
-            let mut out = elements::<T>(x, x_at)?.to_vec();
-            by_parts(elements::<T>(y, y_at)?, &mut out, width, |tokens, y, out| {
-                for ((token, y), out) in tokens.zip(y.chunks_exact(width)).zip(out.chunks_exact_mut(width)) {
+            let y = elements::<T>(y, y_at)?;
+            let out = copy_by_parts(elements::<T>(x, x_at)?, width, #[inline(always)] |tokens, out| {
+                let y = y[tokens.start * width..].chunks_exact(width);
+                for ((token, y), out) in tokens.zip(y).zip(out.chunks_exact_mut(width)) {
                     let at = self.rows.of(token) * width;
                     for ((out, y), gate) in out.iter_mut().zip(y).zip(&gate[at..at + width]) {
                         *out = T::round_from(out.upcast() + y.upcast() * gate);

@@ -1,7 +1,7 @@
 //! Layer normalisation on the CPU, with weights and biases that depend on the token.
 
 use super::TableRows;
-use super::tables::{by_parts, table_gradients};
+use super::tables::{by_parts, copy_by_parts, table_gradients};
 use crate::cast::wide_values;
 use crate::number::{Number, with_number};
 use crate::slices::{elements, elements_of, widened};
@@ -92,9 +92,9 @@ impl CustomOp3 for LayerNorm {
         let (w, b, (_, width)) = (&*widened(w, w_at)?, &*widened(b, b_at)?, x_at.shape().dims2()?);
         let out = with_number!(x.dtype(), T => {
             let x = elements::<T>(x, x_at)?;
-            let mut out = vec![T::ZERO; x.len()];
-            by_parts(x, &mut out, width, |tokens, x, out| self.forward(tokens, x, out, [w, b], width));
-            T::to_cpu_storage_owned(out)
+            T::to_cpu_storage_owned(copy_by_parts(x, width, #[inline(always)] |tokens, out| {
+                self.forward(tokens.clone(), &x[tokens.start * width..tokens.end * width], out, [w, b], width);
+            }))
         });
         Ok((out, x_at.shape().clone()))
     }

@@ -25,6 +25,22 @@ pub(super) fn by_parts<T: Number, R: Send>(
     })
 }
 
+/// A copy of x `[T, width]` that `work` changes on the threads of this rank; the range says which tokens it gets.
+pub(super) fn copy_by_parts<T: Number>(
+    x: &[T],
+    width: usize,
+    work: impl Fn(Range<usize>, &mut [T]) + Sync + Send,
+) -> Vec<T> {
+    let width = width.max(1);
+    pool::map_copy(x, pool::part(x.len() / width, width) * width, |first, out| {
+        let tokens = first / width..(first + out.len()) / width;
+        pool::vectorized(
+            #[inline(always)]
+            || work(tokens, out),
+        );
+    })
+}
+
 /// The sums of the parts' gradients of two tables, in the types of the tables.
 pub(super) fn table_gradients<const N: usize>(parts: Vec<[Vec<f32>; N]>, tables: [&Tensor; N]) -> Result<[Tensor; N]> {
     let mut sums = tables.map(|table| vec![0.0f32; table.elem_count()]);

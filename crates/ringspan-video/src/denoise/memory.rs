@@ -87,9 +87,9 @@ impl RunSizes {
         // The input, the attention output, the sum of both, its norm, and queries before and after their norm.
         let to_prompt = 6 * rows * element;
         // The input, the attention output, the sum, its norm, the output, and the inner width of some rows, before and
-        // after the activation or, in bf16, with its sums in f32.
+        // after the activation.
         let some = self.tokens.min(FEED_FORWARD_ROWS);
-        let inner = some * config.ffn_dim as u64 * (2 * element).max(4 + element);
+        let inner = some * config.ffn_dim as u64 * 2 * element;
         let feed_forward = 5 * rows * element + inner + some * width * element;
         control + self.attention(config, element).max(to_prompt).max(feed_forward)
     }
