@@ -61,7 +61,8 @@ impl ProductOutput<'_> {
         }
     }
 
-    /// Writes the sums of the columns from `column` on of a row, which may be uninitialised, or adds them to what is there.
+    /// Writes the sums of a row's columns from `column` on, with their bias, to the output, which may be uninitialised, or adds them to
+    /// what is there. The bias is added to `sums`.
     ///
     /// # Safety
     /// No other thread may access these elements.
