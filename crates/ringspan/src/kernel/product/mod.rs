@@ -129,7 +129,8 @@ impl Arithmetic {
         let ((m, k), (rows, n)) = (a.shape(), b.shape());
         let size = m.checked_mul(n).filter(|_| rows == k && bias.is_none_or(|bias| bias.len() == n));
         let Some(size) = size else {
-            panic!("a product of {m} x {k} and {rows} x {n} with a bias of {:?}", bias.map(<[f32]>::len))
+            let bias = bias.map_or(String::new(), |bias| format!(" with a bias of {}", bias.len()));
+            panic!("a product of {m} x {k} and {rows} x {n}{bias}")
         };
         let (a, b) = (Lines::new(a), Lines::new(b.t()));
         let write = |out| run::product_to(self.code::<A, B>(), a, b, ProductOutput { to: target(out), bias, n });

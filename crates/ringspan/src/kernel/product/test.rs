@@ -330,6 +330,13 @@ fn factors_that_do_not_fit_are_refused() {
 }
 
 #[test]
+#[should_panic(expected = "a product of 2 x 3 and 3 x 5 with a bias of 4")]
+fn a_bias_that_does_not_fit_is_refused() {
+    let (a, b) = ([0.0f32; 6], [0.0f32; 15]);
+    Arithmetic::best().product_new(Matrix::new(&a, 2, 3), Matrix::new(&b, 3, 5), Some(&[0.0; 4]));
+}
+
+#[test]
 fn rows_where_they_are_and_packed_rows_give_the_same_bits() {
     let (few, many, terms) = (33, 500, 333);
     let b = values(terms * many, 2);
