@@ -16,23 +16,40 @@ pub(super) trait Block<const LEN: usize>: AnyBitPattern {
     /// Decodes blocks and writes their numbers: LEN for each.
     fn decode<L: Lanes>(l: L, blocks: &[Self], to: &mut [f32]);
 
+    /// Brings factors of whole blocks into the order in which [`dot`](Self::dot) reads them.
+    fn arranged<L: Lanes>(l: L, x: &[f32]) -> Arranged;
+
     /// Multiplies the numbers of blocks with as many of x, and sums the products in each lane; the lanes are not summed.
-    fn dot<L: Lanes>(l: L, blocks: &[Self], x: &[f32]) -> L::F;
+    fn dot<L: Lanes>(l: L, blocks: &[Self], x: &Arranged) -> L::F;
 }
 
-/// A block of LEN numbers, at least 16.
+/// The factors of a row's numbers.
+pub(super) struct Arranged {
+    /// In the order of the instruction set and the format.
+    x: Vec<f32>,
+    /// For blocks of 256 numbers, the sums of each 32 factors, and eight zeros.
+    sums: Vec<[f32; 16]>,
+}
+
+/// A block of LEN numbers, at least 32.
 trait BlockNumbers<const LEN: usize>: AnyBitPattern {
-    /// Decodes the numbers of the block, and passes them to `visitor`, 16 at a time.
+    /// Passes the codes and scales of the block to `visitor`, 32 at a time.
     fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>);
 }
 
-/// Receives the numbers of a block as they are decoded.
+/// Receives the codes of a block as they are unpacked.
 trait Visitor<L: Lanes> {
-    /// Receives numbers 16 i to 16 i + 15.
-    fn take(&mut self, l: L, i: usize, numbers: L::F);
+    /// Receives numbers 32 i to 32 i + 31: codes times a scale.
+    fn take(&mut self, l: L, i: usize, scale: f32, codes: L::Codes);
 
-    /// Receives the numbers of a block of 32 as codes and their common scale.
-    fn take_scaled(&mut self, l: L, scale: L::F, codes: [L::F; 2]);
+    /// Receives numbers 32 i to 32 i + 31: codes times a scale for the first 16, and one for the others.
+    fn take_halves(&mut self, l: L, i: usize, scales: [f32; 2], codes: L::Codes);
+
+    /// Receives numbers 32 i to 32 i + 31: codes times a scale, less a minimum.
+    fn take_above(&mut self, l: L, i: usize, scale: f32, minimum: f32, codes: L::Codes);
+
+    /// Receives all the minima of the block, and zeros behind them.
+    fn minima(&mut self, _: L, _: &[f32; 16]) {}
 }
 
 impl<B: BlockNumbers<LEN>, const LEN: usize> Block<LEN> for B {
@@ -45,61 +62,99 @@ impl<B: BlockNumbers<LEN>, const LEN: usize> Block<LEN> for B {
     }
 
     #[inline(always)]
-    fn dot<L: Lanes>(l: L, blocks: &[Self], x: &[f32]) -> L::F {
-        debug_assert_eq!(blocks.len() * LEN, x.len());
-        let mut sums = [l.splat(0.0); CHAINS];
-        for (block, x) in blocks.iter().zip(x.as_chunks::<LEN>().0) {
-            block.visit(l, &mut Sum { x: x.as_chunks().0, sums: &mut sums });
+    fn arranged<L: Lanes>(l: L, x: &[f32]) -> Arranged {
+        let mut sums = Vec::new();
+        for x in x.as_chunks::<256>().0.iter().filter(|_| LEN == 256) {
+            let mut of_block = [0.0; 16];
+            for (sum, x) in of_block.iter_mut().zip(x.as_chunks::<32>().0) {
+                *sum = x.iter().sum();
+            }
+            sums.push(of_block);
         }
-        total(l, sums)
+        let mut x = x.to_vec();
+        for x in x.as_chunks_mut::<32>().0 {
+            l.arrange(x);
+        }
+        Arranged { x, sums }
+    }
+
+    #[inline(always)]
+    fn dot<L: Lanes>(l: L, blocks: &[Self], x: &Arranged) -> L::F {
+        debug_assert_eq!(blocks.len() * LEN, x.x.len());
+        let mut sums = x.sums.iter();
+        let (mut sum, mut minima) = (l.splat(0.0), l.splat(0.0));
+        for (block, x) in blocks.iter().zip(x.x.as_chunks::<LEN>().0) {
+            let sums = sums.next().unwrap_or(&[0.0; 16]);
+            block.visit(l, &mut Sum { x: x.as_chunks().0, sums, sum: &mut sum, minima: &mut minima });
+        }
+        l.sub(sum, minima)
     }
 }
 
 /// A visitor that writes the numbers.
 struct Store<'a> {
-    to: &'a mut [[f32; 16]],
+    to: &'a mut [[f32; 32]],
+}
+
+impl Store<'_> {
+    #[inline(always)]
+    fn store<L: Lanes>(&mut self, l: L, i: usize, numbers: [L::F; 2]) {
+        for (to, numbers) in self.to[i].as_chunks_mut().0.iter_mut().zip(numbers) {
+            l.store(numbers, to);
+        }
+    }
 }
 
 impl<L: Lanes> Visitor<L> for Store<'_> {
     #[inline(always)]
-    fn take(&mut self, l: L, i: usize, numbers: L::F) {
-        l.store(numbers, &mut self.to[i]);
+    fn take(&mut self, l: L, i: usize, scale: f32, codes: L::Codes) {
+        self.take_halves(l, i, [scale; 2], codes);
     }
 
     #[inline(always)]
-    fn take_scaled(&mut self, l: L, scale: L::F, [first, second]: [L::F; 2]) {
-        l.store(l.mul(scale, first), &mut self.to[0]);
-        l.store(l.mul(scale, second), &mut self.to[1]);
+    fn take_halves(&mut self, l: L, i: usize, scales: [f32; 2], codes: L::Codes) {
+        let [first, last] = l.numbers(codes);
+        self.store(l, i, [l.mul(l.splat(scales[0]), first), l.mul(l.splat(scales[1]), last)]);
+    }
+
+    #[inline(always)]
+    fn take_above(&mut self, l: L, i: usize, scale: f32, minimum: f32, codes: L::Codes) {
+        let ([first, last], scale, minimum) = (l.numbers(codes), l.splat(scale), l.splat(minimum));
+        self.store(l, i, [l.sub(l.mul(scale, first), minimum), l.sub(l.mul(scale, last), minimum)]);
     }
 }
 
-/// Number of independent sums, so that additions do not wait for each other.
-const CHAINS: usize = 2;
-
-/// A visitor that multiplies the numbers with x and sums the products.
+/// A visitor that multiplies the numbers with arranged factors and sums the products.
 struct Sum<'a, F> {
-    x: &'a [[f32; 16]],
-    sums: &'a mut [F; CHAINS],
+    x: &'a [[f32; 32]],
+    /// The sums of each 32 factors.
+    sums: &'a [f32; 16],
+    sum: &'a mut F,
+    /// The products of minima and factors, which are to be subtracted.
+    minima: &'a mut F,
 }
 
 impl<L: Lanes> Visitor<L> for Sum<'_, L::F> {
     #[inline(always)]
-    fn take(&mut self, l: L, i: usize, numbers: L::F) {
-        let sum = &mut self.sums[i % CHAINS];
-        *sum = l.mul_add(numbers, l.load(&self.x[i]), *sum);
+    fn take(&mut self, l: L, i: usize, scale: f32, codes: L::Codes) {
+        *self.sum = l.add_scaled(*self.sum, scale, codes, &self.x[i]);
     }
 
-    /// The scale is multiplied with the sum of the block, which takes fewer operations than multiplying it with each code.
     #[inline(always)]
-    fn take_scaled(&mut self, l: L, scale: L::F, [first, second]: [L::F; 2]) {
-        let of_block = l.mul_add(second, l.load(&self.x[1]), l.mul(first, l.load(&self.x[0])));
-        self.sums[0] = l.mul_add(scale, of_block, self.sums[0]);
+    fn take_halves(&mut self, l: L, i: usize, scales: [f32; 2], codes: L::Codes) {
+        *self.sum = l.add_scaled_halves(*self.sum, scales, codes, &self.x[i]);
     }
-}
 
-#[inline(always)]
-fn total<L: Lanes>(l: L, [a, b]: [L::F; CHAINS]) -> L::F {
-    l.add(a, b)
+    #[inline(always)]
+    fn take_above(&mut self, l: L, i: usize, scale: f32, _: f32, codes: L::Codes) {
+        self.take(l, i, scale, codes);
+    }
+
+    /// A minimum is multiplied with the sum of its factors, which takes fewer operations than subtracting it from each number.
+    #[inline(always)]
+    fn minima(&mut self, l: L, minima: &[f32; 16]) {
+        *self.minima = l.mul_add(l.load(minima), l.load(self.sums), *self.minima);
+    }
 }
 
 /// Calls a function that is generic in the block type of a format and in the block's count of numbers.
@@ -121,6 +176,9 @@ macro_rules! with_block {
     }};
 }
 pub(super) use with_block;
+
+/// Number of independent sums, so that additions do not wait for each other.
+const CHAINS: usize = 2;
 
 /// Defines a format whose blocks are one number: as many as there are lanes are decoded together.
 macro_rules! plain {
@@ -145,9 +203,14 @@ macro_rules! plain {
             }
 
             #[inline(always)]
-            fn dot<L: Lanes>(l: L, blocks: &[Self], x: &[f32]) -> L::F {
-                debug_assert_eq!(blocks.len(), x.len());
-                let ((blocks, rest), (x, rest_x)) = (blocks.as_chunks::<16>(), x.as_chunks::<16>());
+            fn arranged<L: Lanes>(_: L, x: &[f32]) -> Arranged {
+                Arranged { x: x.to_vec(), sums: Vec::new() }
+            }
+
+            #[inline(always)]
+            fn dot<L: Lanes>(l: L, blocks: &[Self], x: &Arranged) -> L::F {
+                debug_assert_eq!(blocks.len(), x.x.len());
+                let ((blocks, rest), (x, rest_x)) = (blocks.as_chunks::<16>(), x.x.as_chunks::<16>());
                 let mut sums = [l.splat(0.0); CHAINS];
                 for (i, (blocks, x)) in blocks.iter().zip(x).enumerate() {
                     let sum = &mut sums[i % CHAINS];
@@ -157,7 +220,7 @@ macro_rules! plain {
                     let last = l.$widen(bytemuck::cast(padded(rest)));
                     sums[0] = l.mul_add(last, l.load(&padded(rest_x)), sums[0]);
                 }
-                total(l, sums)
+                l.add(sums[0], sums[1])
             }
         }
     };
@@ -174,12 +237,6 @@ pub(super) fn padded<T: Zeroable + Copy>(rest: &[T]) -> [T; 16] {
 plain!(F16, widen_half);
 plain!(BF16, widen_bf16);
 
-/// Repeats the scale of 32 numbers 16 times. Integer operations convert it, since the vector units are busy with the numbers' codes.
-#[inline(always)]
-fn scale<L: Lanes>(l: L, half: [u8; 2]) -> L::F {
-    l.splat(f16_to_f32(half))
-}
-
 #[repr(C)]
 #[derive(Clone, Copy, AnyBitPattern)]
 pub(super) struct Q4_0 {
@@ -188,12 +245,13 @@ pub(super) struct Q4_0 {
     codes: [u8; 16],
 }
 
+/// The codes of [`Q4_0`] less eight.
+const LESS_EIGHT: [i8; 16] = [-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7];
+
 impl BlockNumbers<32> for Q4_0 {
     #[inline(always)]
     fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
-        let (scale, eight) = (scale(l, self.scale), l.splat_bytes(8));
-        let code = |codes| l.widen(l.sub_bytes(codes, eight));
-        visitor.take_scaled(l, scale, l.nibbles(l.bytes(self.codes), code, code));
+        visitor.take(l, 0, f16_to_f32(self.scale), l.chosen(&LESS_EIGHT, &self.codes));
     }
 }
 
@@ -210,7 +268,7 @@ pub(super) struct Q5_0 {
 impl BlockNumbers<32> for Q5_0 {
     #[inline(always)]
     fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
-        visitor.take_scaled(l, scale(l, self.scale), l.five_bits(l.bytes(self.codes), self.high));
+        visitor.take(l, 0, f16_to_f32(self.scale), l.five_bit_codes(&self.codes, self.high));
     }
 }
 
@@ -218,14 +276,13 @@ impl BlockNumbers<32> for Q5_0 {
 #[derive(Clone, Copy, AnyBitPattern)]
 pub(super) struct Q8_0 {
     scale: [u8; 2],
-    codes: [[u8; 16]; 2],
+    codes: [u8; 32],
 }
 
 impl BlockNumbers<32> for Q8_0 {
     #[inline(always)]
     fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
-        let codes = [l.widen(l.bytes(self.codes[0])), l.widen(l.bytes(self.codes[1]))];
-        visitor.take_scaled(l, scale(l, self.scale), codes);
+        visitor.take(l, 0, f16_to_f32(self.scale), l.codes(l.bytes(&self.codes)));
     }
 }
 
@@ -243,7 +300,7 @@ pub(super) struct Iq4Nl {
 impl BlockNumbers<32> for Iq4Nl {
     #[inline(always)]
     fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
-        chosen(l, scale(l, self.scale), UNEVEN, self.codes, visitor);
+        visitor.take(l, 0, f16_to_f32(self.scale), l.chosen(&UNEVEN, &self.codes));
     }
 }
 
@@ -273,14 +330,6 @@ impl Mxfp4 {
 impl BlockNumbers<32> for Mxfp4 {
     #[inline(always)]
     fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
-        chosen(l, l.splat(self.scale()), TWICE_FP4, self.codes, visitor);
+        visitor.take(l, 0, self.scale(), l.chosen(&TWICE_FP4, &self.codes));
     }
-}
-
-/// Passes the scale times the table entries that the halves of bytes select to `visitor`.
-#[inline(always)]
-fn chosen<L: Lanes>(l: L, scale: L::F, table: [i8; 16], codes: [u8; 16], visitor: &mut impl Visitor<L>) {
-    let table = l.bytes(bytemuck::cast(table));
-    let code = |codes| l.widen(l.choose(table, codes));
-    visitor.take_scaled(l, scale, l.nibbles(l.bytes(codes), code, code));
 }

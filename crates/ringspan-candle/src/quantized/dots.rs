@@ -1,12 +1,13 @@
 //! Products with a few tokens, as in generation: for one token, blocks are decoded and multiplied in registers; for several
 //! tokens, they are decoded into the L1 cache and multiplied there.
 
-use super::blocks::{Block, with_block};
+use super::blocks::{Arranged, Block, with_block};
 use super::input::Input;
 use super::lanes::{Lanes, VectorWork, dispatch};
 use super::matrix::QuantizedMatrix;
 use crate::pool;
 use ringspan::kernel::prefetch;
+use std::marker::PhantomData;
 use std::ops::Range;
 
 /// The largest number of tokens for these products. Up to about 160 they are faster than tiles, but products by tiles have the bits of those
@@ -16,6 +17,9 @@ pub(super) const FEW: usize = 32;
 const COLUMNS: usize = 512;
 /// Rows of the matrix that are multiplied at once.
 const ROWS: usize = 4;
+/// How many bytes ahead of a product with one token are prefetched: while they are decoded, processors reach no further than a few
+/// blocks, too few to keep memory busy.
+const AHEAD: usize = 4096;
 
 /// Adds `x weight^T` to out: x `[T, in]`, weight `[out, in]`, out `[T, out]`.
 pub(super) fn add_forward(x: Input, weight: &QuantizedMatrix, out: &mut [f32]) {
@@ -23,16 +27,21 @@ pub(super) fn add_forward(x: Input, weight: &QuantizedMatrix, out: &mut [f32]) {
     if columns == 0 || out.is_empty() {
         return;
     }
-    let packed = if x.tokens == 1 { Vec::new() } else { packed(x) };
     let ranges = pool::parts(rows, columns);
-    let columns_of_out = split_columns(out, rows, &ranges);
-    pool::map(ranges.into_iter().zip(columns_of_out).collect(), |(range, out)| {
-        let stored = weight.bytes_of_rows(range);
-        match x.tokens {
-            1 => with_block!(weight.format(), one_token(x.row(0), stored, out)),
-            _ => with_block!(weight.format(), few_tokens(&packed, columns, stored, out)),
-        }
-    });
+    if x.tokens == 1 {
+        let x = with_block!(weight.format(), arranged(x.row(0)));
+        let mut rest = out;
+        let outs = ranges.iter().map(|range| rest.split_off_mut(..range.len()).unwrap_or_default()).collect::<Vec<_>>();
+        pool::map(ranges.into_iter().zip(outs).collect(), |(range, out): (Range<usize>, &mut [f32])| {
+            with_block!(weight.format(), one_token(&x, columns, weight.bytes_of_rows(range), out));
+        });
+    } else {
+        let x = packed(x);
+        let outs = split_columns(out, rows, &ranges);
+        pool::map(ranges.into_iter().zip(outs).collect(), |(range, out)| {
+            with_block!(weight.format(), few_tokens(&x, columns, weight.bytes_of_rows(range), out));
+        });
+    }
 }
 
 /// The numbers of each range of columns: of each row of a matrix those of the range.
@@ -52,11 +61,28 @@ pub(super) fn split_columns<'a>(
     columns
 }
 
-/// Adds the products of x with the rows that are stored, one number of out for each row.
-fn one_token<B: Block<LEN>, const LEN: usize>(x: &[f32], stored: &[u8], out: Vec<&mut [f32]>) {
-    for out in out {
-        dispatch(OneToken::<B, LEN> { x, blocks: bytemuck::cast_slice(stored), out });
+/// Arranges the numbers of x for [`one_token`].
+fn arranged<B: Block<LEN>, const LEN: usize>(x: &[f32]) -> Arranged {
+    dispatch(Arrange::<B, LEN> { x, blocks: PhantomData })
+}
+
+struct Arrange<'a, B, const LEN: usize> {
+    x: &'a [f32],
+    blocks: PhantomData<B>,
+}
+
+impl<B: Block<LEN>, const LEN: usize> VectorWork for Arrange<'_, B, LEN> {
+    type Output = Arranged;
+
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) -> Arranged {
+        B::arranged(l, self.x)
     }
+}
+
+/// Adds the products of x, of `width` columns, with the rows that are stored, one number of out for each row.
+fn one_token<B: Block<LEN>, const LEN: usize>(x: &Arranged, width: usize, stored: &[u8], out: &mut [f32]) {
+    dispatch(OneToken::<B, LEN> { x, width, blocks: bytemuck::cast_slice(stored), out });
 }
 
 /// Adds the products of packed x, of `width` columns, with the rows that are stored, one number of each token's out for each row.
@@ -65,7 +91,8 @@ fn few_tokens<B: Block<LEN>, const LEN: usize>(x: &[Chunk], width: usize, stored
 }
 
 struct OneToken<'a, B, const LEN: usize> {
-    x: &'a [f32],
+    x: &'a Arranged,
+    width: usize,
     blocks: &'a [B],
     out: &'a mut [f32],
 }
@@ -76,11 +103,13 @@ impl<B: Block<LEN>, const LEN: usize> VectorWork for OneToken<'_, B, LEN> {
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
         // Loops, since closures that iterators call would not be compiled for the instruction set.
-        let of_row = self.x.len() / LEN;
+        let of_row = self.width / LEN;
+        let mut ahead = self.blocks.get(AHEAD / size_of::<B>()..).unwrap_or_default().chunks(of_row);
         for (out, rows) in self.out.chunks_mut(ROWS).zip(self.blocks.chunks(ROWS * of_row)) {
             // Fewer rows are summed in the same way, so that the bits of a product do not depend on the rows beside it.
             let mut sums = [l.splat(0.0); ROWS];
             for (sum, row) in sums.iter_mut().zip(rows.chunks_exact(of_row)) {
+                prefetch(ahead.next().unwrap_or_default());
                 *sum = B::dot(l, row, self.x);
             }
             for (out, sum) in out.iter_mut().zip(l.sums(sums)) {

@@ -1,7 +1,48 @@
-//! Vectors of 16 bytes and of 16 numbers, for the instruction sets of this machine.
+//! Vectors of 32 bytes and of 16 numbers, for the instruction sets of this machine.
 //!
 //! The compiler does not vectorise loops that widen bytes to f32 in such blocks, so decoders are written with these
 //! operations. All instruction sets give the same bits, except in sums of products.
+
+/// Implements [`Lanes::Codes`] as numbers in their order.
+macro_rules! codes_are_numbers {
+    () => {
+        type Codes = [Self::F; 2];
+
+        #[inline(always)]
+        fn codes(self, bytes: Self::B) -> [Self::F; 2] {
+            self.widen(bytes)
+        }
+
+        #[inline(always)]
+        fn numbers(self, codes: [Self::F; 2]) -> [Self::F; 2] {
+            codes
+        }
+
+        #[inline(always)]
+        fn arrange(self, _: &mut [f32; 32]) {}
+
+        #[inline(always)]
+        fn add_scaled(self, sum: Self::F, scale: f32, [first, second]: [Self::F; 2], x: &[f32; 32]) -> Self::F {
+            // The scale is multiplied with the sum, which takes fewer operations than multiplying it with each code.
+            let x = x.as_chunks().0;
+            let products = self.mul_add(second, self.load(&x[1]), self.mul(first, self.load(&x[0])));
+            self.mul_add(self.splat(scale), products, sum)
+        }
+
+        #[inline(always)]
+        fn add_scaled_halves(
+            self,
+            sum: Self::F,
+            scales: [f32; 2],
+            [first, second]: [Self::F; 2],
+            x: &[f32; 32],
+        ) -> Self::F {
+            let x = x.as_chunks().0;
+            let sum = self.mul_add(self.splat(scales[0]), self.mul(first, self.load(&x[0])), sum);
+            self.mul_add(self.splat(scales[1]), self.mul(second, self.load(&x[1])), sum)
+        }
+    };
+}
 
 #[cfg(target_arch = "x86_64")]
 mod x86;
@@ -10,13 +51,15 @@ mod x86;
 pub(super) trait Lanes: Copy {
     /// A vector of 16 numbers.
     type F: Copy;
-    /// A vector of 16 bytes.
+    /// A vector of 32 bytes.
     type B: Copy;
+    /// 32 small integers, in the form in which they are multiplied.
+    type Codes: Copy;
     /// How many vectors of 16 numbers the registers hold.
     const REGISTERS: usize;
 
-    fn bytes(self, bytes: [u8; 16]) -> Self::B;
-    fn store_bytes(self, bytes: Self::B) -> [u8; 16];
+    fn bytes(self, bytes: &[u8; 32]) -> Self::B;
+    fn store_bytes(self, bytes: Self::B, to: &mut [u8; 32]);
     fn splat_bytes(self, byte: u8) -> Self::B;
     fn and(self, a: Self::B, b: Self::B) -> Self::B;
     fn or(self, a: Self::B, b: Self::B) -> Self::B;
@@ -27,18 +70,16 @@ pub(super) trait Lanes: Copy {
     /// Shifts each byte to the left; no set bit may leave its byte.
     fn shift_left(self, a: Self::B, bits: u32) -> Self::B;
     /// Selects entries of a table by bytes below 16.
-    fn choose(self, table: Self::B, codes: Self::B) -> Self::B;
-    /// Turns each bit into a byte, all ones if the bit is set, beginning with the lowest bit.
-    fn spread(self, bits: u16) -> Self::B;
+    fn choose(self, table: &[i8; 16], codes: Self::B) -> Self::B;
+    /// The low four bits of each of 16 bytes, then the high four bits of each.
+    fn nibbles(self, bytes: &[u8; 16]) -> Self::B;
     /// Turns each of 32 bits into a byte, all ones if the bit is not set, beginning with the lowest bit of the first byte.
-    #[inline(always)]
-    fn spread_unset(self, bits: [u8; 4]) -> [Self::B; 2] {
-        let [a, b, c, d] = bits;
-        [self.spread(!u16::from_le_bytes([a, b])), self.spread(!u16::from_le_bytes([c, d]))]
-    }
+    fn spread_unset(self, bits: [u8; 4]) -> Self::B;
 
     /// Converts signed bytes to numbers.
-    fn widen(self, codes: Self::B) -> Self::F;
+    fn widen(self, codes: Self::B) -> [Self::F; 2];
+    /// Converts 16 signed bytes to numbers.
+    fn widen_16(self, codes: &[i8; 16]) -> Self::F;
     /// Converts half-precision numbers.
     fn widen_half(self, numbers: [[u8; 2]; 16]) -> Self::F;
     /// Converts bfloat16 numbers.
@@ -56,6 +97,17 @@ pub(super) trait Lanes: Copy {
     /// The sum of the 16 numbers of each of four vectors, which together takes less than four times as long as one.
     fn sums(self, x: [Self::F; 4]) -> [f32; 4];
 
+    /// Signed bytes as codes.
+    fn codes(self, bytes: Self::B) -> Self::Codes;
+    /// Converts codes to numbers, in their order.
+    fn numbers(self, codes: Self::Codes) -> [Self::F; 2];
+    /// Brings the factors of 32 codes into the order and the size that [`add_scaled`](Self::add_scaled) needs.
+    fn arrange(self, x: &mut [f32; 32]);
+    /// Adds the products of codes and arranged factors, times a scale, to a vector whose 16 numbers together are the sum.
+    fn add_scaled(self, sum: Self::F, scale: f32, codes: Self::Codes, x: &[f32; 32]) -> Self::F;
+    /// The same where the first and the last 16 codes have a scale each.
+    fn add_scaled_halves(self, sum: Self::F, scales: [f32; 2], codes: Self::Codes, x: &[f32; 32]) -> Self::F;
+
     /// The low four bits of each byte.
     #[inline(always)]
     fn low(self, bytes: Self::B) -> Self::B {
@@ -68,32 +120,31 @@ pub(super) trait Lanes: Copy {
         self.shift_right(bytes, 4)
     }
 
-    /// Converts the low and the high halves of bytes to numbers, each with its own function.
+    /// The low four bits of each byte as codes, and the high four bits.
     #[inline(always)]
-    fn nibbles(
-        self,
-        bytes: Self::B,
-        of_low: impl Fn(Self::B) -> Self::F,
-        of_high: impl Fn(Self::B) -> Self::F,
-    ) -> [Self::F; 2] {
-        [of_low(self.low(bytes)), of_high(self.high(bytes))]
+    fn codes_of_nibbles(self, bytes: &[u8; 32]) -> [Self::Codes; 2] {
+        let bytes = self.bytes(bytes);
+        [self.codes(self.low(bytes)), self.codes(self.high(bytes))]
     }
 
-    /// Integers of five bits, from 0 to 31, less 16. Their low four bits are the low halves of bytes, then the high halves; their fifth
-    /// bits begin with the lowest bit of the first byte.
+    /// The entries of a table that the [`nibbles`](Self::nibbles) of bytes select, as codes.
     #[inline(always)]
-    fn five_bit_codes(self, low: Self::B, fifth: [u8; 4]) -> [Self::B; 2] {
+    fn chosen(self, table: &[i8; 16], bytes: &[u8; 16]) -> Self::Codes {
+        self.codes(self.choose(table, self.nibbles(bytes)))
+    }
+
+    /// Integers of five bits, from 0 to 31, less 16. Their low four bits are the [`nibbles`](Self::nibbles) of bytes; their fifth bits
+    /// begin with the lowest bit of the first byte.
+    #[inline(always)]
+    fn five_bits(self, low: &[u8; 16], fifth: [u8; 4]) -> Self::B {
         // Subtracting 16 from a code without the fifth bit sets its four high bits.
-        let (less_sixteen, [first, second]) = (self.splat_bytes(0xf0), self.spread_unset(fifth));
-        let first = self.or(self.low(low), self.and(first, less_sixteen));
-        [first, self.or(self.high(low), self.and(second, less_sixteen))]
+        self.or(self.nibbles(low), self.and(self.spread_unset(fifth), self.splat_bytes(0xf0)))
     }
 
-    /// Converts the [`five_bit_codes`](Self::five_bit_codes) to numbers.
+    /// The same [integers](Self::five_bits) as codes.
     #[inline(always)]
-    fn five_bits(self, low: Self::B, fifth: [u8; 4]) -> [Self::F; 2] {
-        let [first, second] = self.five_bit_codes(low, fifth);
-        [self.widen(first), self.widen(second)]
+    fn five_bit_codes(self, low: &[u8; 16], fifth: [u8; 4]) -> Self::Codes {
+        self.codes(self.five_bits(low, fifth))
     }
 }
 
@@ -132,8 +183,8 @@ pub(super) struct Portable;
 
 /// Applies a function to each pair.
 #[inline(always)]
-fn each<T: Copy + Default>(a: [T; 16], b: [T; 16], of: impl Fn(T, T) -> T) -> [T; 16] {
-    let mut out = [T::default(); 16];
+fn each<T: Copy + Default, const N: usize>(a: [T; N], b: [T; N], of: impl Fn(T, T) -> T) -> [T; N] {
+    let mut out = [T::default(); N];
     for ((out, a), b) in out.iter_mut().zip(a).zip(b) {
         *out = of(a, b);
     }
@@ -142,66 +193,82 @@ fn each<T: Copy + Default>(a: [T; 16], b: [T; 16], of: impl Fn(T, T) -> T) -> [T
 
 impl Lanes for Portable {
     type F = [f32; 16];
-    type B = [u8; 16];
+    type B = [u8; 32];
     const REGISTERS: usize = 4;
+    codes_are_numbers!();
 
     #[inline(always)]
-    fn bytes(self, bytes: [u8; 16]) -> [u8; 16] {
-        bytes
+    fn bytes(self, bytes: &[u8; 32]) -> [u8; 32] {
+        *bytes
     }
 
     #[inline(always)]
-    fn store_bytes(self, bytes: [u8; 16]) -> [u8; 16] {
-        bytes
+    fn store_bytes(self, bytes: [u8; 32], to: &mut [u8; 32]) {
+        *to = bytes;
     }
 
     #[inline(always)]
-    fn splat_bytes(self, byte: u8) -> [u8; 16] {
-        [byte; 16]
+    fn splat_bytes(self, byte: u8) -> [u8; 32] {
+        [byte; 32]
     }
 
     #[inline(always)]
-    fn and(self, a: [u8; 16], b: [u8; 16]) -> [u8; 16] {
+    fn and(self, a: [u8; 32], b: [u8; 32]) -> [u8; 32] {
         each(a, b, |a, b| a & b)
     }
 
     #[inline(always)]
-    fn or(self, a: [u8; 16], b: [u8; 16]) -> [u8; 16] {
+    fn or(self, a: [u8; 32], b: [u8; 32]) -> [u8; 32] {
         each(a, b, |a, b| a | b)
     }
 
     #[inline(always)]
-    fn sub_bytes(self, a: [u8; 16], b: [u8; 16]) -> [u8; 16] {
+    fn sub_bytes(self, a: [u8; 32], b: [u8; 32]) -> [u8; 32] {
         each(a, b, u8::wrapping_sub)
     }
 
     #[inline(always)]
-    fn shift_right(self, a: [u8; 16], bits: u32) -> [u8; 16] {
+    fn shift_right(self, a: [u8; 32], bits: u32) -> [u8; 32] {
         each(a, a, |a, _| a >> bits)
     }
 
     #[inline(always)]
-    fn shift_left(self, a: [u8; 16], bits: u32) -> [u8; 16] {
+    fn shift_left(self, a: [u8; 32], bits: u32) -> [u8; 32] {
         each(a, a, |a, _| a << bits)
     }
 
     #[inline(always)]
-    fn choose(self, table: [u8; 16], codes: [u8; 16]) -> [u8; 16] {
-        each(codes, codes, |code, _| table[usize::from(code & 15)])
+    fn choose(self, table: &[i8; 16], codes: [u8; 32]) -> [u8; 32] {
+        each(codes, codes, |code, _| table[usize::from(code & 15)] as u8)
     }
 
     #[inline(always)]
-    fn spread(self, bits: u16) -> [u8; 16] {
-        let mut out = [0; 16];
-        for (i, out) in out.iter_mut().enumerate() {
-            *out = 0u8.wrapping_sub((bits >> i & 1) as u8);
+    fn nibbles(self, bytes: &[u8; 16]) -> [u8; 32] {
+        let mut out = [0; 32];
+        for (i, byte) in bytes.iter().enumerate() {
+            (out[i], out[16 + i]) = (byte & 15, byte >> 4);
         }
         out
     }
 
     #[inline(always)]
-    fn widen(self, codes: [u8; 16]) -> [f32; 16] {
-        codes.map(|code| f32::from(code as i8))
+    fn spread_unset(self, bits: [u8; 4]) -> [u8; 32] {
+        let bits = u32::from_le_bytes(bits);
+        let mut out = [0; 32];
+        for (i, out) in out.iter_mut().enumerate() {
+            *out = ((bits >> i & 1) as u8).wrapping_sub(1);
+        }
+        out
+    }
+
+    #[inline(always)]
+    fn widen(self, codes: [u8; 32]) -> [[f32; 16]; 2] {
+        bytemuck::cast(codes.map(|code| f32::from(code as i8)))
+    }
+
+    #[inline(always)]
+    fn widen_16(self, codes: &[i8; 16]) -> [f32; 16] {
+        codes.map(f32::from)
     }
 
     #[inline(always)]
@@ -292,13 +359,16 @@ mod tests {
     struct All;
 
     impl VectorWork for All {
-        type Output = (Vec<[u8; 16]>, Vec<[f32; 16]>, [f32; 4]);
+        type Output = (Vec<[u8; 32]>, Vec<[f32; 16]>, [f32; 4]);
 
         #[inline(always)]
         fn run<L: Lanes>(self, l: L) -> Self::Output {
-            let a: [u8; 16] = std::array::from_fn(|i| (37 * i + 11) as u8);
-            let b: [u8; 16] = std::array::from_fn(|i| (91 * i + 200) as u8);
-            let (a, b) = (l.bytes(a), l.bytes(b));
+            let sixteen: [u8; 16] = std::array::from_fn(|i| (37 * i + 11) as u8);
+            let a: [u8; 32] = std::array::from_fn(|i| (37 * i + 11) as u8);
+            let b: [u8; 32] = std::array::from_fn(|i| (91 * i + 200) as u8);
+            let table: [i8; 16] = std::array::from_fn(|i| (91 * i + 200) as i8);
+            let fifth = [0b0001_1100, 0b1010_0111, 0b1111_0000, 0b0110_1001];
+            let (in_order, a, b) = (&a, l.bytes(&a), l.bytes(&b));
             let small = l.and(a, l.splat_bytes(7));
             let bytes = [
                 a,
@@ -307,21 +377,26 @@ mod tests {
                 l.sub_bytes(a, b),
                 l.shift_right(a, 3),
                 l.shift_left(small, 5),
-                l.choose(b, l.low(a)),
+                l.choose(&table, l.low(a)),
                 l.high(b),
-                l.spread(0b1010_0111_0001_1100),
-                l.spread_unset([0b0001_1100, 0b1010_0111, 0b1111_0000, 0b0110_1001])[0],
-                l.spread_unset([0b0001_1100, 0b1010_0111, 0b1111_0000, 0b0110_1001])[1],
+                l.nibbles(&sixteen),
+                l.spread_unset(fifth),
+                l.five_bits(&sixteen, fifth),
             ];
+            let bytes = bytes.map(|bytes| {
+                let mut stored = [0; 32];
+                l.store_bytes(bytes, &mut stored);
+                stored
+            });
             let x: [f32; 16] = std::array::from_fn(|i| i as f32 - 3.5);
             let pairs = |seed: u16| std::array::from_fn(|i| (i as u16 * 4099 + seed).to_le_bytes());
             let (x, y) = (l.load(&x), l.splat(3.0));
-            let halves = l.nibbles(a, |codes| l.mul(y, l.widen(codes)), |codes| l.sub(l.widen(codes), y));
-            let fives = l.five_bits(a, [0b0001_1100, 0b1010_0111, 0b1111_0000, 0b0110_1001]);
-            let numbers = [
+            let [low, high] = l.codes_of_nibbles(in_order);
+            let (chosen, fives) = (l.chosen(&table, &sixteen), l.five_bit_codes(&sixteen, fifth));
+            let mut numbers = vec![
                 x,
                 y,
-                l.widen(a),
+                l.widen_16(&table),
                 l.widen_half(pairs(1)),
                 l.widen_half(pairs(900)),
                 l.widen_bf16(pairs(1)),
@@ -329,20 +404,25 @@ mod tests {
                 l.mul(x, y),
                 l.sub(x, y),
                 l.add(x, y),
-                halves[0],
-                halves[1],
-                fives[0],
-                fives[1],
-                l.mul_add(x, y, l.widen(b)),
+                l.mul_add(x, y, l.widen_16(&table)),
             ];
+            numbers.extend(l.widen(a));
+            numbers.extend([l.codes(b), low, high, chosen, fives].into_iter().flat_map(|codes| l.numbers(codes)));
             let stored = |x| {
                 let mut to = [0.0; 16];
                 l.store(x, &mut to);
                 to
             };
-            // Bytes are compared as numbers, since there is no operation that stores them.
-            let bytes = bytes.map(|b| stored(l.widen(b)).map(|x| x as i8 as u8)).to_vec();
-            (bytes, numbers.map(stored).to_vec(), l.sums([x, y, l.mul(x, y), l.sub(x, y)]))
+            // Sums of these products are exact in any order.
+            let mut factors: [f32; 32] = std::array::from_fn(|i| i as f32 - 8.0);
+            l.arrange(&mut factors);
+            let products = [
+                l.add_scaled(x, 0.5, l.codes(a), &factors),
+                l.add_scaled(l.sub(x, x), -2.0, fives, &factors),
+                l.add_scaled_halves(y, [0.5, 4.0], l.codes(b), &factors),
+                l.add_scaled_halves(l.sub(x, x), [-1.0, 0.25], chosen, &factors),
+            ];
+            (bytes.to_vec(), numbers.into_iter().map(stored).collect(), l.sums(products))
         }
     }
 

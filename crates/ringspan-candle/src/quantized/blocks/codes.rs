@@ -1,8 +1,8 @@
 //! The codes of blocks as integers, for products in integers.
 
-use super::{Iq4Nl, Mxfp4, Q4_0, Q5_0, Q8_0, TWICE_FP4, UNEVEN};
+use super::{Iq4Nl, LESS_EIGHT, Mxfp4, Q4_0, Q5_0, Q8_0, TWICE_FP4, UNEVEN};
 use crate::quantized::lanes::{Lanes, f16_to_f32};
-use bytemuck::{AnyBitPattern, cast, cast_ref};
+use bytemuck::{AnyBitPattern, cast_mut};
 use ringspan::kernel::int16::{COLUMNS, RowCodes, Scales};
 
 /// A block of LEN numbers, each an integer times a scale, less a minimum where the format has minima.
@@ -22,11 +22,11 @@ pub(in crate::quantized) struct BlockTarget<'a> {
 }
 
 impl BlockTarget<'_> {
-    /// Writes codes 16 i to 16 i + 15 of the block.
+    /// Writes codes 32 i to 32 i + 31 of the block.
     #[inline(always)]
     pub(super) fn set<L: Lanes>(&mut self, l: L, i: usize, codes: L::B) {
         let row: &mut [i8; COLUMNS] = &mut self.codes.codes[self.row];
-        row.as_chunks_mut::<16>().0[self.column / 16 + i] = cast(l.store_bytes(codes));
+        l.store_bytes(codes, cast_mut(&mut row.as_chunks_mut::<32>().0[self.column / 32 + i]));
     }
 
     /// Writes the scale of codes 16 i to 16 i + 15, or of 32 where as many share it.
@@ -43,9 +43,8 @@ impl BlockTarget<'_> {
 
     /// Writes the 32 codes of a block, and their scale.
     #[inline(always)]
-    fn set_all<L: Lanes>(&mut self, l: L, scale: f32, [first, second]: [L::B; 2]) {
-        self.set(l, 0, first);
-        self.set(l, 1, second);
+    fn set_all<L: Lanes>(&mut self, l: L, scale: f32, codes: L::B) {
+        self.set(l, 0, codes);
         self.set_scale(0, scale);
     }
 }
@@ -55,9 +54,7 @@ impl BlockCodes<32> for Q4_0 {
 
     #[inline(always)]
     fn codes<L: Lanes>(&self, l: L, mut to: BlockTarget) {
-        let (codes, eight) = (l.bytes(self.codes), l.splat_bytes(8));
-        let codes = [l.sub_bytes(l.low(codes), eight), l.sub_bytes(l.high(codes), eight)];
-        to.set_all(l, f16_to_f32(self.scale), codes);
+        to.set_all(l, f16_to_f32(self.scale), l.choose(&LESS_EIGHT, l.nibbles(&self.codes)));
     }
 }
 
@@ -66,7 +63,7 @@ impl BlockCodes<32> for Q5_0 {
 
     #[inline(always)]
     fn codes<L: Lanes>(&self, l: L, mut to: BlockTarget) {
-        to.set_all(l, f16_to_f32(self.scale), l.five_bit_codes(l.bytes(self.codes), self.high));
+        to.set_all(l, f16_to_f32(self.scale), l.five_bits(&self.codes, self.high));
     }
 }
 
@@ -75,7 +72,7 @@ impl BlockCodes<32> for Q8_0 {
 
     #[inline(always)]
     fn codes<L: Lanes>(&self, l: L, mut to: BlockTarget) {
-        to.set_all(l, f16_to_f32(self.scale), [l.bytes(self.codes[0]), l.bytes(self.codes[1])]);
+        to.set_all(l, f16_to_f32(self.scale), l.bytes(&self.codes));
     }
 }
 
@@ -84,7 +81,7 @@ impl BlockCodes<32> for Iq4Nl {
 
     #[inline(always)]
     fn codes<L: Lanes>(&self, l: L, mut to: BlockTarget) {
-        to.set_all(l, f16_to_f32(self.scale), chosen(l, &UNEVEN, self.codes));
+        to.set_all(l, f16_to_f32(self.scale), l.choose(&UNEVEN, l.nibbles(&self.codes)));
     }
 }
 
@@ -93,13 +90,6 @@ impl BlockCodes<32> for Mxfp4 {
 
     #[inline(always)]
     fn codes<L: Lanes>(&self, l: L, mut to: BlockTarget) {
-        to.set_all(l, self.scale(), chosen(l, &TWICE_FP4, self.codes));
+        to.set_all(l, self.scale(), l.choose(&TWICE_FP4, l.nibbles(&self.codes)));
     }
-}
-
-/// The table entries that the halves of bytes select.
-#[inline(always)]
-fn chosen<L: Lanes>(l: L, table: &[i8; 16], codes: [u8; 16]) -> [L::B; 2] {
-    let (table, codes) = (l.bytes(*cast_ref(table)), l.bytes(codes));
-    [l.choose(table, l.low(codes)), l.choose(table, l.high(codes))]
 }

@@ -13,21 +13,18 @@ pub(in crate::quantized) struct Q4K {
     /// Scales and minima of eight sub-blocks of 32 numbers, packed as [`scales_and_minima`] describes.
     parts: [u8; 12],
     /// Each group of 32 bytes holds a sub-block in its low halves, and the next sub-block in its high halves.
-    codes: [[[u8; 16]; 2]; 4],
+    codes: [[u8; 32]; 4],
 }
 
 impl BlockNumbers<256> for Q4K {
     #[inline(always)]
     fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
         let parts = scales_and_minima(l, self.scale, self.minimum, &self.parts);
-        for (i, [first, second]) in self.codes.iter().enumerate() {
-            let (of_low, of_high) = (parts.above(l, 2 * i), parts.above(l, 2 * i + 1));
-            let [low, high] = l.nibbles(l.bytes(*first), &of_low, &of_high);
-            visitor.take(l, 4 * i, low);
-            visitor.take(l, 4 * i + 2, high);
-            let [low, high] = l.nibbles(l.bytes(*second), &of_low, &of_high);
-            visitor.take(l, 4 * i + 1, low);
-            visitor.take(l, 4 * i + 3, high);
+        visitor.minima(l, &parts.minima);
+        for (i, codes) in self.codes.iter().enumerate() {
+            let [low, high] = l.codes_of_nibbles(codes);
+            visitor.take_above(l, 2 * i, parts.scales[2 * i], parts.minima[2 * i], low);
+            visitor.take_above(l, 2 * i + 1, parts.scales[2 * i + 1], parts.minima[2 * i + 1], high);
         }
     }
 }
@@ -39,11 +36,9 @@ impl BlockCodes<256> for Q4K {
     fn codes<L: Lanes>(&self, l: L, mut to: BlockTarget) {
         scales_and_minima(l, self.scale, self.minimum, &self.parts).write(&mut to);
         for (i, codes) in self.codes.iter().enumerate() {
-            for side in 0..2 {
-                let codes = l.bytes(codes[side]);
-                to.set(l, 4 * i + side, l.low(codes));
-                to.set(l, 4 * i + 2 + side, l.high(codes));
-            }
+            let codes = l.bytes(codes);
+            to.set(l, 2 * i, l.low(codes));
+            to.set(l, 2 * i + 1, l.high(codes));
         }
     }
 }
@@ -56,26 +51,36 @@ pub(in crate::quantized) struct Q5K {
     /// Scales and minima of eight sub-blocks, as in [`Q4K`].
     parts: [u8; 12],
     /// Bit i of byte j is the fifth bit of number j of sub-block i.
-    high: [[u8; 16]; 2],
+    high: [u8; 32],
     /// The low four bits of each number, laid out as in [`Q4K`].
-    codes: [[[u8; 16]; 2]; 4],
+    codes: [[u8; 32]; 4],
+}
+
+impl Q5K {
+    /// Passes codes 32 i to 32 i + 31 of the block to `visit`, for each i.
+    #[inline(always)]
+    fn visit_codes<L: Lanes>(&self, l: L, mut visit: impl FnMut(usize, L::B)) {
+        let (high, one) = (l.bytes(&self.high), l.splat_bytes(1));
+        for (i, codes) in self.codes.iter().enumerate() {
+            let (codes, bits) = (l.bytes(codes), l.shift_right(high, 2 * i as u32));
+            let fifth = l.shift_left(l.and(bits, one), 4);
+            visit(2 * i, l.or(l.low(codes), fifth));
+            let fifth = l.shift_left(l.and(l.shift_right(bits, 1), one), 4);
+            visit(2 * i + 1, l.or(l.high(codes), fifth));
+        }
+    }
 }
 
 impl BlockNumbers<256> for Q5K {
     #[inline(always)]
     fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
         let parts = scales_and_minima(l, self.scale, self.minimum, &self.parts);
-        let one = l.splat_bytes(1);
-        for (i, codes) in self.codes.iter().enumerate() {
-            let (of_low, of_high) = (parts.above(l, 2 * i), parts.above(l, 2 * i + 1));
-            for side in 0..2 {
-                let (codes, bits) = (l.bytes(codes[side]), l.shift_right(l.bytes(self.high[side]), 2 * i as u32));
-                let fifth = l.shift_left(l.and(bits, one), 4);
-                visitor.take(l, 4 * i + side, of_low(l.or(l.low(codes), fifth)));
-                let fifth = l.shift_left(l.and(l.shift_right(bits, 1), one), 4);
-                visitor.take(l, 4 * i + 2 + side, of_high(l.or(l.high(codes), fifth)));
-            }
-        }
+        visitor.minima(l, &parts.minima);
+        self.visit_codes(
+            l,
+            #[inline(always)]
+            |i, codes| visitor.take_above(l, i, parts.scales[i], parts.minima[i], l.codes(codes)),
+        );
     }
 }
 
@@ -85,15 +90,11 @@ impl BlockCodes<256> for Q5K {
     #[inline(always)]
     fn codes<L: Lanes>(&self, l: L, mut to: BlockTarget) {
         scales_and_minima(l, self.scale, self.minimum, &self.parts).write(&mut to);
-        let one = l.splat_bytes(1);
-        for (i, codes) in self.codes.iter().enumerate() {
-            for side in 0..2 {
-                let (codes, bits) = (l.bytes(codes[side]), l.shift_right(l.bytes(self.high[side]), 2 * i as u32));
-                to.set(l, 4 * i + side, l.or(l.low(codes), l.shift_left(l.and(bits, one), 4)));
-                let fifth = l.shift_left(l.and(l.shift_right(bits, 1), one), 4);
-                to.set(l, 4 * i + 2 + side, l.or(l.high(codes), fifth));
-            }
-        }
+        self.visit_codes(
+            l,
+            #[inline(always)]
+            |i, codes| to.set(l, i, codes),
+        );
     }
 }
 
@@ -102,27 +103,25 @@ impl BlockCodes<256> for Q5K {
 pub(in crate::quantized) struct Q6K {
     /// The low four bits: 64 bytes for each half of the block, whose low halves are sub-blocks 0 and 1 of 32 numbers, and
     /// whose high halves are sub-blocks 2 and 3.
-    low: [[[[u8; 16]; 2]; 2]; 2],
+    low: [[[u8; 32]; 2]; 2],
     /// The high two bits: 32 bytes for each half of the block, with those of sub-block i in bits 2 i and 2 i + 1.
-    high: [[[u8; 16]; 2]; 2],
+    high: [[u8; 32]; 2],
     /// A scale for each 16 numbers.
     scales: [i8; 16],
     scale: [u8; 2],
 }
 
 impl Q6K {
-    /// Passes codes 16 i to 16 i + 15 of the block to `visit`, for each i.
+    /// Passes codes 32 i to 32 i + 31 of the block to `visit`, for each i.
     #[inline(always)]
     fn visit_codes<L: Lanes>(&self, l: L, mut visit: impl FnMut(usize, L::B)) {
         let (three, offset) = (l.splat_bytes(3), l.splat_bytes(32));
-        for (part, (low, high)) in self.low.iter().zip(&self.high).enumerate() {
-            for side in 0..2 {
-                let (high, lows) = (l.bytes(high[side]), [l.bytes(low[0][side]), l.bytes(low[1][side])]);
-                for sub in 0..4 {
-                    let low = if sub < 2 { l.low(lows[sub]) } else { l.high(lows[sub - 2]) };
-                    let high = l.shift_left(l.and(l.shift_right(high, 2 * sub as u32), three), 4);
-                    visit(8 * part + 2 * sub + side, l.sub_bytes(l.or(low, high), offset));
-                }
+        for (part, (lows, high)) in self.low.iter().zip(&self.high).enumerate() {
+            let (high, lows) = (l.bytes(high), [l.bytes(&lows[0]), l.bytes(&lows[1])]);
+            for sub in 0..4 {
+                let low = if sub < 2 { l.low(lows[sub]) } else { l.high(lows[sub - 2]) };
+                let high = l.shift_left(l.and(l.shift_right(high, 2 * sub as u32), three), 4);
+                visit(4 * part + sub, l.sub_bytes(l.or(low, high), offset));
             }
         }
     }
@@ -131,7 +130,7 @@ impl Q6K {
     #[inline(always)]
     fn scales<L: Lanes>(&self, l: L) -> [f32; 16] {
         let mut scales = [0.0; 16];
-        l.store(l.mul(l.splat_half(self.scale), l.widen(l.bytes(bytemuck::cast(self.scales)))), &mut scales);
+        l.store(l.mul(l.splat_half(self.scale), l.widen_16(&self.scales)), &mut scales);
         scales
     }
 }
@@ -143,7 +142,7 @@ impl BlockNumbers<256> for Q6K {
         self.visit_codes(
             l,
             #[inline(always)]
-            |i, codes| visitor.take(l, i, l.mul(l.splat(scales[i]), l.widen(codes))),
+            |i, codes| visitor.take_halves(l, i, [scales[2 * i], scales[2 * i + 1]], l.codes(codes)),
         );
     }
 }
@@ -179,13 +178,6 @@ impl SubBlockScales {
             to.set_minimum(i, self.minima[i]);
         }
     }
-
-    /// Decodes codes of sub-block i: the scale times the code, minus the minimum.
-    #[inline(always)]
-    fn above<L: Lanes>(&self, l: L, i: usize) -> impl Fn(L::B) -> L::F {
-        let (scale, minimum) = (l.splat(self.scales[i]), l.splat(self.minima[i]));
-        move |codes| l.sub(l.mul(scale, l.widen(codes)), minimum)
-    }
 }
 
 /// Unpacks the scales and minima of eight sub-blocks, six bits each, and multiplies them with the block's factors. The first
@@ -193,14 +185,14 @@ impl SubBlockScales {
 /// high two bits are the high bits of the first eight bytes.
 #[inline(always)]
 fn scales_and_minima<L: Lanes>(l: L, scale: [u8; 2], minimum: [u8; 2], packed: &[u8; 12]) -> SubBlockScales {
-    let (mut scales, mut minima) = ([0; 16], [0; 16]);
+    let (mut scales, mut minima) = ([0i8; 16], [0i8; 16]);
     for i in 0..4 {
         let (a, b, both) = (packed[i], packed[4 + i], packed[8 + i]);
-        (scales[i], minima[i]) = (a & 63, b & 63);
-        (scales[4 + i], minima[4 + i]) = (both & 15 | a >> 2 & 48, both >> 4 | b >> 2 & 48);
+        (scales[i], minima[i]) = ((a & 63) as i8, (b & 63) as i8);
+        (scales[4 + i], minima[4 + i]) = ((both & 15 | a >> 2 & 48) as i8, (both >> 4 | b >> 2 & 48) as i8);
     }
     let mut parts = SubBlockScales { scales: [0.0; 16], minima: [0.0; 16] };
-    l.store(l.mul(l.splat_half(scale), l.widen(l.bytes(scales))), &mut parts.scales);
-    l.store(l.mul(l.splat_half(minimum), l.widen(l.bytes(minima))), &mut parts.minima);
+    l.store(l.mul(l.splat_half(scale), l.widen_16(&scales)), &mut parts.scales);
+    l.store(l.mul(l.splat_half(minimum), l.widen_16(&minima)), &mut parts.minima);
     parts
 }

@@ -4,7 +4,7 @@ use super::{Lanes, VectorWork, f16_to_f32};
 use bytemuck::cast;
 use pulp::NullaryFnOnce;
 use pulp::x86::{V3, V4};
-use std::arch::x86_64::{__m128, __m128i, __m256, __m512};
+use std::arch::x86_64::{__m128, __m128i, __m256, __m256i, __m512, __m512i};
 
 /// Work together with the token that proves that the machine has the instructions.
 pub(super) struct Compiled<L, W> {
@@ -24,66 +24,74 @@ impl<L: Lanes, W: VectorWork> NullaryFnOnce for Compiled<L, W> {
 /// Operations on bytes and sums, which are the same for both instruction sets.
 macro_rules! shared {
     () => {
-        type B = __m128i;
+        type B = __m256i;
 
         #[inline(always)]
-        fn bytes(self, bytes: [u8; 16]) -> __m128i {
-            cast(bytes)
+        fn bytes(self, bytes: &[u8; 32]) -> __m256i {
+            cast(*bytes)
         }
 
         #[inline(always)]
-        fn store_bytes(self, bytes: __m128i) -> [u8; 16] {
-            cast(bytes)
+        fn store_bytes(self, bytes: __m256i, to: &mut [u8; 32]) {
+            *to = cast(bytes);
         }
 
         #[inline(always)]
-        fn splat_bytes(self, byte: u8) -> __m128i {
-            self.sse2._mm_set1_epi8(byte as i8)
+        fn splat_bytes(self, byte: u8) -> __m256i {
+            self.avx._mm256_set1_epi8(byte as i8)
         }
 
         #[inline(always)]
-        fn and(self, a: __m128i, b: __m128i) -> __m128i {
-            self.sse2._mm_and_si128(a, b)
+        fn and(self, a: __m256i, b: __m256i) -> __m256i {
+            self.avx2._mm256_and_si256(a, b)
         }
 
         #[inline(always)]
-        fn or(self, a: __m128i, b: __m128i) -> __m128i {
-            self.sse2._mm_or_si128(a, b)
+        fn or(self, a: __m256i, b: __m256i) -> __m256i {
+            self.avx2._mm256_or_si256(a, b)
         }
 
         #[inline(always)]
-        fn sub_bytes(self, a: __m128i, b: __m128i) -> __m128i {
-            self.sse2._mm_sub_epi8(a, b)
+        fn sub_bytes(self, a: __m256i, b: __m256i) -> __m256i {
+            self.avx2._mm256_sub_epi8(a, b)
         }
 
         #[inline(always)]
-        fn shift_right(self, a: __m128i, bits: u32) -> __m128i {
+        fn shift_right(self, a: __m256i, bits: u32) -> __m256i {
             // The instruction shifts pairs of bytes, so bits that cross from one byte to the other are masked.
-            let shifted = self.sse2._mm_srl_epi16(a, self.sse2._mm_cvtsi32_si128(bits as i32));
+            let shifted = self.avx2._mm256_srl_epi16(a, self.sse2._mm_cvtsi32_si128(bits as i32));
             self.and(shifted, self.splat_bytes(0xff >> bits))
         }
 
         #[inline(always)]
-        fn shift_left(self, a: __m128i, bits: u32) -> __m128i {
-            self.sse2._mm_sll_epi16(a, self.sse2._mm_cvtsi32_si128(bits as i32))
+        fn shift_left(self, a: __m256i, bits: u32) -> __m256i {
+            self.avx2._mm256_sll_epi16(a, self.sse2._mm_cvtsi32_si128(bits as i32))
         }
 
         #[inline(always)]
-        fn choose(self, table: __m128i, codes: __m128i) -> __m128i {
-            self.ssse3._mm_shuffle_epi8(table, codes)
+        fn choose(self, table: &[i8; 16], codes: __m256i) -> __m256i {
+            // The instruction selects within each half of a vector, so both halves hold the table.
+            self.avx2._mm256_shuffle_epi8(cast([*table; 2]), codes)
         }
 
         #[inline(always)]
-        fn spread(self, bits: u16) -> __m128i {
-            // Each lane tests its own bit in the byte that contains it.
-            let bytes = self.choose(self.sse2._mm_set1_epi16(bits as i16), cast([[0u8; 8], [1u8; 8]]));
-            let own: __m128i = cast([[1u8, 2, 4, 8, 16, 32, 64, 128]; 2]);
-            self.sse2._mm_cmpeq_epi8(self.and(bytes, own), own)
+        fn nibbles(self, bytes: &[u8; 16]) -> __m256i {
+            let twice = cast([*bytes; 2]);
+            self.low(self.avx2._mm256_srlv_epi64(twice, cast([0u64, 0, 4, 4])))
+        }
+
+        #[inline(always)]
+        fn spread_unset(self, bits: [u8; 4]) -> __m256i {
+            // Each lane tests its own bit in the byte that contains it; both halves of the vector have all four bytes.
+            let order = cast([[0u8; 8], [1; 8], [2; 8], [3; 8]]);
+            let bytes = self.avx2._mm256_shuffle_epi8(self.avx._mm256_set1_epi32(i32::from_le_bytes(bits)), order);
+            let own = self.and(bytes, cast([[1u8, 2, 4, 8, 16, 32, 64, 128]; 4]));
+            self.avx2._mm256_cmpeq_epi8(own, self.avx._mm256_setzero_si256())
         }
 
         #[inline(always)]
         fn sums(self, x: [Self::F; 4]) -> [f32; 4] {
-            let [a, b, c, d] = [self.halves(x[0]), self.halves(x[1]), self.halves(x[2]), self.halves(x[3])];
+            let [a, b, c, d] = [self.folded(x[0]), self.folded(x[1]), self.folded(x[2]), self.folded(x[3])];
             // Sums of neighbours, then of neighbours among these: each half has a part of all four sums.
             let (ab, cd) = (self.avx._mm256_hadd_ps(a, b), self.avx._mm256_hadd_ps(c, d));
             let [low, high]: [__m128; 2] = cast(self.avx._mm256_hadd_ps(ab, cd));
@@ -93,21 +101,21 @@ macro_rules! shared {
 }
 
 /// The sum of the two halves of a vector of 16 numbers.
-trait Halves<F> {
-    fn halves(self, x: F) -> __m256;
+trait Folded<F> {
+    fn folded(self, x: F) -> __m256;
 }
 
-impl Halves<__m512> for V4 {
+impl Folded<__m512> for V4 {
     #[inline(always)]
-    fn halves(self, x: __m512) -> __m256 {
+    fn folded(self, x: __m512) -> __m256 {
         let [low, high]: [__m256; 2] = cast(x);
         self.avx._mm256_add_ps(low, high)
     }
 }
 
-impl Halves<[__m256; 2]> for V3 {
+impl Folded<[__m256; 2]> for V3 {
     #[inline(always)]
-    fn halves(self, [low, high]: [__m256; 2]) -> __m256 {
+    fn folded(self, [low, high]: [__m256; 2]) -> __m256 {
         self.avx._mm256_add_ps(low, high)
     }
 }
@@ -116,10 +124,19 @@ impl Lanes for V4 {
     type F = __m512;
     const REGISTERS: usize = 32;
     shared!();
+    codes_are_numbers!();
 
     #[inline(always)]
-    fn widen(self, codes: __m128i) -> __m512 {
-        self.avx512f._mm512_cvtepi32_ps(self.avx512f._mm512_cvtepi8_epi32(codes))
+    fn widen(self, codes: __m256i) -> [__m512; 2] {
+        // Not by a closure, which would not be compiled for the instruction set wherever it is not inlined.
+        let [low, high]: [__m128i; 2] = cast(codes);
+        let (low, high) = (self.avx512f._mm512_cvtepi8_epi32(low), self.avx512f._mm512_cvtepi8_epi32(high));
+        [self.avx512f._mm512_cvtepi32_ps(low), self.avx512f._mm512_cvtepi32_ps(high)]
+    }
+
+    #[inline(always)]
+    fn widen_16(self, codes: &[i8; 16]) -> __m512 {
+        self.avx512f._mm512_cvtepi32_ps(self.avx512f._mm512_cvtepi8_epi32(cast(*codes)))
     }
 
     #[inline(always)]
@@ -173,31 +190,26 @@ impl Lanes for V4 {
         self.avx512f._mm512_fmadd_ps(a, b, c)
     }
 
-    /// The numbers of all 16 possible codes fill one vector, from which codes select: that is less work than converting each
-    /// code.
     #[inline(always)]
-    fn nibbles(
-        self,
-        bytes: __m128i,
-        of_low: impl Fn(__m128i) -> __m512,
-        of_high: impl Fn(__m128i) -> __m512,
-    ) -> [__m512; 2] {
-        let codes = cast([0u8, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]);
-        // The selection uses only the low four bits.
-        let low = self.avx512f._mm512_cvtepu8_epi32(bytes);
-        let high = self.avx512f._mm512_srli_epi32::<4>(low);
-        [
-            self.avx512f._mm512_permutexvar_ps(low, of_low(codes)),
-            self.avx512f._mm512_permutexvar_ps(high, of_high(codes)),
-        ]
+    fn codes_of_nibbles(self, bytes: &[u8; 32]) -> [[__m512; 2]; 2] {
+        let [first, second]: [[u8; 16]; 2] = cast(*bytes);
+        let table = self.widen_16(&[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]);
+        let ([low, high], [low_of_second, high_of_second]) =
+            (select_by_nibbles(self, table, first), select_by_nibbles(self, table, second));
+        [[low, low_of_second], [high, high_of_second]]
+    }
+
+    #[inline(always)]
+    fn chosen(self, table: &[i8; 16], bytes: &[u8; 16]) -> [__m512; 2] {
+        select_by_nibbles(self, self.widen_16(table), *bytes)
     }
 
     /// The table has 16 subtracted already; it is added again where the fifth bit is set, which takes one instruction.
     #[inline(always)]
-    fn five_bits(self, low: __m128i, [a, b, c, d]: [u8; 4]) -> [__m512; 2] {
+    fn five_bit_codes(self, low: &[u8; 16], [a, b, c, d]: [u8; 4]) -> [__m512; 2] {
         let sixteen = self.splat(16.0);
-        let without = |codes| self.sub(self.widen(codes), sixteen);
-        let [first, second] = self.nibbles(low, without, without);
+        let [first, second] =
+            self.chosen(&[-16, -15, -14, -13, -12, -11, -10, -9, -8, -7, -6, -5, -4, -3, -2, -1], low);
         [
             self.avx512f._mm512_mask_add_ps(first, u16::from_le_bytes([a, b]), first, sixteen),
             self.avx512f._mm512_mask_add_ps(second, u16::from_le_bytes([c, d]), second, sixteen),
@@ -205,26 +217,104 @@ impl Lanes for V4 {
     }
 }
 
+/// The numbers of a table that the low nibbles of bytes select, and those that the high nibbles select. This is less work than converting
+/// each code to a number.
+#[inline(always)]
+fn select_by_nibbles(l: V4, table: __m512, bytes: [u8; 16]) -> [__m512; 2] {
+    // The selection uses only the low four bits.
+    let low: __m512i = l.avx512f._mm512_cvtepu8_epi32(cast(bytes));
+    let high = l.avx512f._mm512_srli_epi32::<4>(low);
+    [l.avx512f._mm512_permutexvar_ps(low, table), l.avx512f._mm512_permutexvar_ps(high, table)]
+}
+
+/// Where bytes go so that each is the highest byte of an integer of 32 bits: bytes `first` to `first + 3` of each half of a vector.
+const fn highest_bytes(first: u8) -> [u8; 32] {
+    // The instruction clears bytes whose index has its high bit set.
+    let mut order = [0x80; 32];
+    let mut i = 0;
+    while i < 4 {
+        (order[4 * i + 3], order[16 + 4 * i + 3]) = (first + i as u8, first + i as u8);
+        i += 1;
+    }
+    order
+}
+
+/// Integers whose highest byte is a code are 2^24 times the code.
+const OF_HIGHEST_BYTES: f32 = 1.0 / (1 << 24) as f32;
+
+/// Sums of products of codes and arranged factors. In each half of both vectors are those of the same half of the codes.
+#[inline(always)]
+fn products(l: V3, codes: __m256i, x: &[f32; 32]) -> [__m256; 2] {
+    let x = x.as_chunks::<8>().0;
+    let even = l.avx._mm256_mul_ps(numbers(l, codes, const { highest_bytes(0) }), cast(x[0]));
+    let odd = l.avx._mm256_mul_ps(numbers(l, codes, const { highest_bytes(4) }), cast(x[1]));
+    [
+        l.fma._mm256_fmadd_ps(numbers(l, codes, const { highest_bytes(8) }), cast(x[2]), even),
+        l.fma._mm256_fmadd_ps(numbers(l, codes, const { highest_bytes(12) }), cast(x[3]), odd),
+    ]
+}
+
+/// Codes that become [`highest_bytes`], as numbers that are 2^24 times as large.
+#[inline(always)]
+fn numbers(l: V3, codes: __m256i, order: [u8; 32]) -> __m256 {
+    l.avx._mm256_cvtepi32_ps(l.avx2._mm256_shuffle_epi8(codes, cast(order)))
+}
+
+#[inline(always)]
+fn widen_16(l: V3, codes: __m128i) -> [__m256; 2] {
+    let high = l.sse2._mm_unpackhi_epi64(codes, codes);
+    let (low, high) = (l.avx2._mm256_cvtepi8_epi32(codes), l.avx2._mm256_cvtepi8_epi32(high));
+    [l.avx._mm256_cvtepi32_ps(low), l.avx._mm256_cvtepi32_ps(high)]
+}
+
 impl Lanes for V3 {
     type F = [__m256; 2];
     const REGISTERS: usize = 8;
     shared!();
 
+    /// Bytes, from which products take four numbers of each half: that is less work than to convert the numbers in their order.
+    type Codes = __m256i;
+
     #[inline(always)]
-    fn spread_unset(self, bits: [u8; 4]) -> [__m128i; 2] {
-        // Each lane tests its own bit in the byte that contains it; both halves of the vector have all four bytes.
-        let order = cast([[0u8; 8], [1; 8], [2; 8], [3; 8]]);
-        let bytes = self.avx2._mm256_shuffle_epi8(self.avx._mm256_set1_epi32(i32::from_le_bytes(bits)), order);
-        let own = self.avx2._mm256_and_si256(bytes, cast([[1u8, 2, 4, 8, 16, 32, 64, 128]; 4]));
-        cast(self.avx2._mm256_cmpeq_epi8(own, self.avx._mm256_setzero_si256()))
+    fn codes(self, bytes: __m256i) -> __m256i {
+        bytes
     }
 
     #[inline(always)]
-    fn widen(self, codes: __m128i) -> [__m256; 2] {
+    fn numbers(self, codes: __m256i) -> [[__m256; 2]; 2] {
+        self.widen(codes)
+    }
+
+    #[inline(always)]
+    fn arrange(self, x: &mut [f32; 32]) {
+        let in_order = *x;
+        for (i, x) in x.iter_mut().enumerate() {
+            *x = in_order[i / 8 * 4 + i / 4 % 2 * 16 + i % 4] * OF_HIGHEST_BYTES;
+        }
+    }
+
+    #[inline(always)]
+    fn add_scaled(self, sum: [__m256; 2], scale: f32, codes: __m256i, x: &[f32; 32]) -> [__m256; 2] {
+        self.mul_add(self.splat(scale), products(self, codes, x), sum)
+    }
+
+    #[inline(always)]
+    fn add_scaled_halves(self, sum: [__m256; 2], scales: [f32; 2], codes: __m256i, x: &[f32; 32]) -> [__m256; 2] {
+        let [first, last] = scales.map(|scale| self.avx._mm256_set1_ps(scale));
+        let scales = self.avx._mm256_blend_ps::<0xf0>(first, last);
+        self.mul_add([scales; 2], products(self, codes, x), sum)
+    }
+
+    #[inline(always)]
+    fn widen(self, codes: __m256i) -> [[__m256; 2]; 2] {
         // Not by a closure, which would not be compiled for the instruction set wherever it is not inlined.
-        let high = self.sse2._mm_unpackhi_epi64(codes, codes);
-        let (low, high) = (self.avx2._mm256_cvtepi8_epi32(codes), self.avx2._mm256_cvtepi8_epi32(high));
-        [self.avx._mm256_cvtepi32_ps(low), self.avx._mm256_cvtepi32_ps(high)]
+        let [first, last]: [__m128i; 2] = cast(codes);
+        [widen_16(self, first), widen_16(self, last)]
+    }
+
+    #[inline(always)]
+    fn widen_16(self, codes: &[i8; 16]) -> [__m256; 2] {
+        widen_16(self, cast(*codes))
     }
 
     #[inline(always)]
