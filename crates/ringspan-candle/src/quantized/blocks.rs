@@ -282,7 +282,7 @@ pub(super) struct Q8_0 {
 impl BlockNumbers<32> for Q8_0 {
     #[inline(always)]
     fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
-        visitor.take(l, 0, f16_to_f32(self.scale), l.codes(l.bytes(&self.codes)));
+        visitor.take(l, 0, f16_to_f32(self.scale), l.byte_codes(&self.codes));
     }
 }
 

@@ -120,6 +120,12 @@ pub(super) trait Lanes: Copy {
         self.shift_right(bytes, 4)
     }
 
+    /// Signed bytes that are stored, as codes.
+    #[inline(always)]
+    fn byte_codes(self, bytes: &[u8; 32]) -> Self::Codes {
+        self.codes(self.bytes(bytes))
+    }
+
     /// The low four bits of each byte as codes, and the high four bits.
     #[inline(always)]
     fn codes_of_nibbles(self, bytes: &[u8; 32]) -> [Self::Codes; 2] {
@@ -407,7 +413,9 @@ mod tests {
                 l.mul_add(x, y, l.widen_16(&table)),
             ];
             numbers.extend(l.widen(a));
-            numbers.extend([l.codes(b), low, high, chosen, fives].into_iter().flat_map(|codes| l.numbers(codes)));
+            let stored = l.byte_codes(in_order);
+            numbers
+                .extend([l.codes(b), stored, low, high, chosen, fives].into_iter().flat_map(|codes| l.numbers(codes)));
             let stored = |x| {
                 let mut to = [0.0; 16];
                 l.store(x, &mut to);

@@ -1,7 +1,7 @@
 //! The vector operations on x86-64, with AVX-512, and with AVX2 and FMA.
 
 use super::{Lanes, VectorWork, f16_to_f32};
-use bytemuck::cast;
+use bytemuck::{cast, cast_ref};
 use pulp::NullaryFnOnce;
 use pulp::x86::{V3, V4};
 use std::arch::x86_64::{__m128, __m128i, __m256, __m256i, __m512, __m512i};
@@ -190,6 +190,13 @@ impl Lanes for V4 {
         self.avx512f._mm512_fmadd_ps(a, b, c)
     }
 
+    /// Each half is converted as it is loaded.
+    #[inline(always)]
+    fn byte_codes(self, bytes: &[u8; 32]) -> [__m512; 2] {
+        let [first, second]: &[[i8; 16]; 2] = cast_ref(bytes);
+        [self.widen_16(first), self.widen_16(second)]
+    }
+
     #[inline(always)]
     fn codes_of_nibbles(self, bytes: &[u8; 32]) -> [[__m512; 2]; 2] {
         let [first, second]: [[u8; 16]; 2] = cast(*bytes);
@@ -300,7 +307,7 @@ impl Lanes for V3 {
 
     #[inline(always)]
     fn add_scaled_halves(self, sum: [__m256; 2], scales: [f32; 2], codes: __m256i, x: &[f32; 32]) -> [__m256; 2] {
-        let [first, last] = scales.map(|scale| self.avx._mm256_set1_ps(scale));
+        let (first, last) = (self.avx._mm256_set1_ps(scales[0]), self.avx._mm256_set1_ps(scales[1]));
         let scales = self.avx._mm256_blend_ps::<0xf0>(first, last);
         self.mul_add([scales; 2], products(self, codes, x), sum)
     }
