@@ -27,12 +27,15 @@ pub(super) trait Block<const LEN: usize>: AnyBitPattern {
 pub(super) struct Arranged {
     /// In the order of the instruction set and the format.
     x: Vec<f32>,
-    /// For blocks of 256 numbers, the sums of each 32 factors, and eight zeros.
+    /// For formats with minima, the sums of each 32 factors of a block, and zeros behind them; none for others.
     sums: Vec<[f32; 16]>,
 }
 
 /// A block of LEN numbers, at least 32.
 trait BlockNumbers<const LEN: usize>: AnyBitPattern {
+    /// Whether each 32 numbers have a minimum.
+    const HAS_MINIMA: bool = false;
+
     /// Passes the codes and scales of the block to `visitor`, 32 at a time.
     fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>);
 }
@@ -64,12 +67,14 @@ impl<B: BlockNumbers<LEN>, const LEN: usize> Block<LEN> for B {
     #[inline(always)]
     fn arranged<L: Lanes>(l: L, x: &[f32]) -> Arranged {
         let mut sums = Vec::new();
-        for x in x.as_chunks::<256>().0.iter().filter(|_| LEN == 256) {
-            let mut of_block = [0.0; 16];
-            for (sum, x) in of_block.iter_mut().zip(x.as_chunks::<32>().0) {
-                *sum = x.iter().sum();
+        if Self::HAS_MINIMA {
+            for x in x.as_chunks::<LEN>().0 {
+                let mut of_block = [0.0; 16];
+                for (sum, x) in of_block.iter_mut().zip(x.as_chunks::<32>().0) {
+                    *sum = x.iter().sum();
+                }
+                sums.push(of_block);
             }
-            sums.push(of_block);
         }
         let mut x = x.to_vec();
         for x in x.as_chunks_mut::<32>().0 {

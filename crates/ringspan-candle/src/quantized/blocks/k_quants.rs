@@ -17,6 +17,8 @@ pub(in crate::quantized) struct Q4K {
 }
 
 impl BlockNumbers<256> for Q4K {
+    const HAS_MINIMA: bool = true;
+
     #[inline(always)]
     fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
         let parts = scales_and_minima(l, self.scale, self.minimum, &self.parts);
@@ -72,6 +74,8 @@ impl Q5K {
 }
 
 impl BlockNumbers<256> for Q5K {
+    const HAS_MINIMA: bool = true;
+
     #[inline(always)]
     fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
         let parts = scales_and_minima(l, self.scale, self.minimum, &self.parts);

@@ -128,7 +128,6 @@ impl Lanes for V4 {
 
     #[inline(always)]
     fn widen(self, codes: __m256i) -> [__m512; 2] {
-        // Not by a closure, which would not be compiled for the instruction set wherever it is not inlined.
         let [low, high]: [__m128i; 2] = cast(codes);
         let (low, high) = (self.avx512f._mm512_cvtepi8_epi32(low), self.avx512f._mm512_cvtepi8_epi32(high));
         [self.avx512f._mm512_cvtepi32_ps(low), self.avx512f._mm512_cvtepi32_ps(high)]
@@ -246,30 +245,31 @@ const fn highest_bytes(first: u8) -> [u8; 32] {
     order
 }
 
-/// Integers whose highest byte is a code are 2^24 times the code.
+/// The factor that turns an integer whose highest byte is a code, and whose other bytes are zero, into the code: 2^-24.
 const OF_HIGHEST_BYTES: f32 = 1.0 / (1 << 24) as f32;
 
 /// Sums of products of codes and arranged factors. In each half of both vectors are those of the same half of the codes.
 #[inline(always)]
 fn products(l: V3, codes: __m256i, x: &[f32; 32]) -> [__m256; 2] {
     let x = x.as_chunks::<8>().0;
-    let even = l.avx._mm256_mul_ps(numbers(l, codes, const { highest_bytes(0) }), cast(x[0]));
-    let odd = l.avx._mm256_mul_ps(numbers(l, codes, const { highest_bytes(4) }), cast(x[1]));
+    let even = l.avx._mm256_mul_ps(shifted_numbers(l, codes, const { highest_bytes(0) }), cast(x[0]));
+    let odd = l.avx._mm256_mul_ps(shifted_numbers(l, codes, const { highest_bytes(4) }), cast(x[1]));
     [
-        l.fma._mm256_fmadd_ps(numbers(l, codes, const { highest_bytes(8) }), cast(x[2]), even),
-        l.fma._mm256_fmadd_ps(numbers(l, codes, const { highest_bytes(12) }), cast(x[3]), odd),
+        l.fma._mm256_fmadd_ps(shifted_numbers(l, codes, const { highest_bytes(8) }), cast(x[2]), even),
+        l.fma._mm256_fmadd_ps(shifted_numbers(l, codes, const { highest_bytes(12) }), cast(x[3]), odd),
     ]
 }
 
 /// Codes that become [`highest_bytes`], as numbers that are 2^24 times as large.
 #[inline(always)]
-fn numbers(l: V3, codes: __m256i, order: [u8; 32]) -> __m256 {
+fn shifted_numbers(l: V3, codes: __m256i, order: [u8; 32]) -> __m256 {
     l.avx._mm256_cvtepi32_ps(l.avx2._mm256_shuffle_epi8(codes, cast(order)))
 }
 
 #[inline(always)]
 fn widen_16(l: V3, codes: __m128i) -> [__m256; 2] {
     let high = l.sse2._mm_unpackhi_epi64(codes, codes);
+    // A closure for both halves would not be compiled for the instruction set wherever it is not inlined.
     let (low, high) = (l.avx2._mm256_cvtepi8_epi32(codes), l.avx2._mm256_cvtepi8_epi32(high));
     [l.avx._mm256_cvtepi32_ps(low), l.avx._mm256_cvtepi32_ps(high)]
 }
@@ -295,6 +295,7 @@ impl Lanes for V3 {
     #[inline(always)]
     fn arrange(self, x: &mut [f32; 32]) {
         let in_order = *x;
+        // Each eight are four factors of the first 16 codes, then four of the last 16.
         for (i, x) in x.iter_mut().enumerate() {
             *x = in_order[i / 8 * 4 + i / 4 % 2 * 16 + i % 4] * OF_HIGHEST_BYTES;
         }
@@ -314,7 +315,6 @@ impl Lanes for V3 {
 
     #[inline(always)]
     fn widen(self, codes: __m256i) -> [[__m256; 2]; 2] {
-        // Not by a closure, which would not be compiled for the instruction set wherever it is not inlined.
         let [first, last]: [__m128i; 2] = cast(codes);
         [widen_16(self, first), widen_16(self, last)]
     }
