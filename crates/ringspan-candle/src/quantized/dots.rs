@@ -190,65 +190,38 @@ impl<B: Block<LEN>, const LEN: usize> VectorWork for FewTokens<'_, B, LEN> {
     }
 }
 
-/// Adds the products of x with decoded rows to the sums of each token: for as many tokens and rows at once as there are registers for, so
-/// that each vector that is loaded is multiplied several times. The order of a sum does not depend on the number of tokens.
+/// Adds the products of x with decoded rows to the sums of each token: for as many tokens at once as there are registers for, so that
+/// each vector that is loaded is multiplied several times. The order of a sum does not depend on the number of tokens.
 #[inline(always)]
 fn add_products<L: Lanes>(l: L, x: &[Chunk], rows: &[Chunk; ROWS], vectors: usize, sums: &mut [[L::F; ROWS]]) {
-    let mut done = 0;
-    if L::REGISTERS >= 32 {
-        while done + 4 <= x.len() {
-            add_tile::<L, 4, 4>(l, &x[done..], rows, vectors, &mut sums[done..], 0);
-            done += 4;
-        }
-    } else {
-        while done + 3 <= x.len() {
-            add_tile::<L, 3, 2>(l, &x[done..], rows, vectors, &mut sums[done..], 0);
-            add_tile::<L, 3, 2>(l, &x[done..], rows, vectors, &mut sums[done..], 2);
-            done += 3;
-        }
-    }
-    while done < x.len() {
-        add_tile::<L, 1, 4>(l, &x[done..], rows, vectors, &mut sums[done..], 0);
-        done += 1;
+    let (mut x, mut sums) = (x, sums);
+    while !x.is_empty() {
+        let done = match x.len() {
+            4.. if L::REGISTERS >= 32 => add_tile::<L, 4>(l, x, rows, vectors, sums),
+            // Of four, two and two take less time than three and one, since a sum of one token waits for the one before.
+            3 | 5.. if L::REGISTERS < 32 => add_tile::<L, 3>(l, x, rows, vectors, sums),
+            2.. => add_tile::<L, 2>(l, x, rows, vectors, sums),
+            _ => add_tile::<L, 1>(l, x, rows, vectors, sums),
+        };
+        (x, sums) = (&x[done..], &mut sums[done..]);
     }
 }
 
-/// Adds the products of the first T tokens with R rows, beginning with `first_row`; their sums stay in registers meanwhile.
+/// Does [`add_products`] for the first T tokens; returns T.
 #[inline(always)]
-fn add_tile<L: Lanes, const T: usize, const R: usize>(
+fn add_tile<L: Lanes, const T: usize>(
     l: L,
     x: &[Chunk],
     rows: &[Chunk; ROWS],
     vectors: usize,
     sums: &mut [[L::F; ROWS]],
-    first_row: usize,
-) {
+) -> usize {
     let x: [&[[f32; 16]]; T] = std::array::from_fn(|t| &x[t].vectors()[..vectors]);
-    let rows: [&[[f32; 16]]; R] = std::array::from_fn(|r| &rows[first_row + r].vectors()[..vectors]);
-    // Loops over indices, which the compiler unrolls so that the tile stays in registers; it did not with iterators.
-    let mut tile = [[l.splat(0.0); R]; T];
-    for t in 0..T {
-        for r in 0..R {
-            tile[t][r] = sums[t][first_row + r];
-        }
+    let rows: [&[[f32; 16]]; ROWS] = std::array::from_fn(|r| &rows[r].vectors()[..vectors]);
+    if let Some(sums) = sums.first_chunk_mut() {
+        l.add_products(x, rows, sums);
     }
-    for i in 0..vectors {
-        let mut factors = [l.splat(0.0); R];
-        for r in 0..R {
-            factors[r] = l.load(&rows[r][i]);
-        }
-        for t in 0..T {
-            let x = l.load(&x[t][i]);
-            for r in 0..R {
-                tile[t][r] = l.mul_add(factors[r], x, tile[t][r]);
-            }
-        }
-    }
-    for t in 0..T {
-        for r in 0..R {
-            sums[t][first_row + r] = tile[t][r];
-        }
-    }
+    T
 }
 
 #[cfg(test)]

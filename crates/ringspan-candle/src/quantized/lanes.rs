@@ -108,6 +108,31 @@ pub(super) trait Lanes: Copy {
     /// The same where the first and the last 16 codes have a scale each.
     fn add_scaled_halves(self, sum: Self::F, scales: [f32; 2], codes: Self::Codes, x: &[f32; 32]) -> Self::F;
 
+    /// Adds the products of each x with each row to a vector whose 16 numbers together are the sum. All have equally many vectors.
+    #[inline(always)]
+    fn add_products<const T: usize, const R: usize>(
+        self,
+        x: [&[[f32; 16]]; T],
+        rows: [&[[f32; 16]]; R],
+        sums: &mut [[Self::F; R]; T],
+    ) {
+        // Loops over indices, which the compiler unrolls so that the sums stay in registers; it did not with iterators.
+        let mut tile = *sums;
+        for i in 0..rows[0].len() {
+            let mut factors = [self.splat(0.0); R];
+            for r in 0..R {
+                factors[r] = self.load(&rows[r][i]);
+            }
+            for t in 0..T {
+                let x = self.load(&x[t][i]);
+                for r in 0..R {
+                    tile[t][r] = self.mul_add(factors[r], x, tile[t][r]);
+                }
+            }
+        }
+        *sums = tile;
+    }
+
     /// The low four bits of each byte.
     #[inline(always)]
     fn low(self, bytes: Self::B) -> Self::B {
