@@ -10,9 +10,9 @@ use ringspan::kernel::prefetch;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// The largest number of tokens for these products. Up to about 160 they are faster than tiles, but products by tiles have the bits of those
-/// with the decoded weight, so that training beside stored weights is training beside the decoded ones.
-pub(super) const FEW: usize = 32;
+/// The largest number of tokens for these products. Up to about 160 they are faster than tiles. Products by tiles have the bits of
+/// those with the decoded weight, so that training beside stored weights, which has more tokens, is training beside the decoded ones.
+pub(super) const FEW: usize = 128;
 /// Columns that are decoded at once, which are whole blocks in all formats.
 const COLUMNS: usize = 512;
 /// Rows of the matrix that are multiplied at once.
@@ -198,7 +198,7 @@ fn add_products<L: Lanes>(l: L, x: &[Chunk], rows: &[Chunk; ROWS], vectors: usiz
     while !x.is_empty() {
         let done = match x.len() {
             4.. if L::REGISTERS >= 32 => add_tile::<L, 4>(l, x, rows, vectors, sums),
-            // Of four, two and two take less time than three and one, since a sum of one token waits for the one before.
+            // Four are taken as two and two: the sums of one token alone would wait for each other.
             3 | 5.. if L::REGISTERS < 32 => add_tile::<L, 3>(l, x, rows, vectors, sums),
             2.. => add_tile::<L, 2>(l, x, rows, vectors, sums),
             _ => add_tile::<L, 1>(l, x, rows, vectors, sums),

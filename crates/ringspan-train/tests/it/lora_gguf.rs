@@ -63,7 +63,8 @@ fn settings(root: &Path, model: &str, name: &str) -> Settings {
         data: Some(vec![root.join("text.jsonl")]),
         out: Some(root.join(name)),
         sample_tokens: Some(20),
-        sequence_length: Some(64),
+        // With more than 128 tokens on a rank, products have the bits of those with decoded weights.
+        sequence_length: Some(320),
         batch_size: Some(2),
         ring: Some(2),
         steps: Some(6),
