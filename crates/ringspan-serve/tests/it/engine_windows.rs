@@ -52,6 +52,7 @@ fn a_hit_equals_a_cold_run_where_pages_of_windows_are_scarce() {
     ] {
         let model = Arc::new(model);
         let whole = tokens(60, 8);
+        let mut found_beside_another = 0;
         for (ring, tp) in [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2)] {
             // Bytes of a page of a layer are 128 for each token.
             let kv_cache = KvCache::Bytes(128 * room);
@@ -74,9 +75,10 @@ fn a_hit_equals_a_cold_run_where_pages_of_windows_are_scarce() {
                 let hit = ask(&warm, greedy(&prompt, 20));
                 assert_eq!(hit.tokens, expected.tokens, "{name}, {ring} ranks, {shared} of {} tokens", prompt.len());
                 close(&hit.logprobs, &expected.logprobs);
+                found_beside_another += hit.cached;
                 collect(other);
                 // Which pages are left beside the other text depends on which of the two ends first. Once both have ended, nothing
-                // evicts those of the text before.
+                // evicts the pages of this one.
                 ask(&warm, greedy(&prompt, 20));
                 let again = ask(&warm, greedy(&prompt, 20));
                 assert_eq!(again.tokens, expected.tokens, "{name}, {ring} ranks, {} tokens again", prompt.len());
@@ -86,6 +88,7 @@ fn a_hit_equals_a_cold_run_where_pages_of_windows_are_scarce() {
             cold.shutdown(true).expect("ended");
             warm.shutdown(true).expect("ended");
         }
+        assert!(found_beside_another > 0, "{name}: nothing was found while another text was computed");
     }
 }
 

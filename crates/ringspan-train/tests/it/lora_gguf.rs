@@ -108,6 +108,20 @@ fn an_adapter_beside_a_gguf_file_is_that_beside_its_weights_in_a_folder() {
 }
 
 #[test]
+fn few_tokens_on_a_rank_give_the_losses_of_the_folder_up_to_rounding() {
+    let folder_ = tempfile::tempdir().unwrap();
+    let root = folder_.path();
+    models(root);
+    text(root);
+    let losses = |model, name| run(Settings { sequence_length: Some(64), ..settings(root, model, name) }).1.losses();
+    let (expected, got) = (losses("folder", "of-folder"), losses("model.gguf", "of-file"));
+    assert_eq!(got.len(), 6);
+    for (got, expected) in got.iter().zip(&expected) {
+        assert!((got - expected).abs() < 1e-6 * expected, "{got} and {expected}");
+    }
+}
+
+#[test]
 fn it_is_resumed_bit_for_bit_and_merged_into_a_folder_with_the_files_tokenizer() {
     let folder_ = tempfile::tempdir().unwrap();
     let root = folder_.path();
