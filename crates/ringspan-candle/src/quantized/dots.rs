@@ -11,7 +11,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 /// The largest number of tokens for these products. Up to about 160 they are faster than tiles. Products by tiles have the bits of
-/// those with the decoded weight, so that training beside stored weights, which has more tokens, is training beside the decoded ones.
+/// those with the decoded weight, so that training with more tokens than these beside stored weights is training beside the decoded ones.
 pub(super) const FEW: usize = 128;
 /// Columns that are decoded at once, which are whole blocks in all formats.
 const COLUMNS: usize = 512;
@@ -194,6 +194,7 @@ impl<B: Block<LEN>, const LEN: usize> VectorWork for FewTokens<'_, B, LEN> {
 /// each vector that is loaded is multiplied several times. The order of a sum does not depend on the number of tokens.
 #[inline(always)]
 fn add_products<L: Lanes>(l: L, x: &[Chunk], rows: &[Chunk; ROWS], vectors: usize, sums: &mut [[L::F; ROWS]]) {
+    assert_eq!(x.len(), sums.len(), "each token has its sums");
     let (mut x, mut sums) = (x, sums);
     while !x.is_empty() {
         let done = match x.len() {

@@ -10,8 +10,8 @@ use std::time::Duration;
 /// How many times longer than a step that only generates a step may take that reads prompts as well.
 const SLOWER: f64 = 3.0;
 
-/// Fewest tokens of prompts in a step that reads any, and their number as long as no prompt has been measured. Products of fewer rows
-/// hardly take less time, since they read the same weights: a prompt would take longer, and the others would wait as long.
+/// Fewest tokens of prompts in a step that reads any, and their number as long as no prompt has been measured. With fewer, a
+/// prompt would wait for more steps of the others, and products with f32 weights would hardly take less time, since they read the same bytes.
 const FEWEST: usize = 64;
 
 /// Number of measurements whose median counts: one slow step changes nothing.

@@ -313,8 +313,8 @@ impl Lanes for V3 {
         self.mul_add([scales; 2], products(self, codes, x), sum)
     }
 
-    /// Adds to the first eight numbers of a sum only: with one register for each sum, there are enough for three x and four rows, whose
-    /// vectors are loaded less often.
+    /// Adds to the first eight numbers of a sum only, so that each sum takes one register: 12 sums of three x and four rows, the three x and
+    /// one row fill the 16 registers.
     #[inline(always)]
     fn add_products<const T: usize, const R: usize>(
         self,
