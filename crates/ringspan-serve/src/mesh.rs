@@ -189,6 +189,8 @@ impl Display for Mesh {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ringspan::comm::Buffer;
+    use ringspan::kernel::Kernel;
     use ringspan::mesh::Serving;
     use std::collections::BTreeMap;
 
@@ -211,5 +213,22 @@ mod tests {
                 assert_eq!(rank % mesh.stage_size() / tp, of["attn_cp"], "{mesh}, rank {rank}");
             }
         }
+    }
+
+    /// What rank 0 tells all ranks leaves each stage once, and is passed on to the context- and tensor-parallel ranks of the next.
+    #[test]
+    fn a_message_crosses_from_stage_to_stage_once() {
+        let mesh = Mesh { pp: 3, ring: 2, tp: 2, ..Mesh::single() };
+        let numbers = 1000;
+        let run = mesh.run_with(|world| {
+            let groups = Groups::new(world.clone(), (2, 1), mesh.model_rank(world.rank()), Kernel::new(1))?;
+            let before = world.bytes_sent();
+            let message = groups.broadcast((world.rank() == 0).then(|| Buffer::F32(vec![1.0; numbers])))?;
+            assert_eq!(message.f32()?.len(), numbers);
+            Ok(world.bytes_sent() - before)
+        });
+        // Rank 0 sends to the first rank of each other stage; the first rank of a stage to its three others.
+        let copies: Vec<u64> = run.expect("sent").into_iter().map(|bytes| bytes / (4 * numbers as u64)).collect();
+        assert_eq!(copies, [2 + 3, 0, 0, 0, 3, 0, 0, 0, 3, 0, 0, 0]);
     }
 }

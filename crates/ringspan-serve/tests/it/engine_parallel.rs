@@ -92,7 +92,8 @@ fn stages_that_share_the_layers_serve_as_one_rank() {
     for (name, model) in [("qwen3", qwen3()), ("gemma3", gemma3()), ("llama_tied", of_fixture("llama_tied"))] {
         serves_as_one_rank(name, &Arc::new(model), meshes.map(|(pp, sizes)| staged(pp, sizes)));
     }
-    let sparse = [(2, (2, 1, 1, 2)), (2, (2, 1, 2, 2))].map(|(pp, sizes)| staged(pp, sizes));
+    // The last has two copies of the experts in each stage.
+    let sparse = [(2, (2, 1, 1, 2)), (2, (2, 1, 2, 2)), (2, (4, 1, 1, 2))].map(|(pp, sizes)| staged(pp, sizes));
     serves_as_one_rank("qwen3_moe", &Arc::new(qwen3_moe()), sparse);
 }
 
@@ -107,14 +108,24 @@ fn layers_that_decoding_ranks_share_serve_as_on_one_rank() {
 }
 
 #[test]
-fn long_texts_are_equal_with_tensor_parallelism() {
-    let model = Arc::new(qwen3());
-    let prompt = tokens(37, 3);
-    let expected = ask(&start(&model, ONE, &small()), greedy(&prompt, 256));
-    for sizes in [(1, 1, 2, 1), (2, 1, 2, 1), (1, 1, 4, 1)] {
-        let answer = ask(&start(&model, sizes, &small()), greedy(&prompt, 256));
-        assert_eq!((&answer.tokens, answer.end), (&expected.tokens, Some(FinishReason::Length)), "{sizes:?}");
-        close(&answer.logprobs, &expected.logprobs);
+fn long_texts_are_equal_with_tensor_expert_and_pipeline_parallelism() {
+    let tp = [(1, 1, 2, 1), (2, 1, 2, 1), (1, 1, 4, 1)].map(of_sizes);
+    let ep = [(2, 1, 1, 2), (1, 1, 2, 2)].map(of_sizes);
+    let pp = [staged(2, ONE), staged(2, (2, 1, 1, 1))];
+    for (model, meshes) in [(qwen3(), [&tp[..], &pp].concat()), (qwen3_moe(), ep.to_vec())] {
+        let model = Arc::new(model);
+        let prompt = tokens(37, 3);
+        let one = start(&model, ONE, &small());
+        let requests: [fn(&[u32], usize) -> Request; 2] = [greedy, seeded_of];
+        let expected = requests.map(|request| ask(&one, request(&prompt, 256)));
+        for mesh in meshes {
+            let engine = start_on(&model, mesh.clone(), &small());
+            for (request, expected) in requests.iter().zip(&expected) {
+                let answer = ask(&engine, request(&prompt, 256));
+                assert_eq!((&answer.tokens, answer.end), (&expected.tokens, Some(FinishReason::Length)), "{mesh}");
+                close(&answer.logprobs, &expected.logprobs);
+            }
+        }
     }
 }
 

@@ -1,6 +1,7 @@
 //! Steps over the paged cache give the hidden states of the whole sequences, whatever the pages, chunks, batch mates and ranks.
 
 mod decoding;
+mod prefilling;
 
 use crate::support::*;
 use candle_core::{DType, Tensor};
