@@ -1,5 +1,5 @@
 """Uses the page of `ringspan serve` at `/` in a headless Chromium as a person would: enters the API key, chats, and starts a new chat;
-checks the texts, the list of models, the engine's numbers and the cache's pages of each rank.
+checks the texts, the list of models, the engine's numbers, the tokens per second, and the cache's pages of each rank.
 
     check_page.py PROGRAM        needs chromium and chromedriver
 """
@@ -53,6 +53,11 @@ class Page:
         lines = self.driver.find_elements(By.CLASS_NAME, "message")
         return [(line.get_attribute("class").split()[1], line.get_property("textContent")) for line in lines]
 
+    def rate(self, name):
+        # A dash until two samples were taken.
+        text = self.at(name).text
+        return float(text) if text != "–" else 0.0
+
     def is_idle(self):
         return self.at("send").text == "Send"
 
@@ -66,7 +71,14 @@ def check(page, url, client):
     page.at("key").send_keys("secret" + Keys.TAB)
     page.until("the models are listed", lambda: [o.text for o in Select(page.at("model")).options] == ["tiny"])
 
+    page.until("the page takes samples of the engine's counters", lambda: page.at("generated").text == "0.0")
     page.say("Hello")
+    # The page samples each second, so the prompt and its answer may be in different samples; each rate is shown for a second.
+    seen = set()
+    page.until(
+        "tokens are counted per second while a message is answered",
+        lambda: seen.update(name for name in ("prompt", "generated") if page.rate(name) > 0) or len(seen) == 2,
+    )
     page.until("a message is answered", lambda: page.is_idle() and len(page.messages()) == 2)
     conversation = [{"role": "user", "content": "Hello"}]
     answer = client.chat.completions.create(model="tiny", messages=conversation).choices[0].message.content
@@ -83,6 +95,7 @@ def check(page, url, client):
         page.until(f"both {name} have cached pages", lambda: len(ranks()) == 2 and all(" 0 cached" not in line for line in ranks()))
     page.until("the hits of the cache are counted", lambda: page.at("hits").text.endswith("%") and page.at("hits").text != "0 %")
     page.until("nothing runs", lambda: (page.at("running").text, page.at("waiting").text) == ("0", "0"))
+    page.until("no tokens are counted any more", lambda: page.rate("prompt") == page.rate("generated") == 0)
     page.at("clear").click()
     assert page.messages() == []
 

@@ -59,6 +59,9 @@ pub enum ServeError {
     Io(#[from] std::io::Error),
 }
 
+/// Most bytes of a salt, which the cache keeps as long as the pages of its requests.
+const LONGEST_SALT: usize = 1024;
+
 /// The model, or adapter, that a request asks for.
 #[derive(Debug, Clone)]
 pub(crate) struct Target {
@@ -66,8 +69,27 @@ pub(crate) struct Target {
     pub(crate) model: String,
     /// The LoRA adapter of that name.
     pub(crate) adapter: Option<String>,
+    /// Only requests with the same salt share cached beginnings of their prompts.
+    pub(crate) cache_salt: Option<Arc<str>>,
     /// When the request arrived.
     pub(crate) arrived: Instant,
+}
+
+impl Target {
+    /// Takes `cache_salt` (a field of vLLM).
+    ///
+    /// # Errors
+    /// A salt that is no string, is empty or too long.
+    pub(crate) fn with_salt(self, fields: &mut Fields) -> Result<Self> {
+        let cache_salt = fields.string("cache_salt")?;
+        match cache_salt.as_ref().map(String::len) {
+            None | Some(1..=LONGEST_SALT) => Ok(Self { cache_salt: cache_salt.map(Arc::from), ..self }),
+            Some(bytes) => {
+                let message = format!("must have 1 to {LONGEST_SALT} bytes, and has {bytes}");
+                Err(ApiError::field(fields.name("cache_salt"), message))
+            }
+        }
+    }
 }
 
 /// The state of the server.
@@ -103,11 +125,13 @@ impl std::fmt::Debug for App {
 impl App {
     /// `response_store` is the memory for stored responses, in bytes.
     pub(crate) fn new(model: ServedModel, response_store: usize) -> std::result::Result<Arc<Self>, ServeError> {
-        let ServedModel { engine, name, tokenizer, template, end_tokens, generation_config } = model;
+        let ServedModel { engine, name, tokenizer, template, mut end_tokens, generation_config } = model;
         let defaults = Sampling::defaults(generation_config).map_err(|e| ServeError::GenerationConfig(e.message))?;
         let special = SpecialTokens::of(&tokenizer).map_err(|e| ServeError::Tokenizer(e.to_string()))?;
         let vocabulary = Vocabulary::new(tokenizer, engine.limits().vocabulary);
         let tool_format = template.as_ref().and_then(|template| ToolFormat::of(template.source()));
+        let ends = tool_format.map_or(&[][..], ToolFormat::ends);
+        end_tokens.extend(ends.iter().filter_map(|end| vocabulary.special_token(end)));
         let metrics = ServerMetrics::new(engine.clone(), &name);
         // No client waits for responses in the background, so they must leave a part of the queue to other requests.
         let most_in_background = (engine.limits().max_waiting / 2).max(1);
@@ -144,7 +168,7 @@ impl App {
         if adapter.as_ref().is_some_and(|adapter| !self.engine.adapters().contains(adapter)) {
             return Err(ApiError::unknown_model(&model, &self.models()));
         }
-        Ok(Target { model, adapter, arrived: Instant::now() })
+        Ok(Target { model, adapter, cache_salt: None, arrived: Instant::now() })
     }
 
     /// The tokens of a text, optionally after the special tokens that begin texts.

@@ -7,7 +7,7 @@ use crate::generation;
 use crate::grammar::Grammar;
 use crate::reply::Reply;
 use crate::sampling::Sampling;
-use crate::tools::{ToolMode, ToolParser};
+use crate::tools::{Definitions, ToolFormat, ToolMode, ToolParser};
 use ringspan_models::chat_template::Conversation as Rendered;
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
@@ -125,16 +125,27 @@ impl Conversation {
             true => Value::Null,
             false => Value::from(self.tools.clone()),
         };
-        let rendered = Rendered {
-            messages: &self.messages,
-            tools: &tools,
-            add_generation_prompt: self.end == PromptEnd::GenerationPrompt,
-            variables: &self.variables,
+        let render = |messages: &[Value]| {
+            let rendered = Rendered {
+                messages,
+                tools: &tools,
+                add_generation_prompt: self.end == PromptEnd::GenerationPrompt,
+                variables: &self.variables,
+            };
+            match self.end {
+                PromptEnd::FinalMessage => template.render_unfinished(&rendered),
+                PromptEnd::GenerationPrompt | PromptEnd::Messages => template.render(&rendered),
+            }
         };
-        let text = match self.end {
-            PromptEnd::FinalMessage => template.render_unfinished(&rendered),
-            PromptEnd::GenerationPrompt | PromptEnd::Messages => template.render(&rendered),
+        let mut messages = match app.tool_format {
+            Some(format) => format.messages(template.source(), &self.messages, &tools),
+            None => self.messages.clone(),
         };
+        let text = render(&messages).or_else(|error| match write_arguments(&mut messages) {
+            // Some templates join the arguments of earlier calls to other texts, so that they fail on objects.
+            true => render(&messages).map_err(|_| error),
+            false => Err(error),
+        });
         text.map_err(|error| ApiError::field("messages", format!("the chat template says: {error}")))
     }
 
@@ -144,10 +155,14 @@ impl Conversation {
             Some(schema @ Value::Object(_)) => schema.clone(),
             _ => json!({"type": "object"}),
         };
+        let without_calls = match app.tool_format {
+            Some(ToolFormat::Harmony) => ToolMode::Channels,
+            _ => ToolMode::None,
+        };
         match &self.choice {
-            ToolChoice::None => Ok((ToolMode::None, None)),
+            ToolChoice::None => Ok((without_calls, None)),
             _ if self.tools.is_empty() => match &self.choice {
-                ToolChoice::Auto => Ok((ToolMode::None, None)),
+                ToolChoice::Auto => Ok((without_calls, None)),
                 _ => Err(ApiError::field("tool_choice", "asks for a tool, but there are no tools")),
             },
             ToolChoice::Auto => match app.tool_format {
@@ -183,7 +198,7 @@ impl Conversation {
     /// As for [`Conversation::prompt`], and those of [`generation::start`].
     pub(crate) fn start(&self, app: &Arc<App>, target: &Target, sampling: &Sampling) -> Result<Reply> {
         let prompt = self.prompt(app)?;
-        let (mode, grammar) = self.tool_mode(app)?;
+        let (mut mode, grammar) = self.tool_mode(app)?;
         let mut sampling = sampling.clone();
         if grammar.is_some() {
             if sampling.grammar.is_some() {
@@ -194,11 +209,21 @@ impl Conversation {
             }
             sampling.grammar = grammar;
         }
-        if matches!(mode, ToolMode::Auto(format) if format.has_special_marks()) {
+        // Who asks for special tokens without tools wants the text as the model writes it.
+        if mode == ToolMode::Channels && !sampling.skip_special_tokens {
+            mode = ToolMode::None;
+        }
+        let marks = match mode {
+            ToolMode::Auto(format) => format.marks(),
+            ToolMode::Channels => ToolFormat::Harmony.marks(),
+            ToolMode::None | ToolMode::Required | ToolMode::Named(_) => &[],
+        };
+        if marks.iter().any(|mark| app.vocabulary.special_token(mark).is_some()) {
             sampling.skip_special_tokens = false;
         }
         let most = if self.parallel_calls { usize::MAX } else { 1 };
-        let parsers = (0..sampling.n).map(|_| ToolParser::new(mode.clone(), most)).collect();
+        let tools = Definitions::new(&self.tools);
+        let parsers = (0..sampling.n).map(|_| ToolParser::new(mode.clone(), most, &tools)).collect();
         let texts = generation::start(app, target, std::slice::from_ref(&prompt), &sampling)?;
         Ok(Reply::new(prompt, texts, parsers))
     }
@@ -240,6 +265,17 @@ fn message_of(message: Value) -> std::result::Result<Value, (String, String)> {
         }
     }
     Ok(Value::Object(message))
+}
+
+/// Writes the arguments of earlier calls as JSON text, where they are objects; whether any were.
+fn write_arguments(messages: &mut [Value]) -> bool {
+    let calls = messages.iter_mut().filter_map(|message| message.get_mut("tool_calls")?.as_array_mut()).flatten();
+    let mut were_objects = false;
+    for arguments in calls.filter_map(|call| call.pointer_mut("/function/arguments")).filter(|one| one.is_object()) {
+        *arguments = arguments.to_string().into();
+        were_objects = true;
+    }
+    were_objects
 }
 
 /// The text of a content: a string, or a list of parts of text.

@@ -2,11 +2,13 @@
 
 use crate::error::{ApiError, Result};
 use serde_json::{Map, Value};
+use std::collections::BTreeSet;
 use std::fmt::Display;
 use std::ops::RangeInclusive;
 
-/// Fields of requests that never change a result: names and notes for the operator's own records, and hints for caches.
-const WITHOUT_EFFECT: [&str; 11] = [
+/// Fields of requests that never change a result: names and notes for the operator's own records, hints for caches, and guesses
+/// of the answer (`prediction`), by which a server may be faster, but may not write another text.
+const WITHOUT_EFFECT: [&str; 9] = [
     "user",
     "metadata",
     "store",
@@ -15,9 +17,7 @@ const WITHOUT_EFFECT: [&str; 11] = [
     "prompt_cache_key",
     "prompt_cache_retention",
     "prediction",
-    "priority",
     "request_id",
-    "cache_salt",
 ];
 
 /// A JSON object that is being read.
@@ -26,18 +26,22 @@ pub(crate) struct Fields {
     map: Map<String, Value>,
     /// Precedes names in messages, such as `stream_options.`.
     path: String,
+    /// The names that were asked for, in this order.
+    known: Vec<String>,
+    /// Those of them that may only have the value that changes nothing.
+    neutral: Vec<String>,
 }
 
 impl Fields {
     /// The fields of a body.
     pub(crate) fn new(map: Map<String, Value>) -> Self {
-        Self { map, path: String::new() }
+        Self { map, path: String::new(), known: Vec::new(), neutral: Vec::new() }
     }
 
     /// The fields of an object at `path`.
     pub(crate) fn at(path: &str, value: Value) -> Result<Self> {
         match value {
-            Value::Object(map) => Ok(Self { map, path: format!("{path}.") }),
+            Value::Object(map) => Ok(Self { path: format!("{path}."), ..Self::new(map) }),
             other => Err(ApiError::field(path, format!("must be an object, not {}", kind(&other)))),
         }
     }
@@ -54,6 +58,7 @@ impl Fields {
 
     /// Takes any value; null counts as absent.
     pub(crate) fn value(&mut self, field: &str) -> Option<Value> {
+        self.known.push(field.to_owned());
         self.map.shift_remove(field).filter(|value| !value.is_null())
     }
 
@@ -141,6 +146,19 @@ impl Fields {
         }
     }
 
+    /// Takes a number above 0, up to `most`; one that is too small for an f32 becomes the smallest, which is not 0.
+    pub(crate) fn positive(&mut self, field: &str, most: f64) -> Result<Option<f32>> {
+        let Some(value) = self.value(field) else { return Ok(None) };
+        match value.as_f64() {
+            Some(number) if number > 0.0 && number <= most => Ok(Some((number as f32).max(f32::MIN_POSITIVE))),
+            Some(number) => Err(ApiError::field(
+                self.name(field),
+                format!("must be more than 0, and at most {most}, and is {number}"),
+            )),
+            None => self.wrong(field, "a number", &value),
+        }
+    }
+
     /// Takes a string or a list of strings.
     pub(crate) fn strings(&mut self, field: &str) -> Result<Vec<String>> {
         let value = self.value(field);
@@ -165,6 +183,7 @@ impl Fields {
 
     /// Refuses a field unless it has the value that changes nothing.
     pub(crate) fn only(&mut self, field: &str, neutral: &[Value], reason: &str) -> Result<()> {
+        self.neutral.push(field.to_owned());
         match self.value(field) {
             Some(value) if !neutral.contains(&value) => {
                 Err(ApiError::field(self.name(field), format!("{} is not supported: {reason}", shown(&value))))
@@ -173,17 +192,30 @@ impl Fields {
         }
     }
 
-    /// Refuses the fields that were not taken, except those without effect.
-    pub(crate) fn finish(self) -> Result<()> {
-        let Self { map, path } = self;
-        let unknown = map.iter().find(|(name, value)| !value.is_null() && !WITHOUT_EFFECT.contains(&name.as_str()));
-        match unknown {
-            None => Ok(()),
-            Some((name, _)) => Err(ApiError {
-                code: Some("unknown_parameter"),
-                ..ApiError::field(format!("{path}{name}"), "is not supported here, and might change the result")
-            }),
+    /// Takes the fields of a request for a text that never change it, whatever their values.
+    pub(crate) fn ignore_without_effect(&mut self) {
+        for field in WITHOUT_EFFECT {
+            self.value(field);
         }
+    }
+
+    /// Refuses the fields that were not taken, and says which are possible.
+    pub(crate) fn finish(self) -> Result<()> {
+        let Self { map, path, known, neutral } = self;
+        let Some((name, _)) = map.iter().find(|(_, value)| !value.is_null()) else { return Ok(()) };
+        let listed = |names: Vec<&String>| {
+            let unique: BTreeSet<&str> = names.into_iter().map(String::as_str).collect();
+            unique.into_iter().collect::<Vec<_>>().join(", ")
+        };
+        let possible = listed(known.iter().filter(|name| !neutral.contains(name)).collect());
+        let neutral = listed(neutral.iter().collect());
+        let mut message = "is not supported here, and might change the result".to_owned();
+        for (which, names) in [("possible are ", possible), ("with the value that changes nothing: ", neutral)] {
+            if !names.is_empty() {
+                message.push_str(&format!("; {which}{names}"));
+            }
+        }
+        Err(ApiError { code: Some("unknown_parameter"), ..ApiError::field(format!("{path}{name}"), message) })
     }
 }
 

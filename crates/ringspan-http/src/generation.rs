@@ -98,6 +98,7 @@ pub(crate) fn start(app: &Arc<App>, target: &Target, prompts: &[Vec<u32>], sampl
                 logprobs: sampling.logprobs,
                 prompt_logprobs: sampling.prompt_logprobs,
                 adapter: target.adapter.clone(),
+                cache_salt: target.cache_salt.clone(),
                 constraint,
                 embedding: None,
             };
@@ -126,7 +127,12 @@ pub(crate) fn start(app: &Arc<App>, target: &Target, prompts: &[Vec<u32>], sampl
 /// A prompt that is too long, a refusal or a failure of the engine.
 pub(crate) async fn embed(app: &Arc<App>, target: &Target, prompt: Vec<u32>, pooling: Pooling) -> Result<Vec<f32>> {
     max_tokens(app, &prompt, &Sampling { max_tokens: Some(0), ..Sampling::default() })?;
-    let request = Request { adapter: target.adapter.clone(), embedding: Some(pooling), ..Request::new(prompt, 0) };
+    let request = Request {
+        adapter: target.adapter.clone(),
+        cache_salt: target.cache_salt.clone(),
+        embedding: Some(pooling),
+        ..Request::new(prompt, 0)
+    };
     let mut events = app.engine.submit(request)?;
     let mut vector = None;
     while let Some(event) = events.recv().await {

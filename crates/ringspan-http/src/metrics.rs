@@ -4,10 +4,13 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, prometheus_text};
 use prometheus_client::metrics::{MetricType, counter::Counter, family::Family, histogram::Histogram};
 use prometheus_client::registry::Registry;
-use ringspan_serve::engine::request::{EngineClient, RankMetrics};
+use ringspan_serve::engine::Histogram as EngineHistogram;
+use ringspan_serve::engine::request::{EngineClient, Limits, Metrics, RankMetrics};
+use ringspan_serve::paged::KvDtype;
+use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// The content type of [`ServerMetrics::text`].
 pub(crate) const CONTENT_TYPE: &str = prometheus_text::CONTENT_TYPE;
@@ -131,6 +134,9 @@ impl Collector for EngineMetrics {
             let mut metric = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
             metric.encode_counter::<[(&str, &str); 0], _, u64>(&value, None)?;
         }
+        encode_histograms(&now, &mut encoder)?;
+        encode_adapters(&now, &limits, &mut encoder)?;
+        encode_cache(&limits, &mut encoder)?;
         let of_ranks: [(&str, &str, MetricType, OfRank); 6] = [
             ("ringspan:kv_pages_used", "Pages that running requests hold", MetricType::Gauge, |rank| {
                 rank.pages_used as f64
@@ -172,4 +178,68 @@ impl Collector for EngineMetrics {
         }
         Ok(())
     }
+}
+
+/// The phases of requests, and the sizes of steps.
+fn encode_histograms(now: &Metrics, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+    let of = &now.histograms;
+    let histograms: [(&str, &str, &EngineHistogram); 5] = [
+        ("vllm:request_queue_time_seconds", "Seconds that a request waits before its prefill", &of.queue_time),
+        (
+            "vllm:request_prefill_time_seconds",
+            "Seconds from the beginning of a request's prefill to its first token",
+            &of.prefill_time,
+        ),
+        ("vllm:request_decode_time_seconds", "Seconds from a request's first token to its end", &of.decode_time),
+        (
+            "vllm:request_inference_time_seconds",
+            "Seconds from the beginning of a request's prefill to its end",
+            &of.inference_time,
+        ),
+        ("vllm:iteration_tokens_total", "Tokens that a step reads of prompts and generates", &of.step_tokens),
+    ];
+    for (name, help, histogram) in histograms {
+        let mut metric = encoder.encode_descriptor(name, help, None, MetricType::Histogram)?;
+        let buckets: Vec<(f64, u64)> = histogram.buckets().collect();
+        metric.encode_histogram::<[(&str, &str); 0]>(histogram.sum(), histogram.count(), &buckets, None)?;
+    }
+    Ok(())
+}
+
+/// The adapters of the requests that run and wait, as labels of the current time, by which routers know the newest labels.
+fn encode_adapters(now: &Metrics, limits: &Limits, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+    let listed = |names: &BTreeSet<String>| names.iter().cloned().collect::<Vec<_>>().join(",");
+    let labels = [
+        // Each request of a step may have another adapter.
+        ("max_lora", limits.max_running.to_string()),
+        ("running_lora_adapters", listed(&now.running_adapters)),
+        ("waiting_lora_adapters", listed(&now.waiting_adapters)),
+    ];
+    let help = "Adapters of the requests that run and wait, at this time in seconds since 1970";
+    let mut metric = encoder.encode_descriptor("vllm:lora_requests_info", help, None, MetricType::Gauge)?;
+    let time = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |time| time.as_secs_f64());
+    metric.encode_family(&labels)?.encode_gauge(&time)
+}
+
+/// The settings of the cache as labels, with vLLM's names for them and its way to write values.
+fn encode_cache(limits: &Limits, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+    let dtype = match limits.kv_dtype {
+        None => "auto",
+        Some(KvDtype::F32) => "float32",
+        Some(KvDtype::Bf16) => "bfloat16",
+        Some(KvDtype::Q8_0) => "q8_0",
+    };
+    let window = limits.window_lookback.filter(|_| !limits.has_full_layers);
+    let labels = [
+        ("engine", "0".to_owned()),
+        ("block_size", limits.page.to_string()),
+        ("cache_dtype", dtype.to_owned()),
+        ("enable_prefix_caching", if limits.prefix_cache { "True" } else { "False" }.to_owned()),
+        // Wherever the ranks are: with `block_size`, it says how many tokens the cache holds.
+        ("num_gpu_blocks", limits.pages_per_rank.saturating_mul(limits.cp).to_string()),
+        ("sliding_window", window.map_or("None".to_owned(), |lookback| (lookback + 1).to_string())),
+    ];
+    let help = "Settings of the cache of keys and values, as labels";
+    let mut metric = encoder.encode_descriptor("vllm:cache_config_info", help, None, MetricType::Gauge)?;
+    metric.encode_family(&labels)?.encode_gauge(&1.0)
 }

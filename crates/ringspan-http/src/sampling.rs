@@ -82,19 +82,14 @@ impl Sampling {
         if let Some(top_k) = fields.integer("top_k", -1..=i64::from(u32::MAX))? {
             params.top_k = usize::try_from(top_k).ok().filter(|top_k| *top_k > 0);
         }
-        if let Some(top_p) = fields.number("top_p", 0.0..=1.0)? {
-            if top_p == 0.0 {
-                return Err(ApiError::field(fields.name("top_p"), "must be more than 0, and at most 1"));
-            }
+        if let Some(top_p) = fields.positive("top_p", 1.0)? {
             params.top_p = Some(top_p).filter(|top_p| *top_p < 1.0);
         }
         if let Some(min_p) = fields.number("min_p", 0.0..=1.0)? {
             params.min_p = Some(min_p).filter(|min_p| *min_p > 0.0);
         }
-        if let Some(penalty) = fields.number("repetition_penalty", 0.0..=1e6)? {
-            if penalty == 0.0 {
-                return Err(ApiError::field(fields.name("repetition_penalty"), "must be more than 0"));
-            }
+        // Logits divided by less would not be finite.
+        if let Some(penalty) = fields.number("repetition_penalty", 1e-6..=1e6)? {
             params.repetition_penalty = penalty;
         }
         Ok(())
@@ -246,7 +241,23 @@ fn neutral(fields: &mut Fields) -> Result<()> {
     fields.only("spaces_between_special_tokens", &[json!(true)], here)?;
     fields.only("include_stop_str_in_output", &[json!(false)], "texts end before their stop string")?;
     fields.only("bad_words", &[json!([])], "use logit_bias")?;
-    fields.only("allowed_token_ids", &[], "use structured_outputs")
+    fields.only("allowed_token_ids", &[], "use structured_outputs")?;
+    without_priority(fields)?;
+    fields.ignore_without_effect();
+    Ok(())
+}
+
+/// Accepts the priority that all requests have.
+pub(crate) fn without_priority(fields: &mut Fields) -> Result<()> {
+    let first_come = "requests are computed in the order in which they come";
+    fields.only("priority", &[json!(0), json!(0.0)], first_come)
+}
+
+/// Refuses what interfaces other than OpenAI's older ones have no place for in their answers.
+pub(crate) fn without_token_reports(fields: &mut Fields) -> Result<()> {
+    let there = "answers of this route have no place for it; use /v1/chat/completions or /v1/completions";
+    fields.only("prompt_logprobs", &[], there)?;
+    fields.only("return_token_ids", &[json!(false)], there)
 }
 
 #[cfg(test)]
@@ -274,6 +285,11 @@ mod tests {
     }
 
     #[test]
+    fn a_top_p_that_no_f32_is_small_enough_for_keeps_the_most_likely_token() {
+        assert_eq!(take(json!({"top_p": 1e-50})).unwrap().params.top_p, Some(f32::MIN_POSITIVE));
+    }
+
+    #[test]
     fn what_is_wrong_is_named_with_its_range() {
         assert_eq!(message(json!({"temperature": -1})), "temperature: must be between 0 and 100, and is -1");
         assert_eq!(message(json!({"top_p": "x"})), "top_p: must be a number, not \"x\"");
@@ -287,7 +303,10 @@ mod tests {
             message(json!({"logit_bias": {"100": 1}})),
             "logit_bias: token 100 is outside the vocabulary of 100"
         );
-        assert_eq!(message(json!({"typo": 1})), "typo: is not supported here, and might change the result");
+        assert!(message(json!({"typo": 1})).starts_with("typo: is not supported here, and might change the result"));
+        assert!(message(json!({"typo": 1})).contains("possible are frequency_penalty, ignore_eos,"));
+        assert!(message(json!({"top_p": 0})).starts_with("top_p: must be more than 0"));
+        assert!(message(json!({"priority": 1})).starts_with("priority: 1 is not supported"));
         assert!(message(json!({"use_beam_search": true})).starts_with("use_beam_search: true is not supported"));
         assert!(message(json!({"response_format": {"type": "xml"}})).starts_with("response_format.type: must be"));
     }

@@ -9,8 +9,9 @@ use axum::extract::{DefaultBodyLimit, Request};
 use axum::http::{HeaderValue, Method, StatusCode, Uri};
 use axum::middleware::{self, Next};
 use axum::response::Response;
-use axum::routing::{get, post};
+use axum::routing::{MethodRouter, get, post};
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::runtime::Runtime;
 use tower_http::cors::{AllowHeaders, CorsLayer};
@@ -177,33 +178,49 @@ impl Server {
     }
 }
 
+/// A path, and what answers its methods.
+type Route = (&'static str, MethodRouter<Arc<App>>);
+
+/// The routes that need a key, where there are keys.
+fn closed_routes() -> Vec<Route> {
+    vec![
+        ("/v1/models", get(models::list)),
+        ("/v1/models/{*model}", get(models::one)),
+        ("/v1/chat/completions", post(chat::create)),
+        ("/v1/completions", post(completions::create)),
+        ("/v1/embeddings", post(embeddings::create)),
+        ("/v1/responses", post(responses::create)),
+        ("/v1/responses/{id}", get(responses::retrieve).delete(responses::delete)),
+        ("/v1/responses/{id}/cancel", post(responses::cancel)),
+        ("/v1/responses/{id}/input_items", get(responses::input_items)),
+        ("/v1/messages", post(messages::create)),
+        ("/v1/messages/count_tokens", post(messages::count_tokens)),
+        ("/v1/load_lora_adapter", post(adapters::load)),
+        ("/v1/unload_lora_adapter", post(adapters::unload)),
+        ("/tokenize", post(tokens::tokenize)),
+        ("/detokenize", post(tokens::detokenize)),
+        ("/metrics", get(operation::metrics)),
+    ]
+}
+
+/// The routes that never need a key.
+fn open_routes() -> Vec<Route> {
+    vec![
+        ("/", get(operation::page)),
+        ("/health", get(operation::health)),
+        ("/version", get(operation::version)),
+        ("/openapi.json", get(operation::openapi)),
+    ]
+}
+
 fn router(model: ServedModel, settings: &Settings) -> Result<Router, ServeError> {
     let keys = Keys(settings.api_keys.clone().into());
-    let closed = Router::new()
-        .route("/v1/models", get(models::list))
-        .route("/v1/models/{*name}", get(models::one))
-        .route("/v1/chat/completions", post(chat::create))
-        .route("/v1/completions", post(completions::create))
-        .route("/v1/embeddings", post(embeddings::create))
-        .route("/v1/responses", post(responses::create))
-        .route("/v1/responses/{id}", get(responses::retrieve).delete(responses::delete))
-        .route("/v1/responses/{id}/cancel", post(responses::cancel))
-        .route("/v1/responses/{id}/input_items", get(responses::input_items))
-        .route("/v1/messages", post(messages::create))
-        .route("/v1/messages/count_tokens", post(messages::count_tokens))
-        .route("/v1/load_lora_adapter", post(adapters::load))
-        .route("/v1/unload_lora_adapter", post(adapters::unload))
-        .route("/tokenize", post(tokens::tokenize))
-        .route("/detokenize", post(tokens::detokenize))
-        .route("/metrics", get(operation::metrics))
-        .route_layer(middleware::from_fn_with_state(keys, auth::check));
-    let open = Router::new()
-        .route("/", get(operation::page))
-        .route("/health", get(operation::health))
-        .route("/version", get(operation::version))
-        .route("/openapi.json", get(operation::openapi));
+    let of = |routes: Vec<Route>| {
+        routes.into_iter().fold(Router::new(), |router, (path, methods)| router.route(path, methods))
+    };
+    let closed = of(closed_routes()).route_layer(middleware::from_fn_with_state(keys, auth::check));
     let router = closed
-        .merge(open)
+        .merge(of(open_routes()))
         .fallback(unknown_route)
         .method_not_allowed_fallback(unknown_method)
         .layer(DefaultBodyLimit::max(settings.max_body))
@@ -252,5 +269,20 @@ async fn in_shape_of_route(request: Request, next: Next) -> Response {
     match response.extensions_mut().remove::<ApiError>() {
         Some(error) if is_anthropic => error.into_anthropic_response(),
         _ => response,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn every_route_is_described_and_every_description_has_a_route() {
+        let routed: BTreeSet<String> =
+            closed_routes().iter().chain(&open_routes()).map(|(path, _)| path.replace("{*", "{")).collect();
+        let openapi: serde_json::Value = serde_json::from_str(operation::OPENAPI).unwrap();
+        let described: BTreeSet<String> = openapi["paths"].as_object().unwrap().keys().cloned().collect();
+        assert_eq!(routed, described);
     }
 }

@@ -59,6 +59,11 @@ impl Vocabulary {
         self.special.get(token as usize).copied().unwrap_or(false)
     }
 
+    /// The special token with this text.
+    pub(crate) fn special_token(&self, text: &str) -> Option<u32> {
+        self.tokenizer.token_to_id(text).filter(|token| self.is_special(*token))
+    }
+
     /// The text of a token by itself; bytes that are no character become U+FFFD.
     pub(crate) fn text(&self, token: u32) -> String {
         String::from_utf8_lossy(self.bytes(token)).into_owned()

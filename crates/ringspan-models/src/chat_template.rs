@@ -1,11 +1,14 @@
 //! Chat templates: turn conversations into the text that a model reads.
 
+mod json;
+mod text;
+mod time;
+
 use crate::error::{Error, Result};
 use crate::gguf;
 use crate::model_source::ModelSource;
 use crate::tokenizer_config::{self, TOKENIZER_CONFIG};
-use minijinja::{Environment, ErrorKind, Value as TemplateValue, value::Kwargs};
-use serde::Serialize;
+use minijinja::{Environment, ErrorKind, Value as TemplateValue};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
@@ -131,7 +134,12 @@ impl ChatTemplate {
                 Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
             },
         );
-        environment.add_filter("tojson", python_json);
+        environment.add_function("strftime_now", time::strftime_now);
+        environment.add_filter("tojson", json::tojson);
+        environment.add_filter("string", |value: TemplateValue| text::text(&value));
+        environment.set_formatter(|out, _, value| Ok(out.write_str(&text::text(value))?));
+        // Python does not iterate over None, which templates rely on where they look for tools.
+        environment.add_test("iterable", |value: TemplateValue| !value.is_none() && value.try_iter().is_ok());
         let (marked_source, has_generation_blocks) = mark_generation(&source);
         let broken = |e: minijinja::Error| Error::Format { path: path.into(), problem: error_text(&e) };
         environment.add_template_owned("chat", marked_source).map_err(broken)?;
@@ -262,42 +270,6 @@ fn mark_generation(source: &str) -> (String, bool) {
     (out, has_generation_blocks)
 }
 
-/// Writes JSON as Python does, for which templates were written: with a space after colons and commas.
-fn python_json(value: &TemplateValue, options: Kwargs) -> std::result::Result<TemplateValue, minijinja::Error> {
-    let indent: Option<usize> = options.get("indent")?;
-    // The other arguments of Python's function do not change this output.
-    let _: Option<bool> = options.get("ensure_ascii")?;
-    options.assert_all_used()?;
-    let failed = |e: serde_json::Error| minijinja::Error::new(ErrorKind::BadSerialization, e.to_string());
-    let mut bytes = Vec::new();
-    match indent {
-        Some(width) => {
-            let indent = vec![b' '; width];
-            let pretty = serde_json::ser::PrettyFormatter::with_indent(&indent);
-            value.serialize(&mut serde_json::Serializer::with_formatter(&mut bytes, pretty)).map_err(failed)?;
-        }
-        None => {
-            value.serialize(&mut serde_json::Serializer::with_formatter(&mut bytes, PythonSpacing)).map_err(failed)?
-        }
-    }
-    Ok(TemplateValue::from_safe_string(String::from_utf8_lossy(&bytes).into_owned()))
-}
-
-/// Puts a space after colons and commas.
-struct PythonSpacing;
-
-impl serde_json::ser::Formatter for PythonSpacing {
-    fn begin_array_value<W: ?Sized + std::io::Write>(&mut self, writer: &mut W, first: bool) -> std::io::Result<()> {
-        writer.write_all(if first { b"" } else { b", " })
-    }
-    fn begin_object_key<W: ?Sized + std::io::Write>(&mut self, writer: &mut W, first: bool) -> std::io::Result<()> {
-        writer.write_all(if first { b"" } else { b", " })
-    }
-    fn begin_object_value<W: ?Sized + std::io::Write>(&mut self, writer: &mut W) -> std::io::Result<()> {
-        writer.write_all(b": ")
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -343,6 +315,40 @@ mod tests {
         assert_eq!(unfinished(trims, " a\n"), Ok("<user>a</s>\n<assistant>a".into()));
         let silent = "{% for m in messages %}{{ m.role }}{% endfor %}";
         assert!(unfinished(silent, "a").is_err_and(|error| error.contains("does not write")));
+    }
+
+    #[test]
+    fn templates_call_what_hugging_face_offers() {
+        // Excerpts in the shape of real templates, with what transformers renders of them.
+        let today = || text("{{ strftime_now('%Y-%m-%d') }}", json!({}), false);
+        let before = today();
+        let date = text("{{- \"Current date: \" + strftime_now(\"%Y-%m-%d\") + \"\\n\" }}", json!({}), false);
+        let dates = [before, today()].map(|day| day.map(|day| format!("Current date: {day}\n")));
+        assert!(dates.contains(&date), "{date:?}: {dates:?}");
+        let guarded =
+            "{%- if strftime_now is defined %}{{ strftime_now(\"%d %b %Y\") | length }}{%- else %}26{%- endif %}";
+        assert_eq!(text(guarded, json!({}), false), Ok("11".into()));
+        let wrong = text("{{ strftime_now('%Y-%Q') }}", json!({}), false);
+        assert!(wrong.is_err_and(|error| error.contains("%Y-%Q")));
+
+        // Qwen3-Coder asks so for tools that are not there.
+        let tools =
+            "{%- if tools is iterable and tools | length > 0 %}tools{% else %}none{% endif %}{{ 'ab' is iterable }}";
+        assert_eq!(text(tools, json!({}), false), Ok("noneTrue".into()));
+        let strings = "{% set c = '<think> a </think>\n\nb ' %}{{ c.split('</think>')[-1].lstrip('\n') }}|{{ c.strip() }}|\
+                       {{ c.startswith('<think>') }}|{{ c.rstrip().endswith('b') }}|{{ c.replace(' ', '') }}";
+        assert_eq!(
+            text(strings, json!({}), false),
+            Ok("b |<think> a </think>\n\nb|True|True|<think>a</think>\n\nb".into())
+        );
+        let mappings = "{% for k, v in {'a': 1, 'b': 'x'}.items() %}{{ k }}={{ v | tojson }} {% endfor %}{{ {'a': 1}.get('z', 2) }}";
+        assert_eq!(text(mappings, json!({}), false), Ok("a=1 b=\"x\" 2".into()));
+        let loops = "{% for i in range(9) %}{% if i == 1 %}{% continue %}{% endif %}{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}";
+        assert_eq!(text(loops, json!({}), false), Ok("02".into()));
+        let state = "{% set ns = namespace(n=0) %}{% for m in messages[::-1] %}{% set ns.n = ns.n + loop.index %}{% endfor %}{{ ns.n }}";
+        assert_eq!(text(state, json!({}), false), Ok("1".into()));
+        let raised = text("{{ raise_exception('Roles must alternate!') }}", json!({}), false);
+        assert!(raised.is_err_and(|error| error.contains("Roles must alternate!")));
     }
 
     #[test]

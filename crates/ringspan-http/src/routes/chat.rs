@@ -30,7 +30,7 @@ struct ChatRequest {
 impl ConversationRequest for ChatRequest {
     fn read(app: &App, body: Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(body);
-        let target = app.target(&mut fields)?;
+        let target = app.target(&mut fields)?.with_salt(&mut fields)?;
         let messages = fields.list("messages")?;
         let messages = Conversation::read(fields.required("messages", messages)?)?;
         let mut sampling = Sampling::take(&app.defaults, &mut fields, app.vocabulary.size())?;
@@ -109,6 +109,7 @@ struct ChatCompletion {
 #[derive(Debug, Default)]
 struct Message {
     content: String,
+    reasoning: String,
     calls: Vec<Value>,
     tokens: Vec<(u32, Option<TokenLogprobs>)>,
     finish_reason: Option<&'static str>,
@@ -140,6 +141,7 @@ impl ChatCompletion {
                     for part in said {
                         match part {
                             Parsed::Text(text) => message.content.push_str(&text),
+                            Parsed::Reasoning(text) => message.reasoning.push_str(&text),
                             Parsed::Call(call) => {
                                 message.calls.push(json!({"id": self.app.id("call_"), "type": "function",
                                 "function": {"name": call.name, "arguments": call.arguments}}))
@@ -160,6 +162,9 @@ impl ChatCompletion {
                 Value::Null
             };
             let mut said = json!({"role": self.request.conversation.role(), "content": content, "refusal": null});
+            if !message.reasoning.is_empty() {
+                said["reasoning_content"] = message.reasoning.into();
+            }
             if !message.calls.is_empty() {
                 said["tool_calls"] = message.calls.into();
             }
@@ -223,6 +228,7 @@ impl ChatCompletion {
                     for part in said {
                         let delta = match part {
                             Parsed::Text(text) => json!({"content": text}),
+                            Parsed::Reasoning(text) => json!({"reasoning_content": text}),
                             Parsed::Call(call) => {
                                 calls[index] += 1;
                                 json!({"tool_calls": [{"index": calls[index] - 1, "id": self.app.id("call_"),

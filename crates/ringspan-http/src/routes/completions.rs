@@ -73,7 +73,7 @@ struct CompletionRequest {
 impl CompletionRequest {
     fn read(app: &App, body: Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(body);
-        let target = app.target(&mut fields)?;
+        let target = app.target(&mut fields)?.with_salt(&mut fields)?;
         let special = fields.boolean("add_special_tokens")?.unwrap_or(true);
         let prompt = fields.value("prompt");
         let mut prompts = prompts(app, "prompt", fields.required("prompt", prompt)?, special)?;

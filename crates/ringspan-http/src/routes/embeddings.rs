@@ -6,6 +6,7 @@ use crate::body::Body;
 use crate::error::{ApiError, Result};
 use crate::fields::Fields;
 use crate::generation;
+use crate::sampling::without_priority;
 use axum::Json;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
@@ -21,7 +22,7 @@ const AT_A_TIME: usize = 16;
 pub(crate) async fn create(State(app): State<Arc<App>>, Body(body): Body) -> Result<Response> {
     let read = move |app: &Arc<App>| {
         let mut fields = Fields::new(body);
-        let target = app.target(&mut fields)?;
+        let target = app.target(&mut fields)?.with_salt(&mut fields)?;
         let special = fields.boolean("add_special_tokens")?.unwrap_or(true);
         let input = fields.value("input");
         let inputs = prompts(app, "input", fields.required("input", input)?, special)?;
@@ -42,6 +43,8 @@ pub(crate) async fn create(State(app): State<Arc<App>>, Body(body): Body) -> Res
             fields.integer("dimensions", 1..=width as i64)?.map_or(width, |dimensions| dimensions as usize);
         fields.only("normalize", &[json!(true)], "vectors have length 1")?;
         fields.only("truncate_prompt_tokens", &[], "shorten the input yourself")?;
+        without_priority(&mut fields)?;
+        fields.ignore_without_effect();
         fields.finish()?;
         Ok((target, inputs, base64, pooling, dimensions))
     };

@@ -8,7 +8,7 @@ use crate::fields::Fields;
 use crate::generation::End;
 use crate::reply::{Reply, ReplyPart, Usage};
 use crate::routes::begin::{ConversationRequest, begin};
-use crate::sampling::{Sampling, stop_strings};
+use crate::sampling::{Sampling, stop_strings, without_token_reports};
 use crate::sse;
 use crate::tools::Parsed;
 use axum::Json;
@@ -138,7 +138,7 @@ fn tool_choice(choice: Option<Fields>) -> Result<(ToolChoice, bool)> {
 impl ConversationRequest for MessagesRequest {
     fn read(app: &App, body: Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(body);
-        let target = app.target(&mut fields)?;
+        let target = app.target(&mut fields)?.with_salt(&mut fields)?;
         let conversation = conversation(&mut fields)?;
         let max_tokens = fields.count("max_tokens", 1)?;
         let max_tokens = fields.required("max_tokens", max_tokens)?;
@@ -147,6 +147,7 @@ impl ConversationRequest for MessagesRequest {
         fields.only("container", &[], "there are no containers")?;
         fields.only("mcp_servers", &[json!([])], "this server calls no others")?;
         fields.only("n", &[json!(1)], "a message has one answer")?;
+        without_token_reports(&mut fields)?;
         let mut sampling = Sampling::take(&app.defaults, &mut fields, app.vocabulary.size())?;
         fields.finish()?;
         sampling.max_tokens = Some(max_tokens);
@@ -226,6 +227,8 @@ impl MessageReply {
                 }
                 _ => content.push(json!({"type": "text", "text": text})),
             },
+            // `thinking` cannot be asked for, so that no client expects blocks of it.
+            Parsed::Reasoning(_) => {}
             Parsed::Call(call) => {
                 let input: Value = serde_json::from_str(&call.arguments).unwrap_or_else(|_| json!({}));
                 content
@@ -246,6 +249,7 @@ impl MessageReply {
                     for part in said {
                         match part {
                             Parsed::Text(text) => blocks.text(&text).await,
+                            Parsed::Reasoning(_) => {}
                             Parsed::Call(call) => {
                                 blocks.close().await;
                                 let block = json!({"type": "tool_use", "id": self.app.id("toolu_"), "name": call.name,

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use std::sync::Arc;
 
 /// The description of all routes.
-const OPENAPI: &str = include_str!("../openapi.json");
+pub(crate) const OPENAPI: &str = include_str!("../openapi.json");
 
 /// A chat, and what the engine does, in one file.
 const PAGE: &str = include_str!("../page.html");

@@ -10,6 +10,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
+use tokenizers::Tokenizer;
 
 /// A template in the form of Qwen's, with tools.
 pub(crate) const TEMPLATE: &str = "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for m in messages %}<|user|>{{ m.role }}: \
@@ -68,12 +69,16 @@ pub(crate) fn start() -> Running {
 }
 
 pub(crate) fn start_with(settings: Settings, template: Option<&str>) -> Running {
+    start_tokenizing(settings, template, tokenizer())
+}
+
+pub(crate) fn start_tokenizing(settings: Settings, template: Option<&str>, tokenizer: Tokenizer) -> Running {
     let engine = Arc::new(TestEngine::default());
     let template = template.map(|source| ChatTemplate::parse(source.into(), Map::new(), Path::new("t.jinja")).unwrap());
     let model = ServedModel {
         engine: engine.clone(),
         name: "test".into(),
-        tokenizer: tokenizer(),
+        tokenizer,
         template,
         end_tokens: vec![END],
         generation_config: Map::new(),

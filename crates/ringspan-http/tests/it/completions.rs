@@ -106,12 +106,14 @@ fn what_has_no_meaning_here_is_refused_by_name() {
         ("stream_options", json!({"include_usage": true})),
         ("prompt_logprobs", json!(-1)),
         ("min_tokens", json!(17)),
+        ("priority", json!(1)),
     ] {
         let error = server.complete("x", json!({name: value})).error(400);
         assert_eq!(error["param"], name, "{error}");
         assert_eq!(error["type"], "invalid_request_error");
     }
-    let fine = json!({"best_of": 1, "suffix": null, "user": "me", "use_beam_search": false, "max_tokens": 1});
+    let fine =
+        json!({"best_of": 1, "suffix": null, "user": "me", "priority": 0, "use_beam_search": false, "max_tokens": 1});
     assert_eq!(server.complete("x", fine).status, 200);
 }
 
@@ -139,7 +141,12 @@ fn embeddings_have_length_one_and_come_as_numbers_or_base64() {
     assert_eq!(last["data"][0]["embedding"], json!([0.0, 0.0, 1.0]));
     let coded = embed(json!({"input": [97], "encoding_format": "base64"}));
     assert_eq!(coded["data"][0]["embedding"], "AAAAAAAAgD8AAAAAAAAAAA==");
-    for (name, value) in [("dimensions", json!(5)), ("encoding_format", json!("int8")), ("pooling", json!("max"))] {
+    for (name, value) in [
+        ("dimensions", json!(5)),
+        ("encoding_format", json!("int8")),
+        ("pooling", json!("max")),
+        ("priority", json!(-1)),
+    ] {
         let error = server.post("/v1/embeddings", json!({"input": "a", name: value})).error(400);
         assert_eq!(error["param"], name);
     }

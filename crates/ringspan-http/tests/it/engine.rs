@@ -1,8 +1,9 @@
 //! A scripted engine for tests: its prompt contains the text that it generates. It has real log-probabilities, and fails on request.
 //!
-//! Tokens 0 to 255 are bytes. After `say:` in the last line of a prompt that has it, the rest of the line is the text; a prompt
-//! without it is repeated without an end.
+//! Tokens 0 to 255 are bytes. After `say:` in the last line of a prompt that has it, the rest of the line is the text, up to a special
+//! token of the tokenizer without more; a prompt without it is repeated without an end.
 
+use ringspan_serve::engine::EngineHistograms;
 use ringspan_serve::engine::request::{
     EngineClient, Event, Events, FinishReason, Limits, Metrics, Pooling, RankMetrics, Refusal, Request, TokenLogprobs,
 };
@@ -13,12 +14,15 @@ use std::time::Duration;
 
 /// The token that ends a text.
 pub(crate) const END: u32 = 256;
-/// Number of tokens; the last three have no text in the tokenizer.
+/// Number of tokens; the last ones have no text in the tokenizer.
 pub(crate) const VOCABULARY: usize = 264;
 /// Width of vectors.
 pub(crate) const WIDTH: usize = 4;
 /// Longest sequence.
 pub(crate) const LONGEST: usize = 4096;
+
+/// A prompt that was computed, after the salt of its request.
+type CachedPrompt = (Option<Arc<str>>, Vec<u32>);
 
 #[derive(Debug)]
 pub(crate) struct TestEngine {
@@ -28,7 +32,7 @@ pub(crate) struct TestEngine {
     pub(crate) dead: AtomicBool,
     /// Requests that may be computed at a time.
     pub(crate) most: AtomicUsize,
-    prompts: Mutex<Vec<Vec<u32>>>,
+    prompts: Mutex<Vec<CachedPrompt>>,
     adapters: Mutex<Vec<String>>,
 }
 
@@ -45,12 +49,13 @@ impl Default for TestEngine {
 }
 
 impl TestEngine {
-    /// Tokens that the prompt shares with an earlier one.
-    fn cached(&self, prompt: &[u32]) -> usize {
-        let mut prompts = self.prompts.lock().unwrap();
+    /// Tokens that the prompt shares with an earlier one of the same salt.
+    fn cached(&self, request: &Request) -> usize {
+        let (mut prompts, prompt) = (self.prompts.lock().unwrap(), &request.prompt);
         let same = |other: &Vec<u32>| prompt.iter().zip(other).take_while(|(a, b)| a == b).count();
-        let cached = prompts.iter().map(same).max().unwrap_or(0).min(prompt.len() - 1);
-        prompts.push(prompt.to_vec());
+        let of_salt = prompts.iter().filter(|(salt, _)| *salt == request.cache_salt);
+        let cached = of_salt.map(|(_, other)| same(other)).max().unwrap_or(0).min(prompt.len() - 1);
+        prompts.push((request.cache_salt.clone(), prompt.clone()));
         cached
     }
 }
@@ -59,7 +64,8 @@ impl TestEngine {
 fn script(prompt: &[u32]) -> Option<Vec<u32>> {
     let bytes: Vec<u8> = prompt.iter().map(|token| u8::try_from(*token).unwrap_or(b'\n')).collect();
     let at = (0..bytes.len()).rev().find(|at| bytes[*at..].starts_with(b"say:"))?;
-    Some(bytes[at + 4..].iter().take_while(|byte| **byte != b'\n').map(|byte| u32::from(*byte)).collect())
+    let of_text = |token: &&u32| **token != u32::from(b'\n') && !(END..=END + 2).contains(*token);
+    Some(prompt[at + 4..].iter().take_while(of_text).copied().collect())
 }
 
 fn logprobs(logits: &[f32], token: u32, alternatives: usize) -> TokenLogprobs {
@@ -87,7 +93,7 @@ impl EngineClient for TestEngine {
         }
         self.live.fetch_add(1, Ordering::SeqCst);
         let (sender, receiver) = tokio::sync::mpsc::unbounded_channel();
-        let (live, cached_tokens) = (self.live.clone(), self.cached(&request.prompt));
+        let (live, cached_tokens) = (self.live.clone(), self.cached(&request));
         std::thread::spawn(move || {
             let prompt = request.prompt.clone();
             let text = String::from_utf8_lossy(&prompt.iter().map(|t| *t as u8).collect::<Vec<_>>()).into_owned();
@@ -172,7 +178,14 @@ impl EngineClient for TestEngine {
             };
             2
         ];
-        Metrics { running: live, prompt_tokens: 5, ranks, ..Metrics::default() }
+        let mut histograms = EngineHistograms::default();
+        histograms.queue_time.observe(0.25);
+        histograms.prefill_time.observe(0.5);
+        histograms.decode_time.observe(2.0);
+        histograms.inference_time.observe(2.5);
+        [1.0, 8.0, 700.0].into_iter().for_each(|tokens| histograms.step_tokens.observe(tokens));
+        let running_adapters = self.adapters.lock().unwrap().iter().cloned().collect();
+        Metrics { running: live, prompt_tokens: 5, ranks, running_adapters, histograms, ..Metrics::default() }
     }
 
     fn limits(&self) -> Limits {
@@ -191,6 +204,8 @@ impl EngineClient for TestEngine {
             window_lookback: None,
             has_full_layers: true,
             cache_bytes: 0,
+            kv_dtype: None,
+            prefix_cache: true,
         }
     }
 
@@ -218,6 +233,11 @@ impl EngineClient for TestEngine {
 
 /// A tokenizer whose tokens 0 to 255 are bytes, with three special tokens after them.
 pub(crate) fn tokenizer() -> tokenizers::Tokenizer {
+    tokenizer_of(&[], serde_json::Value::Null)
+}
+
+/// The same tokenizer with more special tokens and a post-processor.
+pub(crate) fn tokenizer_of(more: &[(u32, &str)], post_processor: serde_json::Value) -> tokenizers::Tokenizer {
     let printable = |byte: u32| matches!(byte, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
     let mut next = 0x100;
     let mut vocabulary = serde_json::Map::new();
@@ -234,12 +254,12 @@ pub(crate) fn tokenizer() -> tokenizers::Tokenizer {
         serde_json::json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
             "normalized": false, "special": true})
     };
-    let added: Vec<_> =
-        [(END, "<|end|>"), (257, "<|user|>"), (258, "<|assistant|>")].into_iter().map(special).collect();
+    let own = [(END, "<|end|>"), (257, "<|user|>"), (258, "<|assistant|>")];
+    let added: Vec<_> = own.iter().chain(more).copied().map(special).collect();
     let json = serde_json::json!({"version": "1.0", "truncation": null, "padding": null, "added_tokens": added,
         "normalizer": null,
         "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false},
-        "post_processor": null,
+        "post_processor": post_processor,
         "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false},
         "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
             "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "vocab": vocabulary, "merges": []}});

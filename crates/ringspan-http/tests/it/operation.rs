@@ -23,6 +23,19 @@ fn metrics_have_the_names_of_dashboards() {
         "vllm:e2e_request_latency_seconds_count{model_name=\"test\"} 2",
         "vllm:request_success_total{model_name=\"test\",finished_reason=\"stop\"} 1",
         "vllm:request_success_total{model_name=\"test\",finished_reason=\"length\"} 1",
+        "vllm:request_queue_time_seconds_sum{model_name=\"test\"} 0.25",
+        "vllm:request_queue_time_seconds_count{model_name=\"test\"} 1",
+        "vllm:request_queue_time_seconds_bucket{model_name=\"test\",le=\"0.2\"} 0",
+        "vllm:request_queue_time_seconds_bucket{model_name=\"test\",le=\"0.3\"} 1",
+        "vllm:request_queue_time_seconds_bucket{model_name=\"test\",le=\"+Inf\"} 1",
+        "vllm:request_prefill_time_seconds_sum{model_name=\"test\"} 0.5",
+        "vllm:request_decode_time_seconds_sum{model_name=\"test\"} 2",
+        "vllm:request_inference_time_seconds_sum{model_name=\"test\"} 2.5",
+        "vllm:iteration_tokens_total_sum{model_name=\"test\"} 709",
+        "vllm:iteration_tokens_total_bucket{model_name=\"test\",le=\"8\"} 2",
+        "vllm:iteration_tokens_total_bucket{model_name=\"test\",le=\"1024\"} 3",
+        "vllm:cache_config_info{model_name=\"test\",engine=\"0\",block_size=\"16\",cache_dtype=\"auto\",\
+            enable_prefix_caching=\"True\",num_gpu_blocks=\"200\",sliding_window=\"None\"} 1",
         "ringspan:kv_pages_used{model_name=\"test\",rank=\"0\"} 0",
         "ringspan:kv_pages_cached{model_name=\"test\",rank=\"1\"} 7",
         "ringspan:transfer_bytes_total{model_name=\"test\",rank=\"0\"} 11",
@@ -31,6 +44,22 @@ fn metrics_have_the_names_of_dashboards() {
         let found = answer.body.lines().any(|found| found.strip_suffix(".0").unwrap_or(found) == line);
         assert!(found, "{line} is missing in\n{}", answer.body);
     }
+}
+
+/// Routers find the adapters that a server computes with in the labels, and the newest labels by the time that is their value.
+#[test]
+fn metrics_name_the_adapters_at_this_time() {
+    let server = start();
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["b", "a"] {
+        server.post("/v1/load_lora_adapter", json!({"lora_name": name, "lora_path": folder.path()}));
+    }
+    let text = server.get("/metrics").body;
+    let labels = "model_name=\"test\",max_lora=\"8\",running_lora_adapters=\"a,b\",waiting_lora_adapters=\"\"";
+    let line = text.lines().find_map(|line| line.strip_prefix(&format!("vllm:lora_requests_info{{{labels}}} ")));
+    let time: f64 = line.unwrap_or_else(|| panic!("{labels} are missing in\n{text}")).parse().unwrap();
+    let now = std::time::UNIX_EPOCH.elapsed().unwrap().as_secs_f64();
+    assert!((now - time).abs() < 60.0, "{time} at {now}");
 }
 
 #[test]

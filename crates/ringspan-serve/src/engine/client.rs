@@ -188,6 +188,8 @@ mod tests {
             window_lookback: None,
             has_full_layers: true,
             cache_bytes: 0,
+            kv_dtype: None,
+            prefix_cache: true,
         }
     }
 

@@ -33,6 +33,8 @@ pub(super) struct EngineCore<'a> {
     unloading: Vec<u64>,
     /// The fingerprints of loaded adapters.
     adapters: BTreeMap<u64, String>,
+    /// The names of adapters that requests may still compute with.
+    names: BTreeMap<u64, String>,
     steps: u64,
     counts: Vec<[u64; 2]>,
     counted: Instant,
@@ -48,6 +50,7 @@ impl<'a> EngineCore<'a> {
             slots: 0,
             unloading: Vec::new(),
             adapters: BTreeMap::new(),
+            names: BTreeMap::new(),
             steps: 0,
             counts: Vec::new(),
             counted: Instant::now(),
@@ -101,9 +104,9 @@ impl<'a> EngineCore<'a> {
 
     fn handle(&mut self, command: Command, ranks: &mut EngineRank) -> Result<()> {
         match command {
-            Command::Submit { request, adapter, events } => {
+            Command::Submit { request, adapter, queued, events } => {
                 let max_model_len = self.shared.limits.max_model_len;
-                self.scheduler.add(Sequence::new(self.arrivals, *request, adapter, max_model_len, events));
+                self.scheduler.add(Sequence::new(self.arrivals, *request, adapter, max_model_len, queued, events));
                 self.arrivals += 1;
             }
             Command::CheckHealth { reply } => {
@@ -124,6 +127,7 @@ impl<'a> EngineCore<'a> {
                     match ranks.command(&RankCommand::Load { slot, folder })? {
                         Outcome::Loaded(loaded) => loaded.map(|()| {
                             self.adapters.extend(identity.map(|identity| (slot, identity)));
+                            self.names.insert(slot, name.clone());
                             self.shared.add_adapter(name, slot);
                         }),
                         _ => Err("the ranks did not load it".to_owned()),
@@ -166,6 +170,7 @@ impl<'a> EngineCore<'a> {
         for slot in unused {
             ranks.command(&RankCommand::Unload { slot })?;
             self.adapters.remove(&slot);
+            self.names.remove(&slot);
         }
         Ok(())
     }
@@ -198,6 +203,10 @@ impl<'a> EngineCore<'a> {
             }
         };
         let (counts, (running, waiting)) = (self.scheduler.counts(), self.scheduler.sizes());
+        let [running_adapters, waiting_adapters] = self.scheduler.adapters().map(|slots| {
+            let names = slots.iter().filter_map(|slot| self.names.get(slot));
+            names.cloned().collect()
+        });
         self.shared.publish(Metrics {
             running,
             waiting,
@@ -210,6 +219,9 @@ impl<'a> EngineCore<'a> {
             spec_decode_draft_tokens: counts.draft_tokens,
             spec_decode_accepted_tokens: counts.accepted_tokens,
             steps: self.steps,
+            running_adapters,
+            waiting_adapters,
+            histograms: self.scheduler.histograms().clone(),
             ranks: (0..limits.ranks).map(of_rank).collect(),
         });
     }

@@ -86,6 +86,8 @@ impl EngineOptions {
             window_lookback: sizes.window.map(|window| window.lookback),
             has_full_layers: sizes.page_bytes > 0,
             cache_bytes: sizes.page_bytes * pages.full + window_page_bytes * pages.window,
+            kv_dtype: self.kv_dtype,
+            prefix_cache: self.prefix_cache,
         })
     }
 

@@ -6,7 +6,7 @@
 //! next token sees are still there.
 
 use super::pages::Pages;
-use super::prefix_tree::{AdapterSlot, Node, NodeId, PrefixTree};
+use super::prefix_tree::{Namespace, Node, NodeId, PrefixTree};
 use super::step::{CachePage, WindowPages as HeldWindow};
 use super::window_pages::WindowPages;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -31,7 +31,7 @@ pub(super) struct PrefixCache {
 /// A page that the tree keeps.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct CachedPage<'a> {
-    pub(super) adapter: AdapterSlot,
+    pub(super) namespace: &'a Namespace,
     /// Index of the page before in the list.
     pub(super) parent: Option<usize>,
     pub(super) tokens: &'a [u32],
@@ -93,17 +93,17 @@ impl PrefixCache {
     /// All pages of texts, a page after the one before it.
     pub(super) fn cached_pages(&self) -> Vec<CachedPage<'_>> {
         let mut pages: Vec<CachedPage> = Vec::new();
-        let roots = self.tree.roots().map(|(adapter, root)| (adapter, root, None));
-        let mut open: Vec<(AdapterSlot, NodeId, Option<usize>)> = roots.collect();
-        while let Some((adapter, node, parent)) = open.pop() {
+        let roots = self.tree.roots().map(|(namespace, root)| (namespace, root, None));
+        let mut open: Vec<(&Namespace, NodeId, Option<usize>)> = roots.collect();
+        while let Some((namespace, node, parent)) = open.pop() {
             let Node { tokens, rank, page, window, children, last_used, .. } = &self.tree[node];
             let mut index = parent;
             if !tokens.is_empty() {
                 index = Some(pages.len());
                 let page = CachePage { full: *page, window: *window };
-                pages.push(CachedPage { adapter, parent, tokens, rank: *rank, page, last_used: *last_used });
+                pages.push(CachedPage { namespace, parent, tokens, rank: *rank, page, last_used: *last_used });
             }
-            open.extend(children.values().map(|child| (adapter, *child, index)));
+            open.extend(children.values().map(|child| (namespace, *child, index)));
         }
         pages
     }
@@ -124,9 +124,9 @@ impl PrefixCache {
 
     /// Looks up the longest beginning of `tokens` from whose end computation can go on, and holds its pages, the partial one included;
     /// in sliding-window layers, those that the next token sees.
-    pub(super) fn hold_prefix(&mut self, adapter: AdapterSlot, tokens: &[u32]) -> Hit {
+    pub(super) fn hold_prefix(&mut self, namespace: &Namespace, tokens: &[u32]) -> Hit {
         let mut hit = Hit::default();
-        let Some(root) = self.tree.find_root(adapter) else { return hit };
+        let Some(root) = self.tree.find_root(namespace) else { return hit };
         self.clock += 1;
         let mut path = self.tree.full_pages(root, tokens, self.page);
         let full = path.len();
@@ -184,12 +184,12 @@ impl PrefixCache {
     /// also has its rows of sliding-window layers where these are asked for.
     pub(super) fn hold_child(
         &mut self,
-        adapter: AdapterSlot,
+        namespace: &Namespace,
         parent: Option<NodeId>,
         tokens: &[u32],
         with_window: bool,
     ) -> Option<(NodeId, u32)> {
-        let parent = parent.or_else(|| self.tree.find_root(adapter))?;
+        let parent = parent.or_else(|| self.tree.find_root(namespace))?;
         let child = *self.tree[parent].children.get(tokens)?;
         if with_window && self.window.is_some() && self.tree[child].window.is_none() {
             return None;
@@ -236,7 +236,9 @@ impl PrefixCache {
                 return None;
             }
             let (_, node) = self.evictable.pop_first()?;
+            let parent = self.tree[node].parent;
             self.remove(node);
+            parent.into_iter().for_each(|parent| self.tree.remove_empty_root(parent));
         }
     }
 
@@ -282,7 +284,9 @@ impl PrefixCache {
             pages.give_away(rank, page);
         }
         self.pages.give_away(rank, page);
+        let parent = self.tree[node].parent;
         self.detach(node);
+        parent.into_iter().for_each(|parent| self.tree.remove_empty_root(parent));
         true
     }
 
@@ -294,7 +298,7 @@ impl PrefixCache {
     /// the tree does not keep.
     pub(super) fn insert(
         &mut self,
-        adapter: AdapterSlot,
+        namespace: &Namespace,
         parent: Option<NodeId>,
         tokens: &[u32],
         page: CachePage,
@@ -302,7 +306,7 @@ impl PrefixCache {
         if !self.enabled || tokens.is_empty() {
             return None;
         }
-        let parent = parent.unwrap_or_else(|| self.tree.root(adapter));
+        let parent = parent.unwrap_or_else(|| self.tree.root(namespace));
         self.clock += 1;
         let index = self.tree[parent].depth;
         let rank = self.rank_of(index);
@@ -360,7 +364,7 @@ impl PrefixCache {
         }
     }
 
-    /// Panics if nodes, pages and the list of evictable nodes do not agree, or a node is held whose parent is not.
+    /// Panics if nodes, pages and the list of evictable nodes do not agree, a node is held whose parent is not, or a root is empty.
     #[cfg(test)]
     pub(super) fn check(&self) {
         self.pages.check();
@@ -381,6 +385,7 @@ impl PrefixCache {
             }
         }
         assert_eq!(listed, self.evictable.len());
+        assert!(self.tree.roots().all(|(_, root)| !self.tree[root].children.is_empty()), "a namespace without texts");
         if let Some(window) = &self.window {
             window.check(|node| (self.tree[node].rank, self.tree[node].window));
             for id in self.node_of.values() {

@@ -6,12 +6,28 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::{Bound, Index, IndexMut};
+use std::sync::Arc;
 
 /// A node of the tree, valid while it is held or not evicted.
 pub(super) type NodeId = usize;
 
-/// Texts that were computed with other weights have trees of their own: the base model's, and one for each adapter.
+/// The weights of a text: the base model's, or those of an adapter.
 pub(super) type AdapterSlot = Option<u64>;
+
+/// Texts that may share pages: those that were computed with the same weights, and whose clients gave the same salt or none. Each
+/// namespace has a tree of its own.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
+pub(super) struct Namespace {
+    pub(super) adapter: AdapterSlot,
+    /// Keeps texts of other clients from being found, and so from being guessed by how fast an answer begins.
+    pub(super) salt: Option<Arc<str>>,
+}
+
+impl From<AdapterSlot> for Namespace {
+    fn from(adapter: AdapterSlot) -> Self {
+        Self { adapter, salt: None }
+    }
+}
 
 /// A page of a text.
 #[derive(Debug)]
@@ -29,35 +45,48 @@ pub(super) struct Node {
     pub(super) last_used: u64,
 }
 
-/// The texts of all adapters, page by page.
+/// The texts of all namespaces, page by page.
 #[derive(Debug, Default)]
 pub(super) struct PrefixTree {
     nodes: Vec<Node>,
     unused: Vec<NodeId>,
-    roots: HashMap<AdapterSlot, NodeId>,
+    roots: HashMap<Namespace, NodeId>,
+    /// The namespace of each root.
+    namespaces: HashMap<NodeId, Namespace>,
 }
 
 impl PrefixTree {
-    /// The roots of all adapters' texts.
-    pub(super) fn roots(&self) -> impl Iterator<Item = (AdapterSlot, NodeId)> {
-        self.roots.iter().map(|(adapter, root)| (*adapter, *root))
+    /// The roots of all namespaces.
+    pub(super) fn roots(&self) -> impl Iterator<Item = (&Namespace, NodeId)> {
+        self.roots.iter().map(|(namespace, root)| (namespace, *root))
     }
 
-    /// The root of an adapter's texts, if there is one.
-    pub(super) fn find_root(&self, adapter: AdapterSlot) -> Option<NodeId> {
-        self.roots.get(&adapter).copied()
+    /// The root of a namespace, if there is one.
+    pub(super) fn find_root(&self, namespace: &Namespace) -> Option<NodeId> {
+        self.roots.get(namespace).copied()
     }
 
-    /// The root of an adapter's texts.
-    pub(super) fn root(&mut self, adapter: AdapterSlot) -> NodeId {
-        if let Some(&root) = self.roots.get(&adapter) {
+    /// The root of a namespace.
+    pub(super) fn root(&mut self, namespace: &Namespace) -> NodeId {
+        if let Some(root) = self.find_root(namespace) {
             return root;
         }
         let (tokens, children) = (Box::default(), BTreeMap::new());
         let root =
             self.add(Node { parent: None, tokens, rank: 0, page: 0, window: None, depth: 0, children, last_used: 0 });
-        self.roots.insert(adapter, root);
+        self.roots.insert(namespace.clone(), root);
+        self.namespaces.insert(root, namespace.clone());
         root
+    }
+
+    /// Removes a root that has no texts any more: clients choose salts, so their number has no limit.
+    pub(super) fn remove_empty_root(&mut self, root: NodeId) {
+        if self[root].children.is_empty()
+            && let Some(namespace) = self.namespaces.remove(&root)
+        {
+            self.roots.remove(&namespace);
+            self.remove(root);
+        }
     }
 
     /// The nodes of the full pages of `page` tokens with which a text begins.

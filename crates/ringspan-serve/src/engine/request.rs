@@ -1,6 +1,9 @@
 //! Requests to the engine, and the events that it answers with.
 
-use std::collections::BTreeMap;
+use super::histogram::EngineHistograms;
+use crate::paged::KvDtype;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use tokio::sync::mpsc::UnboundedReceiver;
 
 /// One sequence to generate, or to score or embed without generating (`max_tokens` 0).
@@ -23,6 +26,8 @@ pub struct Request {
     pub prompt_logprobs: Option<usize>,
     /// Name of the LoRA adapter to compute with; `None` for the base model.
     pub adapter: Option<String>,
+    /// Keeps the request's pages in the prefix cache apart: only requests with the same salt find them.
+    pub cache_salt: Option<Arc<str>>,
     /// Which tokens may come next: a grammar.
     pub constraint: Option<Box<dyn TokenConstraint>>,
     /// Report a vector for the whole prompt.
@@ -43,6 +48,7 @@ impl Request {
             logprobs: None,
             prompt_logprobs: None,
             adapter: None,
+            cache_salt: None,
             constraint: None,
             embedding: None,
         }
@@ -256,6 +262,10 @@ pub struct Limits {
     pub has_full_layers: bool,
     /// Bytes of the keys and values in the pages of a rank.
     pub cache_bytes: u64,
+    /// Type of the cache's keys and values; `None` for that in which the model computes.
+    pub kv_dtype: Option<KvDtype>,
+    /// Whether texts with the same beginning share their pages.
+    pub prefix_cache: bool,
 }
 
 impl Limits {
@@ -298,6 +308,12 @@ pub struct Metrics {
     pub spec_decode_accepted_tokens: u64,
     /// Steps of the engine.
     pub steps: u64,
+    /// Names of the adapters of requests that run.
+    pub running_adapters: BTreeSet<String>,
+    /// Names of the adapters of requests that wait.
+    pub waiting_adapters: BTreeSet<String>,
+    /// How long requests waited and ran, and how many tokens steps had.
+    pub histograms: EngineHistograms,
     /// The metrics of each rank.
     pub ranks: Vec<RankMetrics>,
 }

@@ -1,9 +1,11 @@
 //! A running or waiting request: its tokens, its pages of the cache, and the channel of its events.
 
-use super::prefix_tree::{AdapterSlot, NodeId};
+use super::prefix_tree::{AdapterSlot, Namespace, NodeId};
 use super::request::{Event, FinishReason, Pooling, Request, TokenLogprobs};
+use super::request_times::RequestTimes;
 use super::step::{CachePage, WindowPages};
 use super::token_sampler::TokenSampler;
+use std::time::Instant;
 use tokio::sync::mpsc::UnboundedSender;
 
 /// A running or waiting request.
@@ -18,7 +20,8 @@ pub(super) struct Sequence {
     /// Largest number of tokens, those of the prompt included.
     pub(super) longest: usize,
     pub(super) stop_token_ids: Vec<u32>,
-    pub(super) adapter: AdapterSlot,
+    /// The texts with which it may share pages.
+    pub(super) namespace: Namespace,
     pub(super) sampler: TokenSampler,
     pub(super) prompt_results: PromptResults,
     pub(super) page_table: PageTable,
@@ -26,6 +29,7 @@ pub(super) struct Sequence {
     pub(super) drafts: Vec<u32>,
     /// Number of the prompt's tokens that were in the cache when the request was first admitted; `None` before that.
     pub(super) cached: Option<usize>,
+    pub(super) times: RequestTimes,
     events: UnboundedSender<Event>,
 }
 
@@ -85,23 +89,25 @@ impl PageTable {
 }
 
 impl Sequence {
-    /// A request that waits. `max_model_len` limits its tokens, prompt and text.
+    /// A request that waits, since `queued`. `max_model_len` limits its tokens, prompt and text.
     pub(super) fn new(
         arrival: u64,
         request: Request,
         adapter: AdapterSlot,
         max_model_len: usize,
+        queued: Instant,
         events: UnboundedSender<Event>,
     ) -> Self {
         let sampler = TokenSampler::new(&request);
-        let Request { prompt, max_tokens, stop_token_ids, prompt_logprobs, embedding, constraint, .. } = request;
+        let Request { prompt, max_tokens, stop_token_ids, prompt_logprobs, embedding, constraint, cache_salt, .. } =
+            request;
         Self {
             arrival,
             prompt: prompt.len(),
             longest: prompt.len().saturating_add(max_tokens).min(max_model_len),
             tokens: prompt,
             stop_token_ids,
-            adapter,
+            namespace: Namespace { adapter, salt: cache_salt },
             sampler: sampler.with_constraint(constraint),
             prompt_results: PromptResults {
                 logprobs: prompt_logprobs,
@@ -114,6 +120,7 @@ impl Sequence {
             page_table: PageTable::default(),
             drafts: Vec::new(),
             cached: None,
+            times: RequestTimes::new(queued),
             events,
         }
     }

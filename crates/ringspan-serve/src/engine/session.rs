@@ -2,6 +2,7 @@
 
 use super::executor::KvRowLayout;
 use super::prefix_cache::PrefixCache;
+use super::prefix_tree::Namespace;
 use super::rank::EngineRank;
 use super::session_file::{RowFormat, SessionIndex, SessionPage, SessionReader, SessionWriter};
 use super::step::CachePage;
@@ -38,17 +39,20 @@ pub(super) fn save(
     };
     let failed = |error: std::io::Error| format!("{} cannot be written: {error}", file.display());
     let names: Vec<u64> = adapters.keys().copied().collect();
-    // Texts of adapters whose files could not be read have no identity.
-    let known = |adapter: Option<u64>| adapter.is_none_or(|slot| adapters.contains_key(&slot));
+    // Texts of adapters whose files could not be read have no identity. Those with a salt are left out: the file would have to
+    // have the salt, which is a secret of those who know it.
+    let is_saved = |namespace: &Namespace| {
+        namespace.salt.is_none() && namespace.adapter.is_none_or(|slot| adapters.contains_key(&slot))
+    };
     let all = cache.cached_pages();
     let (mut index, mut places) =
         (SessionIndex { adapters: adapters.values().cloned().collect(), ..Default::default() }, Vec::new());
     let mut number = vec![None; all.len()];
-    for (at, page) in all.iter().enumerate().filter(|(_, page)| known(page.adapter)) {
+    for (at, page) in all.iter().enumerate().filter(|(_, page)| is_saved(page.namespace)) {
         number[at] = Some(index.pages.len());
         index.pages.push(SessionPage {
             parent: page.parent.and_then(|parent| number[parent]),
-            adapter: page.adapter.and_then(|slot| names.binary_search(&slot).ok()),
+            adapter: page.namespace.adapter.and_then(|slot| names.binary_search(&slot).ok()),
             last_used: page.last_used,
             in_window: page.page.window.is_some(),
             tokens: page.tokens.to_vec(),
@@ -130,13 +134,14 @@ fn restore_text(
     adapters: &BTreeMap<u64, String>,
     (ranks, parts): (&mut EngineRank, &KvRowLayout),
 ) -> Result<Result<RestoredText, String>> {
-    let adapter = match reader.index.pages[leaf].adapter {
+    let namespace: Namespace = match reader.index.pages[leaf].adapter {
         None => None,
         Some(of) => match adapters.iter().find(|(_, identity)| **identity == reader.index.adapters[of]) {
             Some((slot, _)) => Some(*slot),
             None => return Ok(Ok(RestoredText::default())),
         },
-    };
+    }
+    .into();
     let mut path = vec![leaf];
     while let Some(parent) = path.last().and_then(|page| reader.index.pages[*page].parent) {
         path.push(parent);
@@ -147,7 +152,7 @@ fn restore_text(
         sources.extend((0..tokens.len()).map(|row| (page, row)));
         text.extend_from_slice(tokens);
     }
-    let hit = cache.hold_prefix(adapter, &text);
+    let hit = cache.hold_prefix(&namespace, &text);
     if let Some((page, _)) = hit.partial {
         cache.release(hit.pages.len(), page);
     }
@@ -162,7 +167,7 @@ fn restore_text(
         let range = index * size..text.len().min((index + 1) * size);
         let has_window = sources[range.clone()].iter().all(|(page, _)| reader.index.pages[*page].in_window);
         // The beginnings of texts meet in the same pages.
-        if let Some((child, page)) = cache.hold_child(adapter, node, &text[range.clone()], has_window) {
+        if let Some((child, page)) = cache.hold_child(&namespace, node, &text[range.clone()], has_window) {
             held.push(page);
             node = Some(child);
             continue;
@@ -179,7 +184,7 @@ fn restore_text(
         let window = if has_window { cache.allocate_window(index) } else { None };
         let page = CachePage { window, ..page };
         ranks.write_page(parts, cache.rank_of(index), page, &reader.message(&rows))?;
-        match cache.insert(adapter, node, &text[range.clone()], page) {
+        match cache.insert(&namespace, node, &text[range.clone()], page) {
             Some((inserted, kept)) => {
                 held.push(kept.full);
                 kept.window.into_iter().for_each(|page| cache.release_window(index, page));

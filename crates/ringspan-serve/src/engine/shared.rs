@@ -46,7 +46,7 @@ pub(super) enum Ending {
 /// A command of a client to the engine.
 #[derive(Debug)]
 pub(super) enum Command {
-    Submit { request: Box<Request>, adapter: AdapterSlot, events: UnboundedSender<Event> },
+    Submit { request: Box<Request>, adapter: AdapterSlot, queued: Instant, events: UnboundedSender<Event> },
     CheckHealth { reply: Sender<()> },
     Load { name: String, folder: PathBuf, reply: Sender<Result<(), String>> },
     Unload { slot: u64 },
@@ -78,7 +78,7 @@ impl Shared {
         if waiting >= self.limits.max_waiting {
             return Err(Refusal::Busy { waiting });
         }
-        state.queue.push_back(Command::Submit { request: Box::new(request), adapter, events });
+        state.queue.push_back(Command::Submit { request: Box::new(request), adapter, queued: Instant::now(), events });
         self.wake.notify_one();
         Ok(())
     }
@@ -163,7 +163,9 @@ impl Shared {
 
     pub(super) fn metrics(&self) -> Metrics {
         let state = self.lock();
-        Metrics { waiting: state.waiting(), ..state.metrics.clone() }
+        let mut metrics = Metrics { waiting: state.waiting(), ..state.metrics.clone() };
+        metrics.waiting_adapters.extend(state.queued().filter_map(|request| request.adapter.clone()));
+        metrics
     }
 
     pub(super) fn adapters(&self) -> BTreeMap<String, u64> {
@@ -192,7 +194,15 @@ impl SharedState {
 
     /// Number of requests that have not been admitted.
     fn waiting(&self) -> usize {
-        self.metrics.waiting + self.queue.iter().filter(|command| matches!(command, Command::Submit { .. })).count()
+        self.metrics.waiting + self.queued().count()
+    }
+
+    /// The requests in the queue.
+    fn queued(&self) -> impl Iterator<Item = &Request> {
+        self.queue.iter().filter_map(|command| match command {
+            Command::Submit { request, .. } => Some(&**request),
+            _ => None,
+        })
     }
 }
 

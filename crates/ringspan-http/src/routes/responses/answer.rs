@@ -43,6 +43,8 @@ pub(super) struct ModelResponse {
     output: Vec<Value>,
     /// The id and the text of the message that is being written.
     message: Option<(String, String)>,
+    /// The same of reasoning.
+    reasoning: Option<(String, String)>,
 }
 
 impl ModelResponse {
@@ -50,7 +52,7 @@ impl ModelResponse {
     pub(super) fn new(app: Arc<App>, request: ResponseRequest) -> Self {
         let ResponseRequest { target, stored_input, repeated, .. } = request;
         let (id, created, model) = (app.id("resp_"), now(), target.model);
-        Self { app, id, created, model, stored_input, repeated, output: Vec::new(), message: None }
+        Self { app, id, created, model, stored_input, repeated, output: Vec::new(), message: None, reasoning: None }
     }
 
     fn object(&self, status: &str, usage: Option<Usage>) -> Value {
@@ -114,8 +116,16 @@ impl ModelResponse {
                 ReplyPart::Said(said, _) => {
                     for part in said {
                         match part {
-                            Parsed::Text(text) => self.text(text, events).await,
+                            Parsed::Text(text) => {
+                                self.end_reasoning("completed", events).await;
+                                self.text(text, events).await;
+                            }
+                            Parsed::Reasoning(text) => {
+                                self.end_message("completed", events).await;
+                                self.think(&text, events).await;
+                            }
                             Parsed::Call(call) => {
+                                self.end_reasoning("completed", events).await;
                                 self.end_message("completed", events).await;
                                 self.call(&call.name, &call.arguments, events).await;
                             }
@@ -126,6 +136,7 @@ impl ModelResponse {
                     if end.length {
                         status = "incomplete";
                     }
+                    self.end_reasoning(status, events).await;
                     if self.output.is_empty() {
                         // An answer has a message, even an empty one.
                         self.text(String::new(), events).await;
@@ -162,6 +173,32 @@ impl ModelResponse {
                 json!({"item_id": id, "output_index": index, "content_index": 0, "delta": text, "logprobs": []});
             events.say("response.output_text.delta", delta).await;
         }
+    }
+
+    async fn think(&mut self, text: &str, events: &mut Events) {
+        let index = self.output.len();
+        if self.reasoning.is_none() {
+            let id = self.app.id("rs_");
+            let item = json!({"id": id, "type": "reasoning", "status": "in_progress", "summary": [], "content": []});
+            events.say("response.output_item.added", json!({"output_index": index, "item": item})).await;
+            self.reasoning = Some((id, String::new()));
+        }
+        if let Some((id, all)) = &mut self.reasoning {
+            all.push_str(text);
+            let delta = json!({"item_id": id, "output_index": index, "content_index": 0, "delta": text});
+            events.say("response.reasoning_text.delta", delta).await;
+        }
+    }
+
+    async fn end_reasoning(&mut self, status: &str, events: &mut Events) {
+        let Some((id, text)) = self.reasoning.take() else { return };
+        let index = self.output.len();
+        let done = json!({"item_id": id, "output_index": index, "content_index": 0, "text": text});
+        events.say("response.reasoning_text.done", done).await;
+        let part = json!({"type": "reasoning_text", "text": text});
+        let item = json!({"id": id, "type": "reasoning", "status": status, "summary": [], "content": [part]});
+        events.say("response.output_item.done", json!({"output_index": index, "item": item})).await;
+        self.output.push(item);
     }
 
     async fn end_message(&mut self, status: &str, events: &mut Events) {

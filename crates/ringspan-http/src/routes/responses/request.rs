@@ -6,7 +6,7 @@ use crate::conversation::{self, Conversation};
 use crate::error::{ApiError, Result};
 use crate::fields::Fields;
 use crate::routes::begin::ConversationRequest;
-use crate::sampling::{Sampling, response_format};
+use crate::sampling::{Sampling, response_format, without_token_reports};
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
 
@@ -27,7 +27,7 @@ impl ConversationRequest for ResponseRequest {
     fn read(app: &App, body: Map<String, Value>) -> Result<Self> {
         let mut repeated = repeated(&body);
         let mut fields = Fields::new(body);
-        let target = app.target(&mut fields)?;
+        let target = app.target(&mut fields)?.with_salt(&mut fields)?;
         let instructions = fields.string("instructions")?;
         let input = fields.value("input");
         let mut input = items::list(app, fields.required("input", input)?)?;
@@ -93,6 +93,7 @@ impl ConversationRequest for ResponseRequest {
             options.boolean("include_obfuscation")?;
             options.finish()?;
         }
+        without_token_reports(&mut fields)?;
         let mut sampling = Sampling::take(&app.defaults, &mut fields, app.vocabulary.size())?;
         fields.finish()?;
         sampling.max_tokens = max_tokens.or(sampling.max_tokens);

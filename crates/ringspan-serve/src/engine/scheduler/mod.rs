@@ -12,6 +12,7 @@ mod check;
 mod page_allocation;
 mod results;
 
+use super::histogram::EngineHistograms;
 use super::prefill_budget::PrefillBudget;
 use super::prefix_cache::PrefixCache;
 use super::prefix_tree::AdapterSlot;
@@ -19,7 +20,7 @@ use super::prompt_lookup::propose;
 use super::request::Event;
 use super::sequence::{CopiedFrom, PageTable, Sequence};
 use super::step::{CachePage, Outputs, PageCopy, Step, StepSequence, WindowPages};
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// Sizes that bound a step.
 #[derive(Debug, Clone, Copy)]
@@ -47,6 +48,9 @@ pub(super) struct Scheduler {
     /// In the order of their arrival.
     running: Vec<Sequence>,
     counts: Counts,
+    histograms: EngineHistograms,
+    /// Tokens of prompts that the last step has read, and tokens that were drawn after it.
+    step_tokens: usize,
 }
 
 /// Counters since the start of the scheduler.
@@ -94,6 +98,8 @@ impl Scheduler {
             waiting: VecDeque::new(),
             running: Vec::new(),
             counts: Counts::default(),
+            histograms: EngineHistograms::default(),
+            step_tokens: 0,
         }
     }
 
@@ -109,6 +115,16 @@ impl Scheduler {
         self.counts
     }
 
+    pub(super) fn histograms(&self) -> &EngineHistograms {
+        &self.histograms
+    }
+
+    /// The adapters of the sequences that run, and of those that wait.
+    pub(super) fn adapters(&self) -> [BTreeSet<u64>; 2] {
+        let slot = |sequence: &Sequence| sequence.namespace.adapter;
+        [self.running.iter().filter_map(slot).collect(), self.waiting.iter().filter_map(slot).collect()]
+    }
+
     /// Numbers of sequences that run and wait.
     pub(super) fn sizes(&self) -> (usize, usize) {
         (self.running.len(), self.waiting.len())
@@ -121,7 +137,7 @@ impl Scheduler {
 
     /// Whether a request computes, or will compute, with an adapter.
     pub(super) fn uses(&self, adapter: AdapterSlot) -> bool {
-        self.running.iter().chain(&self.waiting).any(|sequence| sequence.adapter == adapter)
+        self.running.iter().chain(&self.waiting).any(|sequence| sequence.namespace.adapter == adapter)
     }
 
     /// Queues a request.
@@ -250,6 +266,7 @@ impl Scheduler {
     fn count_found(&mut self, sequence: &mut Sequence, found: usize) {
         if sequence.cached.is_none() {
             sequence.cached = Some(found);
+            sequence.times.start();
             sequence.tell(Event::Started { cached_tokens: found });
             self.counts.prefix_hits += found as u64;
             self.counts.prefix_queries += if sequence.needs_whole_prompt() { 0 } else { sequence.prompt as u64 };
@@ -260,7 +277,7 @@ impl Scheduler {
     /// less than reading the same.
     fn is_being_read(&self, sequence: &Sequence, cached: usize) -> bool {
         let known = &sequence.tokens[..sequence.tokens.len() - 1];
-        let is_reading = |other: &&Sequence| other.adapter == sequence.adapter && other.remaining() > 1;
+        let is_reading = |other: &&Sequence| other.namespace == sequence.namespace && other.remaining() > 1;
         self.cache.is_enabled()
             && self.running.iter().filter(is_reading).any(|other| {
                 let common = known.iter().zip(&other.tokens).take_while(|(a, b)| a == b).count();
@@ -287,7 +304,7 @@ impl Scheduler {
                 (false, true) => Outputs::Last,
                 (false, false) => Outputs::None,
             };
-            let adapter = sequence.adapter;
+            let adapter = sequence.namespace.adapter;
             let pass = passes.entry(adapter);
             let step = || Step { shares_layers, ..Step::default() };
             let pass = pass.or_insert_with(|| AdapterPass { adapter, step: step(), arrivals: Vec::new() });

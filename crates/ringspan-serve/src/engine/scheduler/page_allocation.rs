@@ -3,7 +3,7 @@
 use super::Scheduler;
 use crate::engine::pages::Pages;
 use crate::engine::prefix_cache::{Hit, PrefixCache};
-use crate::engine::prefix_tree::AdapterSlot;
+use crate::engine::prefix_tree::Namespace;
 use crate::engine::sequence::{CopiedFrom, PageTable, Sequence};
 
 impl Scheduler {
@@ -35,8 +35,8 @@ impl Scheduler {
     }
 
     /// The pages that the prefix cache has of the longest prefix of `known`; they are held for the sequence that continues it.
-    fn prefix_pages(&mut self, adapter: AdapterSlot, known: &[u32]) -> PageTable {
-        let Hit { pages, node, partial, window, partial_window } = self.cache.hold_prefix(adapter, known);
+    fn prefix_pages(&mut self, namespace: &Namespace, known: &[u32]) -> PageTable {
+        let Hit { pages, node, partial, window, partial_window } = self.cache.hold_prefix(namespace, known);
         let (index, rows) = (pages.len(), partial.map_or(0, |(_, rows)| rows));
         PageTable {
             computed: index * self.bounds.page + rows,
@@ -57,7 +57,7 @@ impl Scheduler {
         // The last token's hidden state is needed, so it is always computed.
         let known = &sequence.tokens[..tokens - 1];
         if !sequence.needs_whole_prompt() {
-            page_table = self.prefix_pages(sequence.adapter, known);
+            page_table = self.prefix_pages(&sequence.namespace, known);
             if self.is_being_read(sequence, page_table.computed) {
                 self.release_pages(&mut page_table);
                 return None;
@@ -74,7 +74,7 @@ impl Scheduler {
             // Without the rows in that page, one page less is needed.
             let whole = page_table.pages.len() * page;
             self.release_pages(&mut page_table);
-            page_table = self.prefix_pages(sequence.adapter, &known[..whole]);
+            page_table = self.prefix_pages(&sequence.namespace, &known[..whole]);
         }
         let window_tokens = next(&page_table);
         if self.has_room(&page_table, tokens, window_tokens, spare)

@@ -10,6 +10,7 @@ impl Scheduler {
     /// Records how long the last step took, from which the size of later steps follows; that of steps that share layers does not, since
     /// steps that read prompts cannot share them.
     pub(in crate::engine) fn took(&mut self, time: Duration) {
+        self.histograms.step_tokens.observe(self.step_tokens as f64);
         let StepSize { generating, prompt_tokens, shares_layers } = self.last_step;
         match shares_layers {
             true => self.prefill_budget.unmeasured(generating),
@@ -20,11 +21,14 @@ impl Scheduler {
     /// Records that a step has been computed: its keys and values are in the cache, and others may use them. Drafts count once they
     /// are drawn.
     pub(in crate::engine) fn computed(&mut self, passes: &[AdapterPass]) {
+        self.step_tokens = 0;
         for (arrival, sequence) in passes.iter().flat_map(|pass| pass.arrivals.iter().zip(&pass.step.sequences)) {
             let Some(index) = self.find(*arrival) else { continue };
-            let Sequence { page_table, drafts, .. } = &mut self.running[index];
+            let Sequence { page_table, drafts, prompt, .. } = &mut self.running[index];
             let copied = page_table.copied_from.take();
+            let before = page_table.computed;
             page_table.computed += sequence.tokens.len() - drafts.len();
+            self.step_tokens += page_table.computed.min(*prompt).saturating_sub(before);
             copied.into_iter().for_each(|from| self.release_copied(from));
             self.insert_full_pages(index);
         }
@@ -33,11 +37,11 @@ impl Scheduler {
     /// Adds the pages of a running sequence that have become full to the prefix cache, and releases those that have left its windows.
     fn insert_full_pages(&mut self, index: usize) {
         let page = self.bounds.page;
-        let Sequence { page_table, tokens, adapter, .. } = &mut self.running[index];
+        let Sequence { page_table, tokens, namespace, .. } = &mut self.running[index];
         while (page_table.inserted + 1) * page <= page_table.computed {
             let at = page_table.inserted;
             let of_page = &tokens[at * page..(at + 1) * page];
-            let Some((node, kept)) = self.cache.insert(*adapter, page_table.node, of_page, page_table.page(at)) else {
+            let Some((node, kept)) = self.cache.insert(namespace, page_table.node, of_page, page_table.page(at)) else {
                 break;
             };
             page_table.set_page(at, kept);
@@ -84,7 +88,9 @@ impl Scheduler {
             }
             Ok(drawn) => {
                 sequence.tokens.push(drawn.token);
+                sequence.times.token();
                 self.counts.generation_tokens += 1;
+                self.step_tokens += 1;
                 match sequence.drafts.first() == Some(&drawn.token) {
                     true => {
                         sequence.drafts.remove(0);
@@ -112,6 +118,7 @@ impl Scheduler {
     /// Ends running sequence `index`: its pages go to the prefix cache, or are free.
     pub(super) fn end(&mut self, index: usize) {
         let mut sequence = self.running.remove(index);
+        sequence.times.end(&mut self.histograms);
         self.release(&mut sequence);
     }
 
@@ -123,7 +130,9 @@ impl Scheduler {
         // Not all full pages may be in the tree: then what follows them cannot be, either.
         if page_table.inserted == full && page_table.computed > full * page {
             let rows = &sequence.tokens[full * page..page_table.computed];
-            if let Some((_, kept)) = self.cache.insert(sequence.adapter, page_table.node, rows, page_table.page(full)) {
+            if let Some((_, kept)) =
+                self.cache.insert(&sequence.namespace, page_table.node, rows, page_table.page(full))
+            {
                 page_table.set_page(full, kept);
             }
         }

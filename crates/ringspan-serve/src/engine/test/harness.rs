@@ -9,6 +9,7 @@ use super::super::scheduler::{AdapterPass, Bounds, Scheduler};
 use super::super::sequence::Sequence;
 use super::super::step::{Outputs, WindowPages};
 use std::ops::Range;
+use std::time::Instant;
 use tokio::sync::mpsc::error::TryRecvError;
 use tokio::sync::mpsc::unbounded_channel;
 
@@ -152,7 +153,7 @@ impl Harness {
         let (sender, events) = unbounded_channel();
         let (prompt, max_tokens) = (request.prompt.clone(), request.max_tokens);
         let arrival = self.clients.len() as u64;
-        self.scheduler.add(Sequence::new(arrival, request, adapter, self.max_model_len, sender));
+        self.scheduler.add(Sequence::new(arrival, request, adapter, self.max_model_len, Instant::now(), sender));
         self.clients.push(Client {
             prompt,
             max_tokens,

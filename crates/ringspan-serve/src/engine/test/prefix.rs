@@ -2,13 +2,15 @@
 
 use super::super::pages::Pages;
 use super::super::prefix_cache::PrefixCache;
+use super::super::prefix_tree::Namespace;
 
 /// Puts a text of full and partial pages into the cache, as a sequence would that ends; returns its pages.
-fn keep(cache: &mut PrefixCache, adapter: Option<u64>, text: &[u32]) -> Option<Vec<u32>> {
+fn keep(cache: &mut PrefixCache, namespace: impl Into<Namespace>, text: &[u32]) -> Option<Vec<u32>> {
+    let namespace = namespace.into();
     let (mut node, mut pages) = (None, Vec::new());
     for (index, tokens) in text.chunks(4).enumerate() {
         let mut page = cache.allocate(index)?;
-        if let Some((inserted, kept)) = cache.insert(adapter, node, tokens, page.into()) {
+        if let Some((inserted, kept)) = cache.insert(&namespace, node, tokens, page.into()) {
             (node, page) = (Some(inserted), kept.full);
         }
         pages.push(page);
@@ -19,8 +21,8 @@ fn keep(cache: &mut PrefixCache, adapter: Option<u64>, text: &[u32]) -> Option<V
 }
 
 /// Number of first tokens of a text that are in the cache.
-fn found(cache: &mut PrefixCache, adapter: Option<u64>, text: &[u32]) -> usize {
-    let hit = cache.hold_prefix(adapter, text);
+fn found(cache: &mut PrefixCache, namespace: impl Into<Namespace>, text: &[u32]) -> usize {
+    let hit = cache.hold_prefix(&namespace.into(), text);
     cache.check();
     let rows = hit.partial.map_or(0, |(_, rows)| rows);
     let partial = hit.partial.map(|(page, _)| page);
@@ -67,6 +69,38 @@ fn texts_of_other_adapters_are_not_found() {
     assert_eq!(found(&mut cache, Some(1), &[1, 2, 3, 4, 5]), 5);
 }
 
+/// The namespace of a client's salt.
+fn salted(salt: &str) -> Namespace {
+    Namespace { adapter: None, salt: Some(salt.into()) }
+}
+
+#[test]
+fn texts_of_other_salts_are_not_found() {
+    let mut cache = cache(20);
+    let text = [1, 2, 3, 4, 5];
+    let pages = keep(&mut cache, salted("mine"), &text).expect("pages");
+    assert_eq!(found(&mut cache, None, &text), 0);
+    assert_eq!(found(&mut cache, salted("yours"), &text), 0);
+    assert_eq!(found(&mut cache, Namespace { adapter: Some(1), ..salted("mine") }, &text), 0);
+    assert_eq!(found(&mut cache, salted("mine"), &text), 5);
+    // The same text of another client has pages of its own.
+    let others = keep(&mut cache, salted("yours"), &text).expect("pages");
+    assert!(pages.iter().zip(&others).all(|(one, other)| one != other), "{pages:?} {others:?}");
+}
+
+/// Clients choose salts, so what the tree has for each must go with its pages.
+#[test]
+fn salts_whose_pages_are_gone_take_no_memory() {
+    let mut cache = cache(2);
+    for client in 0..100 {
+        keep(&mut cache, salted(&client.to_string()), &[1, 2, 3, 4, 5]).expect("pages");
+    }
+    let salts: std::collections::BTreeSet<_> =
+        cache.cached_pages().iter().map(|page| page.namespace.salt.clone()).collect();
+    // The cache checks that no other salt has a root.
+    assert!(salts.len() <= 4, "{salts:?}");
+}
+
 #[test]
 fn a_longer_page_replaces_a_shorter_one() {
     let mut cache = cache(20);
@@ -101,7 +135,7 @@ fn held_pages_are_never_evicted() {
     let mut cache = cache(2);
     let text: Vec<u32> = (0..16).collect();
     let pages = keep(&mut cache, None, &text).expect("pages");
-    let hit = cache.hold_prefix(None, &text);
+    let hit = cache.hold_prefix(&Namespace::default(), &text);
     assert_eq!(hit.pages, pages);
     assert_eq!((cache.allocate(0), cache.allocate(1)), (None, None));
     hit.pages.iter().enumerate().for_each(|(index, page)| cache.release(index, *page));
