@@ -10,6 +10,8 @@ from a prefix cache. Each round starts both servers anew, one after the other, s
 what counts is the ratio, round by round. A depth of 0 is a prompt of 16 tokens, whose prefill is not reported.
 
 `--ours NAME=FLAGS` (repeatable) also times the same server with other flags, such as `--ours "two ranks=--ring 2 --threads 1"`.
+`--torch` also times a model of Hugging Face on PyTorch, in f32, which answers one request at a time; it needs
+tools/requirements.txt too.
 `--streams N` also sends N prompts of 16 tokens at once, and reports how many tokens a second all get together. With
 `--alone`, only this server is timed. `--tiny` in place of a model takes a random one, alone, whose speed says nothing, to see that the
 script works.
@@ -31,9 +33,11 @@ import urllib.error
 import urllib.request
 
 import tiny_server
+import torch_server
 
 SHORT = 16
 PEER = "llama.cpp"
+TORCH = "PyTorch"
 
 
 def prompt(length: int, seed: int, tiny: bool) -> list[int]:
@@ -91,7 +95,9 @@ def ringspan(arguments: argparse.Namespace, flags: str):
 
 
 def serve_peer(arguments: argparse.Namespace) -> None:
-    """Runs llama.cpp's server in this process until its standard input ends."""
+    """Runs another server in this process: PyTorch's, or llama.cpp's until its standard input ends."""
+    if arguments.serve_peer == TORCH:
+        return torch_server.serve(pathlib.Path(arguments.model), arguments.threads)
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -106,8 +112,8 @@ def serve_peer(arguments: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def llama_cpp(arguments: argparse.Namespace):
-    command = [sys.executable, __file__, arguments.program, arguments.model, "--serve-peer"]
+def peer(arguments: argparse.Namespace, name: str):
+    command = [sys.executable, __file__, arguments.program, arguments.model, "--serve-peer", name]
     command += ["--threads", str(arguments.threads), "--streams", str(arguments.streams)]
     command += ["--tokens", str(arguments.tokens), "--depths", ",".join(map(str, arguments.depths))]
     server = subprocess.Popen(
@@ -118,7 +124,7 @@ def llama_cpp(arguments: argparse.Namespace):
             if "listening on http" in line:
                 yield line.split("listening on ")[1].strip()
                 return
-        raise SystemExit("llama.cpp's server did not start")
+        raise SystemExit(f"the server of {name} did not start")
     finally:
         server.kill()
         server.wait()
@@ -157,7 +163,8 @@ def main() -> None:
     parser.add_argument("--ours", action="append", default=[], metavar="NAME=FLAGS")
     parser.add_argument("--alone", action="store_true")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--serve-peer", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--torch", action="store_true")
+    parser.add_argument("--serve-peer", choices=[PEER, TORCH], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve_peer:
         return serve_peer(arguments)
@@ -177,7 +184,9 @@ def compare(arguments: argparse.Namespace) -> None:
         name, flags = other.split("=", 1)
         sides[name] = lambda flags=flags: ringspan(arguments, f"{flags} {arguments.flags}")
     if not arguments.alone:
-        sides[PEER] = lambda: llama_cpp(arguments)
+        sides[PEER] = lambda: peer(arguments, PEER)
+    if arguments.torch:
+        sides[TORCH] = lambda: peer(arguments, TORCH)
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     for turn in range(arguments.rounds):
         for name, start in sides.items():

@@ -1,14 +1,17 @@
-"""Compares what ringspan computes of a Gemma 3 GGUF file with transformers on the weights that the gguf package decodes, and the
-tokens it makes of texts with SentencePiece's rule: of all neighbours, the pair whose piece has the highest score is merged first.
+"""Compares what `ringspan score` and `ringspan serve` compute of a Gemma 3 GGUF file with transformers on the weights that the gguf
+package decodes, and the tokens they make of texts with SentencePiece's rule: of all neighbours, the pair whose piece has the highest
+score is merged first.
 
     pip install -r tools/requirements.txt
     python tools/check_gguf_gemma3.py path/to/ringspan path/to/gemma-3-270m-q4_k_m.gguf
 """
 
 import argparse
+import json
 import pathlib
 import subprocess
 import tempfile
+import urllib.request
 
 import gguf
 import numpy as np
@@ -86,6 +89,14 @@ def run(program: str, file: str, *flags: str) -> dict:
     return load_file(out)
 
 
+def prompt_logprobs(url: str, tokens: list[int]) -> list[float]:
+    """The log-probabilities that a server gives of the tokens of a prompt, except the first."""
+    body = json.dumps(dict(model="gemma", prompt=tokens, max_tokens=1, echo=True, logprobs=1, temperature=0)).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=600) as response:
+        return json.load(response)["choices"][0]["logprobs"]["token_logprobs"][1 : len(tokens)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("program")
@@ -94,6 +105,16 @@ def main() -> None:
     reader = gguf.GGUFReader(args.file)
     made, pieces = model(reader), Pieces(reader)
     folder = pathlib.Path(tempfile.mkdtemp())
+    command = [args.program, "serve", "--model", args.file, "--model-name", "gemma", "--port", "0", "--ring", "2"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        compare(args, made, pieces, folder, server.stdout.readline().split("listening on ")[1].strip())
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+def compare(args: argparse.Namespace, made: Gemma3ForCausalLM, pieces: Pieces, folder: pathlib.Path, url: str) -> None:
     for text in TEXTS:
         tokens = pieces.encode(text)
         save_file({"tokens": np.array([tokens], dtype=np.int64)}, folder / "tokens.safetensors")
@@ -106,7 +127,11 @@ def main() -> None:
         of_text = run(args.program, args.file, "--text", str(folder / "text.txt"))["logprobs"]
         same = of_text.shape == got["logprobs"].shape and np.abs(of_text - got["logprobs"]).max() < 1e-3
         assert same, f"{text!r}: ringspan makes other tokens of it"
-        print(f"{text!r}: {len(tokens)} tokens, logits differ by {error:.1e}")
+        # What the server says of a prompt, read over two ranks. PyTorch sums so many exponentials in f32 with errors of 1e-4.
+        logprobs = torch.log_softmax(torch.from_numpy(wanted).double(), -1)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+        off = (torch.tensor(prompt_logprobs(url, tokens)) - logprobs).abs().max().item()
+        assert off < 1e-3, f"{text!r}: a log-probability of the server is off by {off:.1e}"
+        print(f"{text!r}: {len(tokens)} tokens, logits differ by {error:.1e}, log-probabilities of a server by {off:.1e}")
 
 
 if __name__ == "__main__":

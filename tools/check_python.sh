@@ -15,8 +15,10 @@ ringspan=$target/debug/ringspan
 "$python" tools/bench_training.py --profile test --tiny --lengths 64 --threads 2 --ranks 2 --rounds 1
 "$python" tools/bench_video.py "$ringspan" --tiny --rounds 1
 "$python" tools/plan_video.py "$ringspan" --tiny
-# The picture in docs/video.md.
+# The pictures in docs/video.md.
 "$python" tools/draw_video.py --out "$target/video-ranks.svg" && cmp "$target/video-ranks.svg" docs/video-ranks.svg
+"$ringspan" draw --ring 2 --ulysses 2 --layout contiguous --mask full --tokens 180 --heads 12 --kv-heads 12 --svg "$target/video-schedule.svg"
+cmp "$target/video-schedule.svg" docs/video-schedule.svg
 # Clients have an environment of their own: their packages and those of the scripts above would constrain each other.
 clients=$target/python-clients
 wanted=$(cat tools/check_python.sh tools/requirements-serve.txt | sha256sum)
@@ -27,7 +29,7 @@ if [ "$(cat "$clients/made-of" 2>/dev/null)" != "$wanted" ]; then
   PATH=$(realpath "$clients/bin"):$PATH npm install --silent --no-audit --no-fund --prefix "$clients" compatcanary@0.2.2
   echo "$wanted" >"$clients/made-of"
 fi
-python3 tools/bench_serving.py "$ringspan" --tiny --depths 0,64 --tokens 4 --streams 3 --rounds 1 --ours "two ranks=--ring 2 --threads 1"
+"$python" tools/bench_serving.py "$ringspan" --tiny --torch --depths 0,64 --tokens 4 --streams 3 --rounds 1 --ours "two ranks=--ring 2 --threads 1"
 python3 tools/check_load.py "$ringspan" --seconds 20 --longest-prompt 1000
 python3 tools/check_load.py "$ringspan" --seconds 20 --longest-prompt 1000 -- --ring 2 --num-speculative-tokens 4
 python3 tools/check_long_prompt.py "$ringspan" --tokens 3000 --ranks 1,3

@@ -8,6 +8,9 @@ encoder and the autoencoder are those of the fixtures text and vae. image.png an
 first one as diffusers resizes it. Pipelines of WAN 2.1 with images have image_encoder and image_processor, too, and their references
 `pixels`, which the encoder takes, and `image_embeds`; `square_embeds` are of square.png, which is not resized. That of VACE has the
 frames of its control and its mask in the folders control and mask; its references are image.png and upright.png.
+
+The slices that diffusers' own tests publish are of a text encoder that these download; here all components are drawn, and frames are
+compared whole.
 """
 
 import argparse

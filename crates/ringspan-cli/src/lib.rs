@@ -8,6 +8,7 @@ mod decode_latents;
 mod denoise;
 mod device;
 mod draw;
+mod duration_text;
 mod encode_frames;
 mod export;
 pub mod files;

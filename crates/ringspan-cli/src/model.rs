@@ -66,14 +66,23 @@ pub(crate) struct ModelArgs {
     pub(crate) device: DeviceName,
     /// Type in which the model computes: f32, or bf16, to which f32 weights are rounded. In bf16 are weights,
     /// activations, products (with sums in f32) and cached keys and values; norms, rotations, gates, softmax and routers
-    /// compute in f32, and logits are f32
-    #[arg(long, default_value_t = Precision::F32, value_name = "TYPE")]
+    /// compute in f32, and logits are f32. Matrices stay in memory as their file has them, except that bf16 rounds f32; as-stored is another word
+    /// for f32
+    #[arg(long, default_value_t = Precision::F32, value_parser = precision, value_name = "TYPE")]
     pub(crate) dtype: Precision,
     /// Type to which activations are rounded where CPUs multiply them with quantized weights: f32, or int16, which rounds each by
     /// at most 2^-16 of the largest of the 32 around it. On processors with AVX2 but without VNNI, it is hardly faster for prompts and
     /// many streams, and slower for one stream
     #[arg(long, default_value_t = ActivationDType::F32, value_name = "TYPE")]
     activation_dtype: ActivationDType,
+}
+
+/// The type in which a model computes. Matrices stay as their file has them in any, so `as-stored` asks for nothing else than f32.
+fn precision(given: &str) -> Result<Precision> {
+    match given {
+        "as-stored" => Ok(Precision::F32),
+        _ => given.parse().context("possible are f32, bf16, as-stored"),
+    }
 }
 
 impl ModelArgs {

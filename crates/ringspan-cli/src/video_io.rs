@@ -1,9 +1,11 @@
 //! Code that the video commands share: the autoencoder's folder, the mesh, and files of frames.
 
+use crate::duration_text::duration_text;
 use crate::files::{self, OutputTensor, TensorBytes};
 use crate::mesh::{DEADLINE, MeshArgs};
 use anyhow::{Context, Result, ensure};
 use ringspan::comm::process_group::ProcessGroup;
+use ringspan_candle::{peak, pool};
 use ringspan_video::frames;
 use ringspan_video::ranks::VideoMesh;
 use ringspan_video::vae::{VaeFolder, VideoTensor};
@@ -16,7 +18,7 @@ pub(crate) struct VaeArgs {
     /// The folder of an AutoencoderKLWan as diffusers saves it, or of a pipeline with a folder vae
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
-    /// Memory of activations and buffers on each rank; weights, and the frames themselves, come on top [default: blocks that fit
+    /// Memory of activations and buffers on each rank; weights, latents and frames come on top [default: blocks that fit
     /// 256 MiB if there are any, else the smallest]
     #[arg(long, value_name = "BYTES", value_parser = crate::serve::bytes)]
     pub(crate) memory: Option<u64>,
@@ -57,7 +59,42 @@ pub(crate) fn mesh(args: &MeshArgs, cfg_parallel: bool, processes: &ProcessGroup
     let branches = if cfg_parallel { 2 } else { 1 };
     let (_, threads) = args.start_with(processes, &[(branches, "branches of --cfg-parallel")])?;
     let (ring, ulysses) = (args.ring, args.ulysses);
-    Ok(VideoMesh { ring, ulysses, cfg_parallel, threads, deadline: DEADLINE, processes: processes.clone() })
+    Ok(VideoMesh {
+        ring,
+        ulysses,
+        head_chunks: 1,
+        cfg_parallel,
+        threads,
+        deadline: DEADLINE,
+        processes: processes.clone(),
+    })
+}
+
+/// A mesh whose Ulysses ranks exchange heads in as many parts as `--head-chunks` asks for.
+pub(crate) fn with_head_chunks(mesh: VideoMesh, chunks: Option<u32>) -> Result<VideoMesh> {
+    let head_chunks = chunks.map_or(1, |chunks| chunks as usize);
+    let mesh = VideoMesh { head_chunks, ..mesh };
+    mesh.check().context("--head-chunks")?;
+    Ok(mesh)
+}
+
+/// A line of a plan: the time of so many floating-point operations of the transformer at the speed of a matrix product, which is measured
+/// here on the threads of all ranks, as far as this machine has processors for them. All processes must call this.
+pub(crate) fn time_line(operations: f64, mesh: &VideoMesh) -> Result<String> {
+    let (of_process, processes) = match mesh.processes.local() {
+        Some(_) => (mesh.threads, mesh.size()),
+        None => (mesh.threads.saturating_mul(mesh.size()), 1),
+    };
+    let threads = of_process.min(std::thread::available_parallelism().map_or(1, usize::from));
+    let own = pool::run(threads, peak::flops)?;
+    // The slowest process determines the time, since all of them have the same work.
+    let flops = mesh.processes.smallest(own as u64)? as f64 * processes as f64;
+    Ok(format!(
+        "time      {} for all steps at the speed of matrix products in f32: {:.0} GFLOP/s on {} threads",
+        duration_text((operations / flops.max(1.0)).round() as u64),
+        flops / 1e9,
+        threads * processes
+    ))
 }
 
 /// Reads a tensor `[B, C, F, H, W]` of a safetensors file.

@@ -10,9 +10,13 @@ use ringspan_video::scheduler::{SchedulerConfig, SchedulerKind};
 use ringspan_video::transformer::{WanConfig, WanTransformer, WeightType};
 use serde_json::{Value, json};
 use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
 
 #[global_allocator]
 static ALLOCATOR: CountingAllocator = CountingAllocator::new();
+
+/// The allocator counts for the whole program, so one test runs at a time.
+static ALONE: Mutex<()> = Mutex::new(());
 
 /// A folder with random weights.
 fn folder(config: &Value) -> tempfile::TempDir {
@@ -33,6 +37,7 @@ fn folder(config: &Value) -> tempfile::TempDir {
 /// attention over all ranks, which is the largest moment of a narrow feed-forward layer.
 #[test]
 fn the_peak_is_what_the_plan_predicts() -> Result<()> {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let config = |ffn: usize| {
         json!({
             "_class_name": "WanTransformer3DModel", "num_attention_heads": 4, "attention_head_dim": 48, "in_channels": 4,
@@ -91,5 +96,46 @@ fn the_peak_is_what_the_plan_predicts() -> Result<()> {
         drop(loaded);
     }
     assert!(wrong.is_empty(), "{wrong:#?}");
+    Ok(())
+}
+
+/// Four tokens and prompts of 512 embeddings: a step holds far less for its tokens than the keys of one prompt in one block take, so steps
+/// that computed these again would be seen.
+#[test]
+fn only_the_first_step_computes_keys_and_values_of_the_prompts() -> Result<()> {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let path = folder(&json!({
+        "_class_name": "WanTransformer3DModel", "num_attention_heads": 4, "attention_head_dim": 48, "in_channels": 4,
+        "out_channels": 4, "text_dim": 32, "freq_dim": 64, "ffn_dim": 192, "num_layers": 2,
+    }));
+    let folder = DenoiseFolder::open(path.path(), WeightType::F32)?;
+    let inputs = DenoiseInputs {
+        prompt_embeds: noise(1, &[1, 512, 32])?,
+        negative_prompt_embeds: Some(noise(3, &[1, 512, 32])?),
+        latents: noise(2, &[1, 4, 1, 4, 4])?,
+        image_embeds: None,
+        condition: None,
+        control: None,
+        control_scale: None,
+    };
+    let scheduler = SchedulerConfig::new(SchedulerKind::UniPc);
+    let settings = DenoiseSettings { steps: 4, scheduler, guidance: [5.0; 2], cache_threshold: 0.0 };
+    let loaded = folder.weights(0)?;
+    let mut ranks = VideoRanks::start(&VideoMesh::single())?;
+    ALLOCATOR.reset_peak();
+    let (before, of_steps) = (Mutex::new(ALLOCATOR.allocated()), Mutex::new(Vec::new()));
+    denoise(&folder, &mut ranks, &inputs, &settings, |_| {
+        let mut before = before.lock().unwrap_or_else(PoisonError::into_inner);
+        of_steps.lock().unwrap_or_else(PoisonError::into_inner).push(ALLOCATOR.peak() - *before);
+        ALLOCATOR.reset_peak();
+        *before = ALLOCATOR.allocated();
+        Ok(())
+    })?;
+    drop(loaded);
+    let of_steps = of_steps.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let keys = 512 * 4 * 48 * 4;
+    // Keys and values in two blocks of both prompts.
+    assert!(of_steps[0] > 8 * keys, "{of_steps:?}: the first step");
+    assert!(of_steps[1..].iter().all(|bytes| *bytes < keys), "{of_steps:?}: later steps");
     Ok(())
 }

@@ -132,6 +132,12 @@ impl Context {
         Self { dropout: Some(dropout), ..self }
     }
 
+    /// Cuts the exchange of heads between Ulysses ranks into up to `chunks` parts, of which one travels while another is computed. Results
+    /// have the same bits for any number.
+    pub fn with_head_chunks(self, chunks: usize) -> Self {
+        Self { head_chunks: chunks, ..self }
+    }
+
     /// Announces that sequences will grow to `length` tokens: rotary embeddings whose frequencies depend on the length are
     /// made for it.
     pub fn with_max_length(self, length: usize) -> Self {

@@ -53,6 +53,9 @@ pub(crate) struct DenoiseArgs {
     /// Seed of the noise [default: 0]
     #[arg(long, value_name = "N", requires = "frames")]
     seed: Option<u64>,
+    /// Exchange the heads of Ulysses ranks in up to N parts: one travels while another is computed [default: 1]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    head_chunks: Option<u32>,
     /// Compute the two branches of guidance on ranks of their own, twice as many
     #[arg(long)]
     cfg_parallel: bool,
@@ -60,7 +63,7 @@ pub(crate) struct DenoiseArgs {
     /// [default: f32, or as-stored if the weights are a GGUF file]
     #[arg(long, value_name = "TYPE")]
     dtype: Option<WeightType>,
-    /// Print the plan only: tokens and heads of each rank, bytes sent, memory, floating-point operations
+    /// Print the plan only: tokens and heads of each rank, bytes sent, memory, floating-point operations, time
     #[arg(long)]
     dry_run: bool,
     #[command(flatten)]
@@ -69,6 +72,7 @@ pub(crate) struct DenoiseArgs {
 
 pub(crate) fn run(args: &DenoiseArgs, processes: &ProcessGroup) -> Result<()> {
     let mesh = video_io::mesh(&args.mesh, args.cfg_parallel, processes)?;
+    let mesh = video_io::with_head_chunks(mesh, args.head_chunks)?;
     files::check_output("--out", &args.out)?;
     let dtype = args.dtype.unwrap_or_else(|| WeightType::default_of(&args.model));
     let folder = DenoiseFolder::open(&args.model, dtype).context("--model")?;
@@ -78,10 +82,11 @@ pub(crate) fn run(args: &DenoiseArgs, processes: &ProcessGroup) -> Result<()> {
     let video = args.frames.zip(args.height.zip(args.width)).map(|(frames, (height, width))| [frames, height, width]);
     let mut inputs = Input::read(&args.embeds)?.with_latents(&folder, video)?;
     let plan = DenoisePlan::new(&folder, &mesh, &inputs, &settings)?;
+    let time = video_io::time_line(plan.operations(), &mesh)?;
     if args.dry_run {
-        return Ok(output::line(&plan)?);
+        return Ok(output::line(format_args!("{plan}\n{time}"))?);
     }
-    output::note(&plan);
+    output::note(format_args!("{plan}\n{time}"));
     video_io::check_free(processes, |free| plan.check_free(free))?;
     if video.is_some() {
         inputs.latents = noise(args.seed.unwrap_or(0), inputs.latents.dims())?;

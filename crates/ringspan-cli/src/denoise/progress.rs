@@ -1,5 +1,6 @@
 //! The progress of a run: a bar where standard error is a terminal, plain lines where it is not.
 
+use crate::duration_text::duration_text;
 use crate::output;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::io::IsTerminal;
@@ -47,7 +48,7 @@ impl Progress {
     pub(crate) fn stepped_with(&self, step: usize, words: &str) {
         let each = self.began.elapsed().as_secs_f64() / step.saturating_sub(self.first).max(1) as f64;
         let left = (each * self.steps.saturating_sub(step) as f64).round() as u64;
-        let left = if left < 60 { format!("{left} s") } else { format!("{} min {:02} s", left / 60, left % 60) };
+        let left = duration_text(left);
         let rate = |operations: f64| operations / self.steps.max(1) as f64 / each.max(1e-9) / 1e9;
         let rate = self.operations.map_or(String::new(), |operations| format!(", {:.1} GFLOP/s", rate(operations)));
         let left = format!("{left} left{rate}");

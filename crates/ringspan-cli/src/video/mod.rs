@@ -69,6 +69,9 @@ pub(crate) struct VideoArgs {
     seed: u64,
     #[command(flatten)]
     sampler: SamplerArgs,
+    /// Exchange the heads of Ulysses ranks in up to N parts: one travels while another is computed [default: 1]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    head_chunks: Option<u32>,
     /// Compute the two branches of guidance on ranks of their own, twice as many
     #[arg(long)]
     cfg_parallel: bool,
@@ -79,7 +82,7 @@ pub(crate) struct VideoArgs {
     /// GIF file
     #[arg(long, value_name = "FILE", requires = "preview")]
     tiny_decoder: Option<PathBuf>,
-    /// Memory of activations and buffers on each rank; weights, and the frames themselves, come on top [default: what the
+    /// Memory of activations and buffers on each rank; weights, latents and frames come on top [default: what the
     /// transformer needs, and blocks of the decoder that fit 256 MiB if there are any, else the smallest]
     #[arg(long, value_name = "BYTES", value_parser = crate::serve::bytes)]
     memory: Option<u64>,
@@ -91,7 +94,7 @@ pub(crate) struct VideoArgs {
     /// [1,3,F,H,W] f32 in [-1,1]
     #[arg(long, value_name = "OUT")]
     out: PathBuf,
-    /// Print the plan only: tokens and heads of each rank, bytes sent, memory of each stage, floating-point operations
+    /// Print the plan only: tokens and heads of each rank, bytes sent, memory of each stage, floating-point operations, time
     #[arg(long)]
     dry_run: bool,
     #[command(flatten)]
@@ -100,6 +103,7 @@ pub(crate) struct VideoArgs {
 
 pub(crate) fn run(args: &VideoArgs, processes: &ProcessGroup) -> Result<()> {
     let mesh = video_io::mesh(&args.mesh, args.cfg_parallel, processes)?;
+    let mesh = video_io::with_head_chunks(mesh, args.head_chunks)?;
     let destination = Destination::of(&args.out)?;
     let pictures = args.image.iter().chain(&args.last_image).chain(&args.reference_image);
     let moving = args.tiny_decoder.is_some();
@@ -118,9 +122,10 @@ pub(crate) fn run(args: &VideoArgs, processes: &ProcessGroup) -> Result<()> {
     let request = args.request(&pipeline)?;
     let plan = pipeline.plan(&request, &mesh)?;
     destination.check(plan.frames())?;
+    let time = video_io::time_line(plan.operations(), &mesh)?;
     match args.dry_run {
-        true => output::line(&plan)?,
-        false => output::note(&plan),
+        true => output::line(format_args!("{plan}\n{time}"))?,
+        false => output::note(format_args!("{plan}\n{time}")),
     }
     for (name, cut) in ["--prompt", "--negative"].into_iter().zip(plan.cut()).filter(|(_, cut)| *cut > 0) {
         output::note(format_args!("note: {name}: the last {cut} tokens are cut off, since 512 are kept"));

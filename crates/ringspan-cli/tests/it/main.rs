@@ -7,6 +7,7 @@ mod attend;
 mod attend_refusals;
 mod attend_report;
 mod bf16;
+mod denoise;
 mod draw;
 mod dry_run;
 mod interrupt;

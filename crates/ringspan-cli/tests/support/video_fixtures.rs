@@ -23,10 +23,11 @@ pub fn write_pipeline(folder: &Path) {
 
 /// Puts a whole pipeline of a kind into a folder, from the files of several fixtures.
 pub fn write_pipeline_of(kind: &str, folder: &Path) {
+    let vae = if kind == "ti2v" { "vae/residual" } else { "vae/tiny" };
     for (from, name) in [
         ("text/text_encoder", "text_encoder"),
         ("text/tokenizer", "tokenizer"),
-        ("vae/tiny", "vae"),
+        (vae, "vae"),
         (&format!("pipeline/{kind}"), "."),
     ] {
         copy(&fixture(from), &folder.join(name));

@@ -62,6 +62,7 @@ impl<'a> GuidedModel<'a> {
         let blocks = config.vace_layers.as_ref().map_or(0, Vec::len);
         let control_scale = inputs.control_scale.clone().unwrap_or_else(|| vec![1.0; blocks]);
         let video = VideoContext::new(config, group, alone, inputs.batch(), grid)?;
+        let video = video.with_head_chunks(groups.head_chunks());
         let (guidance, threshold) = (settings.guidance, settings.cache_threshold);
         let cache = (threshold > 0.0).then(|| (ChangeEstimate::of(config, folder.stages()), threshold));
         Ok(Self { folder, groups, inputs, guidance, cache, video, control_scale, stage: None })

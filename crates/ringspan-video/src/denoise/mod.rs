@@ -2,15 +2,17 @@
 //! arXiv:2207.12598).
 
 mod feature_cache;
+mod grid_cost;
 mod guided;
 mod inputs;
 mod memory;
 mod pipeline;
 mod plan;
 
+pub use grid_cost::{GridAlternative, GridCost};
 pub use inputs::DenoiseInputs;
 pub use pipeline::DenoiseFolder;
-pub use plan::{DenoisePlan, cheapest_grid};
+pub use plan::DenoisePlan;
 
 use crate::error::{Error, Result};
 use crate::ranks::{RankGroups, VideoMesh, VideoRanks};

@@ -1,15 +1,15 @@
 //! The plan of a denoising run, computed from shapes alone: tokens of each rank, heads, bytes sent, memory of weights.
 
 use super::feature_cache::ChangeEstimate;
+use super::grid_cost::{GridAlternative, GridCost};
 use super::memory::RunSizes;
 use super::{DenoiseFolder, DenoiseInputs, DenoiseSettings};
 use crate::bytes_text::bytes_text;
 use crate::error::{Error, Result};
 use crate::ranks::VideoMesh;
-use crate::transformer::{WanConfig, WeightType};
 use ringspan::mesh::Grid;
-use ringspan::schedule::{HeadShare, Pass, Sizes};
-use ringspan::{Documents, Layout, LayoutKind, Mask, Schedule, StrategyKind};
+use ringspan::schedule::HeadShare;
+use ringspan::{Documents, Layout, LayoutKind};
 use std::fmt;
 
 /// The plan of a run.
@@ -27,8 +27,8 @@ pub struct DenoisePlan {
     of_ranks: Vec<usize>,
     /// Heads of each Ulysses rank.
     heads: Vec<usize>,
-    /// The cost of the cheapest other ring and Ulysses sizes, if heads are shared unequally.
-    otherwise: Option<String>,
+    /// Other ring and Ulysses sizes of as many ranks, if their attention costs clearly less.
+    alternative: Option<GridAlternative>,
     /// Bytes that the busiest rank sends in a step.
     bytes: u64,
     /// Bytes that the busiest rank sends in a step beside attention.
@@ -43,63 +43,6 @@ pub struct DenoisePlan {
     local: usize,
     /// Whether each of them is a process of its own.
     has_processes: bool,
-}
-
-/// Bytes that the busiest rank of a grid sends in attention of one block to the tokens of all ranks, and the most heads of one.
-struct GridCost {
-    bytes: u64,
-    heads: usize,
-}
-
-fn cost(config: &WanConfig, of: WeightType, batch: usize, tokens: usize, grid: Grid) -> Result<GridCost> {
-    let heads = config.num_attention_heads;
-    let shares = HeadShare::all(heads, heads, grid)?;
-    let documents = Documents::batch(batch, tokens);
-    let ranks = grid.size().unwrap_or(usize::MAX);
-    let layout = Layout::new(LayoutKind::Contiguous, &documents, ranks)?;
-    let schedule = Schedule::new(StrategyKind::Ring, &layout, &layout, &Mask::full(), grid)?;
-    let dim = config.attention_head_dim;
-    let sizes = Sizes { heads, kv_heads: heads, dim, v_dim: dim, wire: of.computed_bytes(), bias_heads: 0 };
-    let mut bytes = 0;
-    for rank in 0..ranks {
-        bytes = bytes.max(schedule.bytes_sent(Pass::Forward, rank, &sizes)?);
-    }
-    Ok(GridCost { bytes, heads: shares.iter().map(|share| share.query.len()).max().unwrap_or(0) })
-}
-
-/// The ring and Ulysses sizes for so many ranks: those among which no rank has more than its share of the work, and of these the one
-/// whose busiest rank sends least. Returns them with a sentence that says why.
-///
-/// # Errors
-/// No rank.
-pub fn cheapest_grid(
-    config: &WanConfig,
-    weights: WeightType,
-    batch: usize,
-    tokens: usize,
-    ranks: usize,
-) -> Result<(Grid, String)> {
-    let mut all = Vec::new();
-    for ulysses in (1..=ranks.min(config.num_attention_heads)).filter(|ulysses| ranks.is_multiple_of(*ulysses)) {
-        let grid = Grid::new(ranks / ulysses, ulysses);
-        let cost = cost(config, weights, batch, tokens, grid)?;
-        // The work of the busiest rank: the queries of its ring rank, times its heads.
-        let work = tokens.div_ceil(grid.ring) * cost.heads;
-        all.push((work, cost.bytes, grid, cost.heads));
-    }
-    all.sort_by_key(|(work, bytes, ..)| (*work, *bytes));
-    let Some((_, bytes, grid, heads)) = all.first().copied() else {
-        return Err(Error::Mesh(format!("{ranks} ranks: there must be at least 1")));
-    };
-    let text = |bytes: u64, grid: Grid, heads: usize| {
-        format!(
-            "ring {} x ulysses {} ({heads} heads on the busiest rank, {bytes} bytes a block)",
-            grid.ring, grid.ulysses
-        )
-    };
-    let others = all[1..].iter().map(|(_, bytes, grid, heads)| text(*bytes, *grid, *heads)).collect::<Vec<_>>();
-    let others = if others.is_empty() { String::new() } else { format!("; not {}", others.join(", ")) };
-    Ok((grid, format!("{ranks} ranks as {}{others}", text(bytes, grid, heads))))
 }
 
 impl DenoisePlan {
@@ -126,12 +69,8 @@ impl DenoisePlan {
         let is_guided = (0..folder.stages()).any(|stage| settings.is_guided(stage));
         let branches = if is_guided && !mesh.cfg_parallel { 2 } else { 1 };
         let weights = folder.weight_type();
-        let is_uneven = shares.iter().any(|share| share.query.len() != shares[0].query.len());
-        let otherwise = match is_uneven {
-            true => Some(cheapest_grid(config, weights, batch, grid.tokens(), mesh.branch_size())?.1),
-            false => None,
-        };
-        let of_block = cost(config, weights, batch, grid.tokens(), of_mesh)?.bytes;
+        let cost = GridCost::new(config, weights, batch, grid.tokens(), of_mesh)?;
+        let all = GridCost::all(config, weights, batch, grid.tokens(), mesh.branch_size())?;
         let of_ranks: Vec<usize> = (0..layout.ranks()).map(|rank| layout.tokens(rank)).collect();
         let heads: Vec<usize> = shares.iter().map(|share| share.query.len()).collect();
         let most = |numbers: &[usize]| numbers.iter().copied().max().unwrap_or(0) as u64;
@@ -162,8 +101,8 @@ impl DenoisePlan {
             tokens: grid.tokens(),
             of_ranks,
             heads,
-            otherwise,
-            bytes: of_block * (blocks * branches) as u64,
+            alternative: cost.alternative(&all),
+            bytes: cost.bytes * (blocks * branches) as u64,
             gathered: sizes.gathered(config, mesh.cfg_parallel),
             weights: (0..folder.stages()).map(|stage| folder.bytes(stage)).collect(),
             activations: sizes.activations(config, weights),
@@ -261,8 +200,8 @@ impl fmt::Display for DenoisePlan {
         writeln!(f, "mesh      {}", self.mesh)?;
         writeln!(f, "latents   {:?}: {} tokens a video, {} a rank", self.latents, self.tokens, list(&self.of_ranks))?;
         writeln!(f, "heads     {} a Ulysses rank", list(&self.heads))?;
-        if let Some(otherwise) = &self.otherwise {
-            writeln!(f, "          the least work and bytes have {otherwise}")?;
+        if let Some(alternative) = &self.alternative {
+            writeln!(f, "          {alternative}")?;
         }
         writeln!(f, "schedule  {} steps of {}, shift {}", self.settings.steps, scheduler.kind, scheduler.shift)?;
         for (stage, (steps, bytes)) in self.steps.iter().zip(&self.weights).enumerate() {

@@ -50,7 +50,7 @@ pub(super) enum PreviewDecoding {
 impl PreviewDecoding {
     fn bytes(&self) -> u64 {
         match self {
-            Self::FirstFrame(plan) => plan.weights() + plan.bytes(),
+            Self::FirstFrame(plan) => plan.weights() + plan.bytes_with_frames(),
             Self::Video { bytes } => *bytes,
         }
     }
@@ -177,7 +177,7 @@ impl VideoPipeline {
         let of_vae = |stage, coding: &vae::Plan, tensors: u64| StageMemory {
             stage,
             shared: coding.weights() + tensors,
-            of_rank: coding.bytes(),
+            of_rank: coding.bytes_with_frames(),
             of_lead: 0,
         };
         let tokens = plan.negative.iter().map(|negative| negative.ids.len()).fold(plan.prompt.ids.len(), usize::max);
@@ -199,8 +199,8 @@ impl VideoPipeline {
             of_rank: plan.denoise.activations(),
             of_lead: preview,
         });
-        // The parts of all ranks, and the frames that they are joined to.
-        stages.push(of_vae(VideoStage::Decode, &plan.decode, 8 * elements(plan.frames)));
+        // The ranks' parts, which their plan counts, are joined to the frames.
+        stages.push(of_vae(VideoStage::Decode, &plan.decode, 4 * elements(plan.frames)));
         Ok(stages)
     }
 }

@@ -15,6 +15,7 @@ pub struct RankGroups {
     alone: Arc<Group>,
     /// The ranks with the same tokens in both branches of guidance.
     across: Option<Arc<dyn Communicator>>,
+    head_chunks: usize,
     /// Bytes that this rank had sent to others before these groups were made.
     sent_before: u64,
 }
@@ -30,7 +31,8 @@ impl RankGroups {
             true => (world.split(rank / size, rank)?, Some(world.split(rank % size, rank)?)),
         };
         let video = Arc::new(Group::new(of_branch, (mesh.ring, mesh.ulysses), own.kernel())?);
-        Ok(Self { rank, world: world.clone(), video, alone: Arc::new(alone), across, sent_before })
+        let (alone, head_chunks) = (Arc::new(alone), mesh.head_chunks);
+        Ok(Self { rank, world: world.clone(), video, alone, across, head_chunks, sent_before })
     }
 
     /// This rank's number among all.
@@ -51,6 +53,11 @@ impl RankGroups {
     /// This rank alone.
     pub fn alone(&self) -> &Arc<Group> {
         &self.alone
+    }
+
+    /// The number of parts in which Ulysses ranks exchange heads.
+    pub fn head_chunks(&self) -> usize {
+        self.head_chunks
     }
 
     /// The only branch of guidance that this rank computes, 0 for the prompt and 1 for the negative prompt; `None` if it computes

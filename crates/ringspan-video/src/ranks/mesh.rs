@@ -1,5 +1,6 @@
 //! The mesh of ranks that make a video.
 
+use crate::error::{Error, Result};
 use ringspan::comm::process_group::ProcessGroup;
 use std::fmt;
 use std::time::Duration;
@@ -19,6 +20,9 @@ pub struct VideoMesh {
     pub ring: usize,
     /// Ulysses size U.
     pub ulysses: usize,
+    /// The number of parts in which Ulysses ranks exchange heads: one part travels while another is computed. At most as many as a
+    /// rank has heads are made.
+    pub head_chunks: usize,
     /// Whether the two branches of guidance are computed by ranks of their own, twice as many.
     pub cfg_parallel: bool,
     /// Threads of each rank.
@@ -34,7 +38,26 @@ impl VideoMesh {
     #[must_use]
     pub const fn single() -> Self {
         let deadline = Duration::from_secs(3600);
-        Self { ring: 1, ulysses: 1, cfg_parallel: false, threads: 1, deadline, processes: ProcessGroup::single() }
+        let processes = ProcessGroup::single();
+        Self { ring: 1, ulysses: 1, head_chunks: 1, cfg_parallel: false, threads: 1, deadline, processes }
+    }
+
+    /// Refuses axes of size 0, and parts of an exchange of heads that no ranks have with each other.
+    ///
+    /// # Errors
+    /// The sizes.
+    pub fn check(&self) -> Result<()> {
+        if self.size() == 0 {
+            return Err(Error::Mesh(format!("{self}: each size must be at least 1")));
+        }
+        match self.head_chunks {
+            0 => Err(Error::Mesh("heads are exchanged in 0 parts: there must be at least 1".into())),
+            1 => Ok(()),
+            chunks if self.ulysses == 1 => Err(Error::Mesh(format!(
+                "{self}: {chunks} parts of the exchange of heads have no effect, because one Ulysses rank exchanges none"
+            ))),
+            _ => Ok(()),
+        }
     }
 
     /// Number of ranks.
@@ -52,8 +75,9 @@ impl VideoMesh {
 
 impl fmt::Display for VideoMesh {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { ring, ulysses, cfg_parallel, threads, .. } = self;
+        let Self { ring, ulysses, head_chunks, cfg_parallel, threads, .. } = self;
+        let parts = if *head_chunks > 1 { format!(" (heads in up to {head_chunks} parts)") } else { String::new() };
         let branches = if *cfg_parallel { "2 branches of guidance x " } else { "" };
-        write!(f, "{branches}ring {ring} x ulysses {ulysses}, {threads} threads each")
+        write!(f, "{branches}ring {ring} x ulysses {ulysses}{parts}, {threads} threads each")
     }
 }

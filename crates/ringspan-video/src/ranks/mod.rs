@@ -6,7 +6,7 @@ mod mesh;
 pub use groups::RankGroups;
 pub use mesh::VideoMesh;
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use ringspan::comm::process_group::ProcessGroup;
 use ringspan::comm::{Buffer, threads};
 use ringspan::{Rank, World, world};
@@ -37,11 +37,9 @@ impl VideoRanks {
     /// Starts the ranks of a mesh.
     ///
     /// # Errors
-    /// An axis of size 0, a number of processes that is not the number of ranks, more threads than the system allows.
+    /// What [`VideoMesh::check`] refuses, a number of processes that is not the number of ranks, more threads than the system allows.
     pub fn start(mesh: &VideoMesh) -> Result<Self> {
-        if mesh.size() == 0 {
-            return Err(Error::Mesh(format!("{mesh}: each size must be at least 1")));
-        }
+        mesh.check()?;
         let ranks = threads::Options { deadline: mesh.deadline, ..Default::default() };
         let options = world::Options { threads_per_rank: mesh.threads, ranks };
         Ok(Self { mesh: mesh.clone(), world: World::start(&mesh.processes, mesh.size(), options)? })

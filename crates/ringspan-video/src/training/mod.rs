@@ -92,6 +92,7 @@ impl<'a> VideoTraining<'a> {
         let mesh = VideoMesh {
             ring,
             ulysses,
+            head_chunks: 1,
             cfg_parallel: false,
             threads: config.threads,
             deadline: config.deadline,

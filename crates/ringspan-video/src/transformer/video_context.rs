@@ -59,6 +59,12 @@ impl VideoContext {
         })
     }
 
+    /// Cuts the exchange of heads between Ulysses ranks into up to `chunks` parts, of which one travels while another is computed.
+    #[must_use]
+    pub fn with_head_chunks(self, chunks: usize) -> Self {
+        Self { attention: self.attention.with_head_chunks(chunks), ..self }
+    }
+
     /// The grid of tokens.
     pub fn grid(&self) -> TokenGrid {
         self.grid

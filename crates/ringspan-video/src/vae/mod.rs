@@ -38,7 +38,8 @@ pub use video_tensor::VideoTensor;
 use crate::error::{Error, Result};
 use crate::ranks::VideoRanks;
 use crate::tensor_folder::TensorFolder;
-use block::Video;
+use block::{Shape, Video};
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 use stored::StoredNetwork;
@@ -136,7 +137,8 @@ impl Decoder {
         check_ranks(ranks)?;
         let [_, channels, frames, height, width] = latents;
         let cols = ColumnSplit { width, ranks }.most();
-        plan::choose(self.network.sizes(), 0, block::Shape { frames, height, cols, channels }, 1, memory)
+        let shape = Shape { frames, height, cols, channels };
+        plan::choose(self.network.sizes(), 0, shape, 1, memory)
     }
 
     /// Decodes `latents`, normalised as the transformer gives them, to frames in [-1, 1], on all ranks. Returns `None` in a process
@@ -201,9 +203,8 @@ impl Encoder {
         check_ranks(ranks)?;
         let (patch, [.., count, height, _]) = (self.network.config().patch(), frames);
         let cols = ColumnSplit { width: latent_width, ranks }.most() * self.network.config().space() / patch;
+        let shape = Shape { frames: count, height: height / patch, cols, channels: self.network.config().in_channels };
         let network = self.network.sizes();
-        let shape =
-            block::Shape { frames: count, height: height / patch, cols, channels: self.network.config().in_channels };
         plan::choose(network, network.segments.len() - 1, shape, self.network.config().time(), memory)
     }
 
@@ -241,23 +242,24 @@ fn check_ranks(ranks: usize) -> Result<()> {
     if ranks == 0 { Err(Error::Mesh("0 ranks: at least 1 is needed".into())) } else { Ok(()) }
 }
 
-/// One video of `batch`, as the network's input.
+/// One video of `batch` in the given columns, as the network's input of `shape`: `place` says where an element of a channel goes, by the
+/// number of its pixel among `[frames, height, columns]`.
 fn columns_of(
     batch: &VideoTensor,
     index: usize,
-    columns: std::ops::Range<usize>,
+    columns: Range<usize>,
+    shape: Shape,
+    place: impl Fn(usize, usize) -> usize,
     value: impl Fn(usize, f32) -> f32,
 ) -> Video {
     let [_, channels, frames, height, width] = batch.shape();
-    let shape = block::Shape { frames, height, cols: columns.len(), channels };
     let mut video = Video::zeros(shape);
     for channel in 0..channels {
         for row in 0..frames * height {
             let from = ((index * channels + channel) * frames * height + row) * width;
-            let to = row * columns.len() * channels + channel;
             let values = &batch.values()[from + columns.start..from + columns.end];
             for (col, x) in values.iter().enumerate() {
-                video.data[to + col * channels] = value(channel, *x);
+                video.data[place(row * columns.len() + col, channel)] = value(channel, *x);
             }
         }
     }

@@ -12,26 +12,25 @@ use std::sync::Arc;
 
 /// Latents of one video as the decoder takes them: with the mean and deviation of each channel put back.
 pub(super) fn from_latents(latents: &VideoTensor, index: usize, columns: Range<usize>, config: &VaeConfig) -> Video {
-    columns_of(latents, index, columns, |channel, x| x * config.latents_std[channel] + config.latents_mean[channel])
+    let [_, channels, frames, height, _] = latents.shape();
+    let shape = Shape { frames, height, cols: columns.len(), channels };
+    let value = |channel: usize, x: f32| x * config.latents_std[channel] + config.latents_mean[channel];
+    columns_of(latents, index, columns, shape, |position, channel| position * channels + channel, value)
 }
 
 /// Frames of one video as the encoder takes them, in the given latent columns: a patch of pixels becomes one position.
 pub(super) fn from_frames(frames: &VideoTensor, index: usize, columns: Range<usize>, config: &VaeConfig) -> Video {
     let (space, patch) = (config.space(), config.patch());
-    let pixels = columns_of(frames, index, columns.start * space..columns.end * space, |_, x| x);
-    if patch == 1 {
-        return pixels;
-    }
-    let Shape { frames, height, cols, channels } = pixels.shape;
-    let shape = Shape { frames, height: height / patch, cols: cols / patch, channels: channels * patch * patch };
-    let mut out = Video::zeros(shape);
-    for (pixel, values) in pixels.data.chunks_exact(channels).enumerate() {
-        let (position, place) = place(pixel, pixels.shape, patch);
-        for (channel, value) in values.iter().enumerate() {
-            out.data[position * shape.channels + channel * patch * patch + place] = *value;
-        }
-    }
-    out
+    let columns = columns.start * space..columns.end * space;
+    let [_, channels, count, height, _] = frames.shape();
+    let pixels = Shape { frames: count, height, cols: columns.len(), channels };
+    let of_patch = patch * patch;
+    let shape = Shape { height: height / patch, cols: pixels.cols / patch, channels: channels * of_patch, ..pixels };
+    let at = |pixel: usize, channel: usize| {
+        let (position, place) = place(pixel, pixels, patch);
+        position * shape.channels + channel * of_patch + place
+    };
+    columns_of(frames, index, columns, shape, at, |_, x| x)
 }
 
 /// The network's position of a pixel, and the pixel's place in its patch. Of a patch, the columns come first.

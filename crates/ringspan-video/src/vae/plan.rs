@@ -29,13 +29,22 @@ struct SegmentPass {
     segments: Range<usize>,
     tiling: Tiling,
     bytes: u64,
+    /// Bytes of this rank's columns of what callers give to the first pass and take of the last one, latents and frames: no part of `bytes`.
+    ends: u64,
 }
 
 impl Plan {
-    /// Bytes of activations, buffers and states on the rank with most columns, computed from the sizes.
+    /// Bytes of activations, buffers and states on the rank with most columns, computed from the sizes. Latents and
+    /// frames come on top.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.passes.iter().map(|pass| pass.bytes).max().unwrap_or(0)
+    }
+
+    /// The same, with this rank's columns of one video's latents and frames while a pass reads or writes them.
+    #[must_use]
+    pub fn bytes_with_frames(&self) -> u64 {
+        self.passes.iter().map(|pass| pass.bytes + pass.ends).max().unwrap_or(0)
     }
 
     /// The most bytes of weights that a pass reads, which the ranks of a process share.
@@ -74,7 +83,8 @@ impl Display for SegmentPass {
 }
 
 /// Chooses passes that fit `memory` bytes: as many segments on their own as possible, in the largest bands. Segment `whole` attends,
-/// so its blocks are whole frames. A video of the input has `unit` frames for each latent frame after the first.
+/// so its blocks are whole frames. A video of the input has `unit` frames for each latent frame after the first. A single pass comes last:
+/// what it needs does not grow with the number of frames, since no video is whole between passes.
 ///
 /// # Errors
 /// Memory that even the smallest blocks exceed.
@@ -89,9 +99,14 @@ pub(super) fn choose(network: &Network, whole: usize, shape: Shape, unit: usize,
         let (mut passes, mut input, mut unit) = (Vec::new(), shape, unit);
         for segments in cuts {
             let layers: Vec<&Layer> = network.segments[segments.clone()].iter().flatten().collect();
-            let pass = largest(&layers, segments.contains(&whole), input, unit, limit);
-            let output = pass.1;
-            passes.push(SegmentPass { segments, tiling: pass.0, bytes: pass.2 });
+            let output = layers.iter().fold(input, |shape, layer| layer.output(shape));
+            let bytes = |shape: Shape| 4 * shape.elements() as u64;
+            let (first, last) = (segments.start == 0, segments.end == network.segments.len());
+            let ends = if first { bytes(input) } else { 0 } + if last { bytes(output) } else { 0 };
+            let between = bytes(input) + bytes(output) - ends;
+            let limit = limit.saturating_sub(between);
+            let (tiling, of_blocks) = largest(&layers, segments.contains(&whole), input, unit, limit);
+            passes.push(SegmentPass { segments, tiling, bytes: between + of_blocks, ends });
             // Between segments the groups need not be those of whole latent frames, except in the encoder's first one.
             (input, unit) = (output, 1);
         }
@@ -117,23 +132,21 @@ pub(super) fn choose(network: &Network, whole: usize, shape: Shape, unit: usize,
     }
 }
 
-/// The ways to join segments, most passes first: the segments after (or before) the one that attends are joined from the end with
-/// the highest resolution.
+/// The ways to join segments, most passes first: they are joined from the end with the highest resolution, down to a single pass. All passes
+/// but the one with segment `whole`, which attends, have bands of rows.
 fn partitions(segments: usize, whole: usize) -> Vec<Vec<Range<usize>>> {
-    if whole > 0 || segments == 1 {
-        return vec![(0..segments).map(|index| index..index + 1).collect()];
+    let alone = |range: Range<usize>| range.map(|index| index..index + 1);
+    match whole {
+        0 => (0..segments).rev().map(|from| alone(0..from).chain(std::iter::once(from..segments)).collect()).collect(),
+        _ => (1..=segments).map(|to| std::iter::once(0..to).chain(alone(to..segments)).collect()).collect(),
     }
-    let joined = |from: usize| (0..from).map(|index| index..index + 1).chain(std::iter::once(from..segments)).collect();
-    (1..segments).rev().map(joined).collect()
 }
 
-/// The largest blocks of a pass that fit, or else the smallest; with the sizes of its output, and its bytes.
-fn largest(layers: &[&Layer], whole: bool, input: Shape, unit: usize, limit: u64) -> (Tiling, Shape, u64) {
-    let output = layers.iter().fold(input, |shape, layer| layer.output(shape));
+/// The largest blocks of a pass that fit, or else the smallest, with their bytes.
+fn largest(layers: &[&Layer], whole: bool, input: Shape, unit: usize, limit: u64) -> (Tiling, u64) {
     let bytes = |tiling: Tiling| {
         let tile = Tile::new(input, tiling);
-        let memory = layers.iter().fold(PassMemory::new(tile), |memory, layer| layer.memory(memory));
-        4 * (input.elements() + output.elements() + memory.elements()) as u64
+        4 * layers.iter().fold(PassMemory::new(tile), |memory, layer| layer.memory(memory)).elements() as u64
     };
     let most = if whole { POSITIONS.div_ceil((input.height * input.cols).max(1)).min(input.frames) } else { 1 };
     let of_frames = |groups: usize| {
@@ -149,6 +162,5 @@ fn largest(layers: &[&Layer], whole: bool, input: Shape, unit: usize, limit: u64
         }
         *bytes <= limit
     });
-    let (tiling, bytes) = fits.or(least).unwrap_or((Tiling { rows: 1, first: 1, frames: unit }, 0));
-    (tiling, output, bytes)
+    fits.or(least).unwrap_or((Tiling { rows: 1, first: 1, frames: unit }, 0))
 }

@@ -3,7 +3,7 @@
 use crate::support::{distance, fixture, message, reference};
 use candle_core::Tensor;
 use ringspan_video::Result;
-use ringspan_video::denoise::{DenoiseFolder, DenoiseInputs, DenoisePlan, DenoiseSettings, cheapest_grid, denoise};
+use ringspan_video::denoise::{DenoiseFolder, DenoiseInputs, DenoisePlan, DenoiseSettings, GridCost, denoise};
 use ringspan_video::ranks::{VideoMesh, VideoRanks};
 use ringspan_video::scheduler::SchedulerConfig;
 use ringspan_video::transformer::{WanConfig, WeightType};
@@ -71,7 +71,8 @@ fn four_steps_with_guidance_are_those_of_diffusers() -> Result<()> {
             };
             let got = run(folder, &VideoMesh::single(), &inputs, &settings(scheduler, guidance)?)?;
             let far = distance(&got, &wanted);
-            assert!(far < 1e-4, "{scheduler}, {kind}: {far:e}");
+            println!("{scheduler}, {kind}: {far:e}");
+            assert!(far < 2e-5, "{scheduler}, {kind}: {far:e}");
         }
     }
     Ok(())
@@ -86,7 +87,8 @@ fn every_mesh_makes_the_latents_of_one_rank() -> Result<()> {
     for (ring, ulysses, cfg_parallel) in [(3, 1, false), (2, 2, false), (1, 2, true), (2, 1, true), (5, 1, false)] {
         let mesh = VideoMesh { ring, ulysses, cfg_parallel, ..VideoMesh::single() };
         let far = distance(&run(&folder, &mesh, &inputs, &settings)?, &one);
-        assert!(far < 2e-5, "{mesh}: {far:e}");
+        println!("{mesh}: {far:e}");
+        assert!(far < 1e-5, "{mesh}: {far:e}");
     }
     Ok(())
 }
@@ -207,15 +209,75 @@ fn a_run_sends_the_bytes_of_its_plan() -> Result<()> {
     Ok(())
 }
 
-/// 12 heads on 8 ranks: with 8 Ulysses ranks, some would have two heads and some one.
-#[test]
-fn the_cheapest_grid_has_no_rank_with_more_work_than_others() -> Result<()> {
+/// The numbers of a video of 4,096 tokens in f32, with heads of 64: `Q` bytes are those of queries, keys and values of a head, which Ulysses
+/// sends, with the outputs that come back; `K` bytes are those of keys and values, which a ring sends.
+const TOKENS: usize = 4096;
+const Q: u64 = 3 * 64 * 4 + 4 * 66;
+const K: u64 = 2 * 64 * 4;
+
+fn costs(heads: usize, ranks: usize) -> Result<Vec<GridCost>> {
     let mut config = WanConfig::default();
-    config.num_attention_heads = 12;
-    let (grid, why) = cheapest_grid(&config, WeightType::F32, 1, 4096, 8)?;
-    assert_eq!((grid.ring, grid.ulysses), (2, 4), "{why}");
-    assert!(why.contains("not") && why.contains("ulysses 8 (2 heads"), "{why}");
-    let (grid, _) = cheapest_grid(&WanConfig::default(), WeightType::F32, 1, 4096, 8)?;
-    assert_eq!((grid.ring, grid.ulysses), (1, 8));
+    (config.num_attention_heads, config.attention_head_dim) = (heads, 64);
+    GridCost::all(&config, WeightType::F32, 1, TOKENS, ranks)
+}
+
+/// 12 heads on 8 ranks: with 8 Ulysses ranks some have two heads and some one, so that the busiest computes a third more; a ring of 2
+/// sends more, and a ring of 8 much more.
+#[test]
+fn grids_of_as_many_ranks_are_compared_by_the_busiest_rank() -> Result<()> {
+    let costs = costs(12, 8)?;
+    let grids: Vec<_> = costs.iter().map(|cost| (cost.grid.ring, cost.grid.ulysses)).collect();
+    assert_eq!(grids, [(8, 1), (4, 2), (2, 4), (1, 8)]);
+    let work: Vec<u64> = costs.iter().map(|cost| cost.work).collect();
+    assert_eq!(work, [512 * 12, 1024 * 6, 2048 * 3, 4096 * 2]);
+    let bytes: Vec<u64> = costs.iter().map(|cost| cost.bytes).collect();
+    // A rank with two heads sends queries, keys and values of the 10 others, and returns two heads of the tokens of 7 ranks.
+    let of_1_x_8 = 512 * (10 * 3 * 64 * 4 + 2 * 7 * 4 * 66);
+    assert_eq!(bytes, [512 * 12 * 7 * K, 512 * (6 * Q + 12 * 3 * K), 512 * (9 * Q + 12 * K), of_1_x_8]);
+    let said = |cost: &GridCost| cost.alternative(&costs).map(|other| other.to_string());
+    let as_2_x_4 = "as ring 2 x ulysses 4, the busiest rank would compute";
+    // The cheapest grid has least work and of these fewest bytes; 1 x 8 sends fewer, but computes more.
+    assert_eq!(said(&costs[2]), None);
+    assert!(costs[3].bytes < costs[2].bytes);
+    let ratio = |cost: &GridCost| costs[2].bytes as f64 / cost.bytes as f64;
+    let of_1_x_8 =
+        format!("{as_2_x_4} 0.75 times as much in attention, but send up to {:.2} times as much", ratio(&costs[3]));
+    assert_eq!(said(&costs[3]), Some(of_1_x_8));
+    let of_8_x_1 = format!("{as_2_x_4} as much in attention, and send up to {:.2} times as much", ratio(&costs[0]));
+    assert_eq!(said(&costs[0]), Some(of_8_x_1));
+    Ok(())
+}
+
+/// Heads that ranks divide, where only bytes differ: a ring that sends several times more is told so, small differences are not.
+#[test]
+fn a_grid_that_sends_clearly_less_is_named_where_heads_divide_too() -> Result<()> {
+    let costs = costs(16, 8)?;
+    assert!(
+        costs.iter().all(|cost| cost.work == costs[0].work) && costs.is_sorted_by_key(|cost| u64::MAX - cost.bytes)
+    );
+    let named =
+        |cost: &GridCost| cost.alternative(&costs).map(|named| (named.other.grid.ring, named.other.grid.ulysses));
+    assert_eq!(costs.iter().map(named).collect::<Vec<_>>(), [Some((1, 8)), Some((1, 8)), None, None]);
+    Ok(())
+}
+
+#[test]
+fn the_plan_names_a_grid_that_sends_less() -> Result<()> {
+    let (tensors, folder) = (reference("loops"), DenoiseFolder::open(&fixture("t2v"), WeightType::F32)?);
+    let (inputs, settings) = (inputs(&tensors, false), settings("euler", [5.0; 2])?);
+    let plan = |ring, ulysses| -> Result<String> {
+        let mesh = VideoMesh { ring, ulysses, ..VideoMesh::single() };
+        Ok(DenoisePlan::new(&folder, &mesh, &inputs, &settings)?.to_string())
+    };
+    // Two heads: 4 x 1 could be 2 x 2.
+    let said = plan(4, 1)?;
+    assert!(
+        said.contains("as ring 2 x ulysses 2, the busiest rank would compute as much in attention, and send"),
+        "{said}"
+    );
+    for (ring, ulysses) in [(2, 2), (1, 2), (1, 1), (5, 1)] {
+        let said = plan(ring, ulysses)?;
+        assert!(!said.contains("would compute"), "{said}");
+    }
     Ok(())
 }

@@ -61,10 +61,11 @@ fn adapters_in_bf16_are_close_and_every_mesh_gives_the_velocity_of_one_rank() ->
     let far = distance(&pass(&sources, WeightType::Bf16)?.velocities((1, 1))?[0], &inputs["original"]);
     assert!(far > 1e-5 && far < 3e-2, "{far:e}");
     let pass = pass(&sources, WeightType::F32)?;
+    let one = pass.velocities((1, 1))?.swap_remove(0);
     for mesh in [(2, 1), (1, 2), (3, 1), (2, 2), (5, 1)] {
         for got in pass.velocities(mesh)? {
-            let far = distance(&got, &inputs["original"]);
-            assert!(far < 2e-5, "{mesh:?}: {far:e}");
+            let far = distance(&got, &one);
+            assert!(far < 1e-5, "{mesh:?}: {far:e}");
         }
     }
     Ok(())
@@ -92,7 +93,8 @@ fn a_few_steps_without_guidance_are_those_of_diffusers() -> Result<()> {
         let got = denoise(&folder, &mut VideoRanks::start(&mesh)?, &inputs, &settings, |_| Ok(()))?
             .expect("this process has rank 0");
         let far = distance(&got, &tensors["steps"].get(3)?);
-        assert!(far < 1e-4, "{mesh}: {far:e}");
+        println!("{mesh}: {far:e}");
+        assert!(far < 2e-5, "{mesh}: {far:e}");
     }
     Ok(())
 }

@@ -5,6 +5,7 @@ mod feature_cache;
 mod gguf;
 mod lora;
 mod pipeline;
+mod pipeline_refusals;
 mod support;
 mod training;
 mod transformer;

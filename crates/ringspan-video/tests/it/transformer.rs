@@ -5,9 +5,10 @@ use candle_core::{Device, Result as TensorResult, Tensor};
 use ringspan::{Mask, Score};
 use ringspan_candle::{Attend, AttentionInputs, Weights, model::stored};
 use ringspan_video::Result;
+use ringspan_video::noise::noise;
 use ringspan_video::tensor_folder::read_json;
-use ringspan_video::transformer::{TokenGrid, VideoContext, WanConfig, WanFolder, WeightType};
-use serde_json::Value;
+use ringspan_video::transformer::{TokenGrid, VideoContext, WanConfig, WanFolder, WanTransformer, WeightType};
+use serde_json::{Value, json};
 use std::collections::HashMap;
 
 const KINDS: [&str; 5] = ["t2v", "i2v", "flf2v", "ti2v", "vace"];
@@ -35,25 +36,64 @@ fn in_bf16_the_velocity_is_close() -> Result<()> {
     Ok(())
 }
 
+/// All (ring, Ulysses) sizes of up to 8 ranks that have heads for all Ulysses ranks.
+fn meshes(heads: usize) -> impl Iterator<Item = (usize, usize)> {
+    let all = (1..=8).flat_map(|ring| (1..=8 / ring).map(move |ulysses| (ring, ulysses)));
+    all.filter(move |(_, ulysses)| *ulysses <= heads)
+}
+
+/// On every mesh, all ranks must have the velocity of one rank, and the same bits.
+fn check_meshes(pass: &Pass, name: &str) -> Result<()> {
+    let one = &pass.velocities((1, 1))?[0];
+    for (ring, ulysses) in meshes(pass.folder.transformer().config().num_attention_heads) {
+        let all = pass.velocities((ring, ulysses))?;
+        for got in &all {
+            let far = distance(got, one);
+            assert!(far < 1e-5, "{name} on ring {ring} x ulysses {ulysses}: {far:e}");
+            let equal = |a: &Tensor| a.flatten_all().and_then(|all| all.to_vec1::<f32>());
+            let (got, first): (TensorResult<_>, _) = (equal(got), equal(&all[0]));
+            assert_eq!(got?, first?, "all ranks get the same bits");
+        }
+    }
+    Ok(())
+}
+
 #[test]
 fn every_mesh_gives_the_velocity_of_one_rank() -> Result<()> {
-    for kind in KINDS {
-        let pass = Pass::of(kind, WeightType::F32)?;
-        let one = &pass.velocities((1, 1))?[0];
-        let heads = pass.folder.transformer().config().num_attention_heads;
-        for (ring, ulysses) in (1..=8).flat_map(|ring| (1..=8 / ring).map(move |ulysses| (ring, ulysses))) {
-            if ulysses > heads {
-                continue;
-            }
-            let all = pass.velocities((ring, ulysses))?;
-            for got in &all {
-                let far = distance(got, one);
-                assert!(far < 1e-5, "{kind} on ring {ring} x ulysses {ulysses}: {far:e}");
-                let equal = |a: &Tensor| a.flatten_all().and_then(|all| all.to_vec1::<f32>());
-                let (got, first): (TensorResult<_>, _) = (equal(got), equal(&all[0]));
-                assert_eq!(got?, first?, "all ranks get the same bits");
-            }
-        }
+    KINDS.iter().try_for_each(|kind| check_meshes(&Pass::of(kind, WeightType::F32)?, kind))
+}
+
+/// More heads than ranks, so that none of the meshes is left out: with 5, 7 and 8 Ulysses ranks some have more heads than others. Of 7 tokens
+/// some ranks have none.
+#[test]
+fn every_mesh_shares_twelve_heads_and_gives_the_velocity_of_one_rank() -> Result<()> {
+    assert_eq!(meshes(12).count(), 20);
+    let path = tempfile::tempdir().expect("a folder");
+    let config = json!({
+        "_class_name": "WanTransformer3DModel", "num_attention_heads": 12, "attention_head_dim": 8, "in_channels": 4, "out_channels": 4,
+        "text_dim": 16, "freq_dim": 32, "ffn_dim": 64, "num_layers": 2,
+    });
+    std::fs::write(path.path().join("config.json"), config.to_string()).expect("written");
+    let mut weights = HashMap::new();
+    for (seed, (name, shape)) in WanTransformer::new(WanConfig::read(path.path())?).shapes().into_iter().enumerate() {
+        // Matrices keep the size of what they multiply, so that attention has its part in the velocity; gains of norms are near 1.
+        let terms = shape.iter().skip(1).product::<usize>().max(1) as f64;
+        let numbers = noise(seed as u64, &shape)?;
+        let is_gain = name.contains("norm") && name.ends_with("weight");
+        let drawn = if is_gain { ((numbers * 0.1)? + 1.0)? } else { (numbers / terms.sqrt())? };
+        weights.insert(name, drawn);
+    }
+    candle_core::safetensors::save(&weights, path.path().join("diffusion_pytorch_model.safetensors"))?;
+    for (tokens, [frames, rows, columns]) in [(7, [7, 2, 2]), (45, [5, 6, 6])] {
+        let timestep = Tensor::new(&[500f32], &Device::Cpu)?;
+        let latents = noise(100, &[1, 4, frames, rows, columns])?;
+        let inputs =
+            [("hidden_states", latents), ("encoder_hidden_states", noise(101, &[1, 9, 16])?), ("timestep", timestep)];
+        let inputs = inputs.map(|(name, tensor)| (name.to_owned(), tensor)).into_iter().collect();
+        let folder = WanFolder::open(path.path())?;
+        let pass = Pass { weights: folder.load(WeightType::F32)?, folder, inputs };
+        assert_eq!(TokenGrid::new([frames, rows, columns], [1, 2, 2])?.tokens(), tokens);
+        check_meshes(&pass, &format!("{tokens} tokens"))?;
     }
     Ok(())
 }
@@ -94,7 +134,7 @@ fn a_model_of_sines_has_the_numbers_of_diffusers() -> Result<()> {
     Ok(())
 }
 
-/// Tokens that ranks do not divide, fewer tokens than ranks, and heads that ranks do not divide.
+/// Tokens that ranks do not divide, fewer tokens than ranks, and heads that ranks do not divide; exchanged at once and in parts.
 #[test]
 fn seven_tokens_attend_on_any_mesh_as_in_f64() -> Result<()> {
     let (tokens, heads, dim) = (7, 12, 8);
@@ -106,20 +146,25 @@ fn seven_tokens_attend_on_any_mesh_as_in_f64() -> Result<()> {
     let all = [1, 2, 3].map(values);
     let wanted = attention_in_f64(&all, tokens, heads, dim);
     for mesh in [(4, 1), (2, 2), (1, 4), (8, 1), (1, 8), (2, 4), (1, 5), (1, 7)] {
-        let outs = on_ranks(mesh, |group, alone| {
-            let video = VideoContext::new(&config, group, alone, 1, TokenGrid::new([7, 2, 2], [1, 2, 2])?)?;
-            let own = |values: &Vec<f32>| {
-                let width = heads * dim;
-                let rows = video.rows().iter().flat_map(|row| &values[row * width..(row + 1) * width]);
-                Tensor::from_vec(rows.copied().collect::<Vec<_>>(), (video.rows().len(), heads, dim), &Device::Cpu)
-            };
-            let [q, k, v] = all.each_ref().map(own);
-            let (q, k, v, score) = (q?, k?, v?, Score::new(1.0 / (dim as f32).sqrt()));
-            let inputs = AttentionInputs::new(&q, &k, &v);
-            let out = video.attention().layer_attention(0, &inputs, &Mask::full(), &score)?;
-            video.gathered(&out.flatten_from(1)?)
-        })?;
-        for out in outs {
+        let in_parts = |chunks: usize| {
+            on_ranks(mesh, |group, alone| {
+                let video = VideoContext::new(&config, group, alone, 1, TokenGrid::new([7, 2, 2], [1, 2, 2])?)?;
+                let video = video.with_head_chunks(chunks);
+                let own = |values: &Vec<f32>| {
+                    let width = heads * dim;
+                    let rows = video.rows().iter().flat_map(|row| &values[row * width..(row + 1) * width]);
+                    Tensor::from_vec(rows.copied().collect::<Vec<_>>(), (video.rows().len(), heads, dim), &Device::Cpu)
+                };
+                let [q, k, v] = all.each_ref().map(own);
+                let (q, k, v, score) = (q?, k?, v?, Score::new(1.0 / (dim as f32).sqrt()));
+                let inputs = AttentionInputs::new(&q, &k, &v);
+                let out = video.attention().layer_attention(0, &inputs, &Mask::full(), &score)?;
+                video.gathered(&out.flatten_from(1)?)
+            })
+        };
+        let at_once = in_parts(1)?;
+        for (out, in_parts) in at_once.into_iter().zip(in_parts(3)?) {
+            assert_eq!(in_parts.to_vec3::<f32>()?, out.to_vec3::<f32>()?, "{mesh:?}");
             for (got, wanted) in out.flatten_all()?.to_vec1::<f32>()?.into_iter().zip(&wanted) {
                 assert!((f64::from(got) - wanted).abs() < 1e-6, "{mesh:?}: {got}, not {wanted}");
             }

@@ -103,6 +103,56 @@ fn every_mesh_and_tiling_decodes_to_the_same_frames() {
     }
 }
 
+/// The plan that needs least memory, found by halving.
+fn least<E>(plan: impl Fn(Option<u64>) -> Result<Plan, E>) -> Plan {
+    let mut fits = plan(Some(u64::MAX)).ok().expect("a plan");
+    let mut fails = 0;
+    while fits.bytes() > fails + 1 {
+        let middle = fails + (fits.bytes() - fails) / 2;
+        match plan(Some(middle)) {
+            Ok(plan) => fits = plan,
+            Err(_) => fails = middle,
+        }
+    }
+    fits
+}
+
+/// Long videos of few pixels: passes between which the video is whole need more and more, a single pass does not.
+#[test]
+fn the_least_memory_does_not_grow_with_the_number_of_frames() {
+    for model in MODELS {
+        let folder = VaeFolder::open(&fixture(model)).expect("a folder");
+        let (decoder, encoder) = (folder.decoder().expect("a decoder"), folder.encoder().expect("an encoder"));
+        let latents = |frames| [1, folder.config().z_dim, frames, 1, 2];
+        let least = |frames: usize| {
+            let video = decoder.frames(latents(frames)).expect("frames");
+            let of_decoder = least(|memory| decoder.plan(latents(frames), 1, memory));
+            [of_decoder, least(|memory| encoder.plan(video, 1, memory))]
+        };
+        let bytes = |plans: &[Plan; 2]| plans.each_ref().map(Plan::bytes);
+        let is_least = |frames: &usize| bytes(&least(*frames)) == bytes(&least(2 * frames));
+        let frames = (5..14).map(|power| 1 << power).find(is_least).expect("the least memory still grows");
+        let [of_decoder, of_encoder] = least(frames);
+        println!("{model}, {frames} latent frames: {of_decoder}; {of_encoder}");
+        let [longer, _] = least(2 * frames);
+        assert!(longer.bytes_with_frames() > of_decoder.bytes_with_frames(), "{model}: latents and frames come on top");
+
+        // The others compute the same layers, in a longer video.
+        if model != "tiny" {
+            continue;
+        }
+        let input = noise(latents(frames));
+        let decode = |plan: &Plan| decoder.decode(&input, &mut ranks(1, 1), plan).expect("frames").expect("rank 0");
+        let whole = decode(&decoder.plan(input.shape(), 1, Some(u64::MAX)).expect("a plan"));
+        let apart = distance(&decode(&of_decoder), &whole);
+        assert!(apart < 1e-5, "{model} in {of_decoder}: {apart:e}");
+        let encode = |plan: &Plan| encoder.encode(&whole, &mut ranks(1, 1), plan).expect("latents").expect("rank 0");
+        let wanted = encode(&encoder.plan(whole.shape(), 1, Some(u64::MAX)).expect("a plan"));
+        let apart = distance(&encode(&of_encoder), &wanted);
+        assert!(apart < 1e-5, "{model} in {of_encoder}: {apart:e}");
+    }
+}
+
 #[test]
 fn every_mesh_and_tiling_encodes_to_the_same_latents() {
     for model in MODELS {
