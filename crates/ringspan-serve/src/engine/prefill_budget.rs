@@ -14,7 +14,7 @@ const SLOWER: f64 = 3.0;
 /// prompt waits where a token takes longer than steps that only generate. They are few, so that [`SLOWER`] holds even where one
 /// request generates with quantized weights: its steps are as fast as weights are read, and each token of a prompt takes
 /// arithmetic that does not get faster with more tokens.
-const FEWEST: usize = 16;
+const FEWEST: usize = 8;
 
 /// Number of measurements whose median counts: one slow step changes nothing.
 const MEASUREMENTS: usize = 5;
@@ -256,7 +256,7 @@ mod tests {
         assert_eq!(budget.tokens(3), 0);
         budget.measured(3, 0, Duration::from_millis(10));
         assert_eq!((budget.tokens(3), budget.tokens(4), budget.tokens(2)), (FEWEST, FEWEST, 0));
-        budget.measured(3, FEWEST, Duration::from_millis(12));
+        budget.measured(3, FEWEST, Duration::from_millis(11));
         assert_eq!(budget.tokens(3), 160);
         for _ in 1..REMEASURED {
             budget.measured(3, 160, Duration::from_millis(30));
