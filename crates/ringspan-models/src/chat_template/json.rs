@@ -7,9 +7,16 @@ use serde_json::Value;
 use serde_json::ser::Formatter;
 use std::io::{Result, Write};
 
+/// Most spaces of an indent: a template must not make a server write more than it has memory for.
+const WIDEST_INDENT: usize = 64;
+
 /// `tojson` of templates, with the arguments that Hugging Face's has: `indent`, `ensure_ascii`, `separators` and `sort_keys`.
 pub(super) fn tojson(value: &TemplateValue, options: Kwargs) -> std::result::Result<TemplateValue, Error> {
     let indent: Option<usize> = options.get("indent")?;
+    if let Some(spaces) = indent.filter(|spaces| *spaces > WIDEST_INDENT) {
+        let problem = format!("tojson: an indent of {spaces} spaces; at most {WIDEST_INDENT} are possible");
+        return Err(Error::new(ErrorKind::InvalidOperation, problem));
+    }
     let separators: Option<Vec<String>> = options.get("separators")?;
     let (item_separator, key_separator) = match separators.as_deref() {
         // With a line for each item, no space follows its comma.
@@ -168,5 +175,6 @@ mod tests {
     fn options_that_python_does_not_have_are_refused() {
         assert!(written("(separators=[','])").is_err_and(|error| error.contains("separators")));
         assert!(written("(width=3)").is_err());
+        assert!(written("(indent=1000000000000)").is_err_and(|error| error.contains("at most 64")));
     }
 }

@@ -32,14 +32,15 @@ fn in_crate_directives(format: &str) -> String {
     let mut out = String::with_capacity(format.len());
     let mut rest = format.chars();
     while let Some(c) = rest.next() {
-        match (c, c == '%') {
-            (c, false) => out.push(c),
-            (_, true) => match rest.next() {
-                Some('f') => out.push_str("%6f"),
-                Some('z' | 'Z') => {}
-                Some(other) => out.extend(['%', other]),
-                None => out.push('%'),
-            },
+        if c != '%' {
+            out.push(c);
+            continue;
+        }
+        match rest.next() {
+            Some('f') => out.push_str("%6f"),
+            Some('z' | 'Z') => {}
+            Some(other) => out.extend(['%', other]),
+            None => out.push('%'),
         }
     }
     out
