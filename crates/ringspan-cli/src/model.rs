@@ -77,7 +77,7 @@ pub(crate) struct ModelArgs {
     activation_dtype: ActivationDType,
 }
 
-/// The type in which a model computes. Matrices stay as their file has them in any, so `as-stored` asks for nothing else than f32.
+/// Reads the type in which a model computes. In f32, matrices stay in memory as their file has them, so `as-stored` means the same.
 fn precision(given: &str) -> Result<Precision> {
     match given {
         "as-stored" => Ok(Precision::F32),

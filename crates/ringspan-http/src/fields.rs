@@ -28,7 +28,7 @@ pub(crate) struct Fields {
     path: String,
     /// The names that were asked for, in this order.
     known: Vec<String>,
-    /// Those of them that may only have the value that changes nothing.
+    /// The names among `known` whose only possible value is the one that changes nothing.
     neutral: Vec<String>,
 }
 

@@ -133,7 +133,7 @@ impl Context {
     }
 
     /// Cuts the exchange of heads between Ulysses ranks into up to `chunks` parts, of which one travels while another is computed. Results
-    /// have the same bits for any number.
+    /// have the same bits for any number, and one Ulysses rank exchanges none.
     pub fn with_head_chunks(self, chunks: usize) -> Self {
         Self { head_chunks: chunks, ..self }
     }

@@ -8,8 +8,8 @@ pub(super) const MESSAGE: &str = "<|message|>";
 const START: &str = "<|start|>";
 /// What ends a message's text: the first three marks say so, the others begin the next message.
 const ENDS: [&str; 5] = ["<|end|>", "<|call|>", "<|return|>", START, CHANNEL];
-/// The longest of them, in bytes.
-const LONGEST_END: usize = 11;
+/// The length of the longest of them, in bytes.
+const LONGEST_END: usize = CHANNEL.len();
 /// What precedes the one to whom a message goes.
 const RECIPIENT: &str = "to=";
 /// The namespace of a request's tools.
@@ -24,26 +24,27 @@ pub(super) struct HarmonyMessages {
     held: String,
     /// Bytes of `held` in which a call's end does not begin.
     searched: usize,
-    place: Place,
+    position: MessagePosition,
     /// Whether nothing of the message's text has been released.
     is_new: bool,
     has_answer: bool,
     has_reasoning: bool,
 }
 
-/// Where the text has got to.
+/// The part of a message in which the parser is.
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Place {
-    /// At its beginning. There may be no header, since grammars allow none, and a prompt may end within a message.
+enum MessagePosition {
+    /// The beginning of the whole text. There may be no header, since grammars allow none, and a prompt may end within a message.
     Beginning,
-    /// In a message's header, which ends with [`MESSAGE`].
+    /// A message's header, which ends with [`MESSAGE`].
     Header,
-    /// In a message's text.
-    Text(Kind),
+    /// A message's text.
+    Text(MessageKind),
 }
 
+/// What a message is to the client.
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Kind {
+enum MessageKind {
     Answer,
     Reasoning,
     /// A call of this function.
@@ -56,7 +57,7 @@ impl HarmonyMessages {
             tools,
             held: String::new(),
             searched: 0,
-            place: Place::Beginning,
+            position: MessagePosition::Beginning,
             is_new: true,
             has_answer: false,
             has_reasoning: false,
@@ -66,55 +67,55 @@ impl HarmonyMessages {
     fn advance(&mut self, end: bool) -> Vec<Parsed> {
         let mut parsed = Vec::new();
         loop {
-            match self.place.clone() {
-                Place::Beginning => match begins_with_header(&self.held) {
+            match self.position.clone() {
+                MessagePosition::Beginning => match begins_with_header(&self.held) {
                     None if !end => return parsed,
-                    Some(true) => self.place = Place::Header,
-                    _ => self.place = Place::Text(Kind::Answer),
+                    Some(true) => self.position = MessagePosition::Header,
+                    _ => self.position = MessagePosition::Text(MessageKind::Answer),
                 },
-                Place::Header => match self.held.find(MESSAGE) {
+                MessagePosition::Header => match self.held.find(MESSAGE) {
                     Some(at) => {
                         let header: String = self.held.drain(..at + MESSAGE.len()).collect();
-                        self.place = Place::Text(self.kind(&header));
+                        self.position = MessagePosition::Text(self.kind(&header));
                         (self.is_new, self.searched) = (true, 0);
                     }
                     None => {
                         if end && begins_with_header(&self.held) == Some(false) {
                             // Words outside of messages; a header that was cut off is none.
                             let rest = std::mem::take(&mut self.held);
-                            self.say(&Kind::Answer, rest, &mut parsed);
+                            self.say(&MessageKind::Answer, rest, &mut parsed);
                         }
                         return parsed;
                     }
                 },
-                Place::Text(kind) => {
+                MessagePosition::Text(kind) => {
                     let from = self.held.floor_char_boundary(self.searched);
                     let found = ENDS.iter().filter_map(|mark| Some((from + self.held[from..].find(mark)?, *mark)));
                     let found = found.min_by_key(|(at, _)| *at);
                     let certain = match (found, &kind) {
                         (Some((at, _)), _) => at,
                         (None, _) if end => self.held.len(),
-                        (None, Kind::Call(_)) => 0,
+                        (None, MessageKind::Call(_)) => 0,
                         (None, _) => certain_before(&self.held, ENDS.into_iter()),
                     };
                     let text: String = self.held.drain(..certain).collect();
                     match kind {
-                        Kind::Call(name) if found.is_some() || end => self.call(name, text, &mut parsed),
-                        Kind::Call(_) => self.searched = self.held.len().saturating_sub(LONGEST_END),
+                        MessageKind::Call(name) if found.is_some() || end => self.call(name, text, &mut parsed),
+                        MessageKind::Call(_) => self.searched = self.held.len().saturating_sub(LONGEST_END),
                         kind => self.say(&kind, text, &mut parsed),
                     }
                     let Some((_, mark)) = found else { return parsed };
                     if mark != START && mark != CHANNEL {
                         self.held.drain(..mark.len());
                     }
-                    self.place = Place::Header;
+                    self.position = MessagePosition::Header;
                 }
             }
         }
     }
 
     /// What a message with this header is. The recipient is named before the channel or after it.
-    fn kind(&self, header: &str) -> Kind {
+    fn kind(&self, header: &str) -> MessageKind {
         let word = |after: &str| {
             let (_, rest) = header.split_once(after)?;
             let rest = rest.trim_start();
@@ -122,30 +123,34 @@ impl HarmonyMessages {
         };
         match (word(RECIPIENT), &self.tools) {
             (Some(recipient), Some(tools)) => match recipient.strip_prefix(FUNCTIONS) {
-                Some(function) => return Kind::Call(function.to_owned()),
-                None if tools.names().any(|name| name == recipient) => return Kind::Call(recipient),
+                Some(function) => return MessageKind::Call(function.to_owned()),
+                None if tools.names().any(|name| name == recipient) => return MessageKind::Call(recipient),
                 // To a tool that the model knows from its training; nobody would answer.
-                None => return Kind::Reasoning,
+                None => return MessageKind::Reasoning,
             },
-            (Some(_), None) => return Kind::Answer,
+            (Some(_), None) => return MessageKind::Answer,
             (None, _) => {}
         }
-        if word(CHANNEL).is_some_and(|channel| channel == "analysis") { Kind::Reasoning } else { Kind::Answer }
+        if word(CHANNEL).is_some_and(|channel| channel == "analysis") {
+            MessageKind::Reasoning
+        } else {
+            MessageKind::Answer
+        }
     }
 
     fn call(&mut self, name: String, text: String, parsed: &mut Vec<Parsed>) {
         match json_calls::arguments(&text) {
             Some(arguments) => parsed.push(Parsed::Call(ToolCall { name, arguments })),
-            None => self.say(&Kind::Answer, text, parsed),
+            None => self.say(&MessageKind::Answer, text, parsed),
         }
     }
 
     /// Releases text, on a new line if it is of another message than the text before.
-    fn say(&mut self, kind: &Kind, mut text: String, parsed: &mut Vec<Parsed>) {
+    fn say(&mut self, kind: &MessageKind, mut text: String, parsed: &mut Vec<Parsed>) {
         if text.is_empty() {
             return;
         }
-        let is_reasoning = *kind == Kind::Reasoning;
+        let is_reasoning = *kind == MessageKind::Reasoning;
         let has_text = if is_reasoning { &mut self.has_reasoning } else { &mut self.has_answer };
         if self.is_new && *has_text {
             text.insert(0, '\n');

@@ -24,7 +24,7 @@ fn sent(before: usize, chunk: usize) -> u64 {
 fn a_short_chunk_sends_as_much_behind_a_long_text_as_behind_a_short_one() {
     let short = sent(64, 2);
     assert_eq!(sent(128, 2), short);
-    // Half of 64 keys and values.
+    // A ring would send half of the 64 keys and values before the chunk.
     assert!(short < LAYERS * 32 * KEY_AND_VALUE, "{short} bytes");
 }
 
@@ -33,7 +33,8 @@ fn a_short_chunk_sends_as_much_behind_a_long_text_as_behind_a_short_one() {
 #[test]
 fn a_long_chunk_sends_no_more_than_its_keys_and_values() {
     let long = sent(0, 128);
-    // Of half of the tokens each time. Queries and outputs, with 4 heads and a softmax state, would be over twice as many.
+    // A rank sends the keys and values of half of the tokens twice. If queries travelled, they and their outputs, with 4 heads and
+    // a softmax state, would take over twice the bytes of one of these.
     let most = LAYERS * (64 + 64) * KEY_AND_VALUE;
     assert!((LAYERS * 64 * KEY_AND_VALUE..=most).contains(&long), "{long} bytes, at most {most}");
 }
