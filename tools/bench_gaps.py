@@ -1,0 +1,91 @@
+"""Times the gaps between tokens of streams of `ringspan serve` before and while a long prompt is read.
+
+    cargo build --release
+    python tools/bench_gaps.py target/release/ringspan model.gguf --threads 2 --streams 1,4 --prompt 8192
+
+Prints the median gap before, and the median and the longest gap while the prompt is read, as multiples of that. `--tiny` in place of a
+model takes a random one, whose speed says nothing, to see that the script works.
+"""
+
+import argparse
+import json
+import pathlib
+import statistics
+import tempfile
+import threading
+import time
+import urllib.request
+
+import bench_serving
+import tiny_server
+
+
+def stream(url: str, tokens: list[int], stop: threading.Event, times: list[float]) -> None:
+    """Appends when each token of a text comes, until it ends or `stop` is set."""
+    body = dict(prompt=tokens, max_tokens=4_000, temperature=0, ignore_eos=True, stream=True, model="bench")
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=1_200) as response:
+        for line in response:
+            if line.startswith(b"data: {"):
+                times.append(time.perf_counter())
+            if stop.is_set():
+                return
+
+
+def gaps(streams: list[list[float]], begin: float, end: float) -> list[float]:
+    return [b - a for times in streams for a, b in zip(times, times[1:]) if begin <= a and b <= end]
+
+
+def measure(url: str, count: int, arguments: argparse.Namespace) -> None:
+    stop, streams = threading.Event(), [[] for _ in range(count)]
+    clients = []
+    for number, times in enumerate(streams):
+        tokens = bench_serving.prompt(16, 1_000 * count + number, arguments.tiny)
+        clients.append(threading.Thread(target=stream, args=(url, tokens, stop, times)))
+    for client in clients:
+        client.start()
+    time.sleep(arguments.seconds)
+    begin = time.perf_counter()
+    seconds, _ = bench_serving.complete(url, bench_serving.prompt(arguments.prompt, 77 + count, arguments.tiny), 1)
+    end = begin + seconds
+    stop.set()
+    for client in clients:
+        client.join()
+    # Nothing is compiled or measured for the first time in the second half of the time before.
+    before = gaps(streams, begin - arguments.seconds / 2, begin)
+    during = gaps(streams, begin, end)
+    if not before or not during:
+        raise SystemExit(f"{count} streams ended before the prompt was read: a shorter --prompt")
+    alone, median, longest = statistics.median(before), statistics.median(during), max(during)
+    print(
+        f"{count} streams: {1e3 * alone:.1f} ms between tokens; while a prompt of {arguments.prompt} is read, {median / alone:.2f} times in the "
+        f"median, {longest / alone:.2f} at most; the prompt took {seconds:.1f} s"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("program")
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--streams", type=lambda text: [int(count) for count in text.split(",")], default=[1, 4])
+    parser.add_argument("--prompt", type=int, default=8_192)
+    parser.add_argument("--seconds", type=float, default=4, help="time before the prompt")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--flags", default="", help="further flags of `ringspan serve`")
+    parser.add_argument("--tiny", action="store_true")
+    arguments = parser.parse_args()
+    if (arguments.model is None) != arguments.tiny:
+        parser.error("a model, or --tiny in its place")
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.tiny:
+            tiny_server.write_model(pathlib.Path(folder))
+            arguments.model = folder
+        with bench_serving.ringspan(arguments, f"--threads {arguments.threads} {arguments.flags}") as url:
+            for count in arguments.streams:
+                measure(url, count, arguments)
+
+
+if __name__ == "__main__":
+    main()
