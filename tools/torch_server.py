@@ -43,6 +43,10 @@ def serve(path: pathlib.Path, threads: int) -> None:
         def log_message(self, *_) -> None:
             """Standard error is for failures."""
 
-    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    class Server(http.server.HTTPServer):
+        # Connections beyond this number would be refused while one request is answered.
+        request_queue_size = 128
+
+    server = Server(("127.0.0.1", 0), Handler)
     print(f"listening on http://127.0.0.1:{server.server_port}", flush=True)
     server.serve_forever()

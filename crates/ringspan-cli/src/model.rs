@@ -71,8 +71,8 @@ pub(crate) struct ModelArgs {
     #[arg(long, default_value_t = Precision::F32, value_parser = precision, value_name = "TYPE")]
     pub(crate) dtype: Precision,
     /// Type to which activations are rounded where CPUs multiply them with quantized weights: f32, or int16, which rounds each by
-    /// at most 2^-16 of the largest of the 32 around it. On processors with AVX2 but without VNNI, it is hardly faster for prompts and
-    /// many streams, and slower for one stream
+    /// at most 2^-16 of the largest of the 32 around it. With VNNI, prompts and many streams are faster; with AVX2 alone hardly; one
+    /// stream is slower on both
     #[arg(long, default_value_t = ActivationDType::F32, value_name = "TYPE")]
     activation_dtype: ActivationDType,
 }

@@ -24,7 +24,7 @@ const SHARED: usize = 16;
 pub(super) struct Unpacking {
     scales: Scales,
     /// Unpacks the first argument, and prefetches the second.
-    unpack: fn(StoredColumns, StoredColumns, &mut RowCodes),
+    unpack: fn(StoredColumns, &[u8], &mut RowCodes),
 }
 
 impl Unpacking {
@@ -44,7 +44,7 @@ impl Unpacking {
     }
 
     fn new<B: BlockCodes<LEN>, const LEN: usize>() -> Self {
-        fn unpack<B: BlockCodes<LEN>, const LEN: usize>(rows: StoredColumns, next: StoredColumns, to: &mut RowCodes) {
+        fn unpack<B: BlockCodes<LEN>, const LEN: usize>(rows: StoredColumns, next: &[u8], to: &mut RowCodes) {
             dispatch(Unpack::<B, LEN> { rows, next, to, blocks: PhantomData });
         }
         Self { scales: B::SCALES, unpack: unpack::<B, LEN> }
@@ -53,7 +53,7 @@ impl Unpacking {
 
 struct Unpack<'a, B, const LEN: usize> {
     rows: StoredColumns<'a>,
-    next: StoredColumns<'a>,
+    next: &'a [u8],
     to: &'a mut RowCodes,
     blocks: PhantomData<B>,
 }
@@ -64,7 +64,7 @@ impl<B: BlockCodes<LEN>, const LEN: usize> VectorWork for Unpack<'_, B, LEN> {
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
         let Self { rows, next, to, .. } = self;
-        let mut next = next.rows();
+        let mut next = next.chunks(next.len().div_ceil(ROWS).max(1));
         for (row, bytes) in rows.rows().enumerate() {
             prefetch(next.next().unwrap_or_default());
             let blocks: &[B] = bytemuck::cast_slice(bytes);
@@ -121,12 +121,17 @@ impl Product<'_> {
         let (mut codes, mut panels) = (RowCodes::zeros(), is_packed.then(Panels::zeros));
         let mut sums = vec![[[0.0; ROWS]; 2]; tokens.len()];
         for group in rows.clone().step_by(GROUP).map(|first| first..rows.end.min(first + GROUP)) {
+            // Processors do not foresee reads that jump from row to row, so each part of this group that is unpacked prefetches as much of
+            // the next group, whose rows follow in memory.
+            let next = self.weight.bytes_of_rows(group.end..rows.end.min(group.end + GROUP));
+            let mut next = next.chunks(next.len().div_ceil(2 * columns.div_ceil(COLUMNS)).max(1));
             sums.fill([[0.0; ROWS]; 2]);
             for start in (0..columns).step_by(COLUMNS) {
                 let width = COLUMNS.min(columns - start);
                 for (panel, first) in group.clone().step_by(ROWS).enumerate() {
                     let of_panel = first..group.end.min(first + ROWS);
-                    self.unpack(of_panel, &rows, start..start + width, &mut codes);
+                    let stored = self.weight.stored(of_panel, start..start + width);
+                    (self.unpacking.unpack)(stored, next.next().unwrap_or_default(), &mut codes);
                     match &mut panels {
                         Some(panels) => panels.pack(self.instructions, panel, width, &codes),
                         None => {
@@ -144,20 +149,5 @@ impl Product<'_> {
                 out.iter_mut().zip(sums.as_flattened()).for_each(|(out, sum)| *out += sum);
             }
         }
-    }
-
-    /// Unpacks some columns of the rows of a panel, and prefetches the columns of these rows that are unpacked next, or else those of the
-    /// rows that follow the group among `rows`: processors do not foresee reads that jump from row to row.
-    fn unpack(&self, panel: Range<usize>, rows: &Range<usize>, columns: Range<usize>, to: &mut RowCodes) {
-        let width = self.weight.dims().1;
-        let (next_rows, next_columns) = match columns.end {
-            end if end < width => (panel.clone(), end..width.min(end + COLUMNS)),
-            _ => {
-                let row = |row: usize| rows.end.min(row + GROUP);
-                (row(panel.start)..row(panel.end), 0..width.min(COLUMNS))
-            }
-        };
-        let next = self.weight.stored(next_rows, next_columns);
-        (self.unpacking.unpack)(self.weight.stored(panel, columns), next, to);
     }
 }
