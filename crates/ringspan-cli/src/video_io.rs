@@ -62,20 +62,35 @@ pub(crate) fn mesh(args: &MeshArgs, cfg_parallel: bool, processes: &ProcessGroup
     Ok(VideoMesh {
         ring,
         ulysses,
-        head_chunks: 1,
         cfg_parallel,
         threads,
         deadline: DEADLINE,
         processes: processes.clone(),
+        ..VideoMesh::single()
     })
 }
 
-/// A mesh whose Ulysses ranks exchange heads in as many parts as `--head-chunks` asks for.
-pub(crate) fn with_head_chunks(mesh: VideoMesh, chunks: Option<u32>) -> Result<VideoMesh> {
-    let head_chunks = chunks.map_or(1, |chunks| chunks as usize);
-    let mesh = VideoMesh { head_chunks, ..mesh };
-    mesh.check().context("--head-chunks")?;
-    Ok(mesh)
+/// How the ranks of a transformer exchange heads and weights.
+#[derive(Debug, clap::Args)]
+pub(crate) struct ExchangeArgs {
+    /// Exchange the heads of Ulysses ranks in up to N parts: one travels while another is computed [default: 1]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    head_chunks: Option<u32>,
+    /// Let each process hold only its share of the transformer's weights; those of a block are gathered from all when it computes, as
+    /// in FSDP
+    #[arg(long)]
+    shard_weights: bool,
+}
+
+impl ExchangeArgs {
+    /// The mesh with this exchange.
+    pub(crate) fn of(&self, mesh: VideoMesh) -> Result<VideoMesh> {
+        let mesh = VideoMesh { head_chunks: self.head_chunks.map_or(1, |chunks| chunks as usize), ..mesh };
+        mesh.check().context("--head-chunks")?;
+        let mesh = VideoMesh { shard_weights: self.shard_weights, ..mesh };
+        mesh.check().context("--shard-weights")?;
+        Ok(mesh)
+    }
 }
 
 /// A line of a plan: the time of so many floating-point operations of the transformer at the speed of a matrix product, which is measured

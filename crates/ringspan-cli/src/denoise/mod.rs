@@ -10,7 +10,7 @@ pub(crate) use sampler::SamplerArgs;
 use crate::files::{self, OutputTensor};
 use crate::mesh::MeshArgs;
 use crate::output;
-use crate::video_io;
+use crate::video_io::{self, ExchangeArgs};
 use anyhow::{Context, Result, ensure};
 use input::Input;
 use ringspan::comm::process_group::ProcessGroup;
@@ -53,9 +53,8 @@ pub(crate) struct DenoiseArgs {
     /// Seed of the noise [default: 0]
     #[arg(long, value_name = "N", requires = "frames")]
     seed: Option<u64>,
-    /// Exchange the heads of Ulysses ranks in up to N parts: one travels while another is computed [default: 1]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
-    head_chunks: Option<u32>,
+    #[command(flatten)]
+    exchange: ExchangeArgs,
     /// Compute the two branches of guidance on ranks of their own, twice as many
     #[arg(long)]
     cfg_parallel: bool,
@@ -72,7 +71,7 @@ pub(crate) struct DenoiseArgs {
 
 pub(crate) fn run(args: &DenoiseArgs, processes: &ProcessGroup) -> Result<()> {
     let mesh = video_io::mesh(&args.mesh, args.cfg_parallel, processes)?;
-    let mesh = video_io::with_head_chunks(mesh, args.head_chunks)?;
+    let mesh = args.exchange.of(mesh)?;
     files::check_output("--out", &args.out)?;
     let dtype = args.dtype.unwrap_or_else(|| WeightType::default_of(&args.model));
     let folder = DenoiseFolder::open(&args.model, dtype).context("--model")?;

@@ -5,7 +5,7 @@ mod preview;
 use crate::denoise::{Progress, SamplerArgs};
 use crate::mesh::MeshArgs;
 use crate::output;
-use crate::video_io::{self, Destination, read_frames};
+use crate::video_io::{self, Destination, ExchangeArgs, read_frames};
 use anyhow::{Context, Result};
 use preview::Preview;
 use ringspan::comm::process_group::ProcessGroup;
@@ -69,9 +69,8 @@ pub(crate) struct VideoArgs {
     seed: u64,
     #[command(flatten)]
     sampler: SamplerArgs,
-    /// Exchange the heads of Ulysses ranks in up to N parts: one travels while another is computed [default: 1]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
-    head_chunks: Option<u32>,
+    #[command(flatten)]
+    exchange: ExchangeArgs,
     /// Compute the two branches of guidance on ranks of their own, twice as many
     #[arg(long)]
     cfg_parallel: bool,
@@ -103,7 +102,7 @@ pub(crate) struct VideoArgs {
 
 pub(crate) fn run(args: &VideoArgs, processes: &ProcessGroup) -> Result<()> {
     let mesh = video_io::mesh(&args.mesh, args.cfg_parallel, processes)?;
-    let mesh = video_io::with_head_chunks(mesh, args.head_chunks)?;
+    let mesh = args.exchange.of(mesh)?;
     let destination = Destination::of(&args.out)?;
     let pictures = args.image.iter().chain(&args.last_image).chain(&args.reference_image);
     let moving = args.tiny_decoder.is_some();

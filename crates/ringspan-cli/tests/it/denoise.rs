@@ -52,6 +52,15 @@ fn heads_are_exchanged_in_parts_where_ranks_exchange_them() {
 }
 
 #[test]
+fn weights_are_not_sharded_between_threads_that_share_them() {
+    let video = Video::denoise();
+    let flags = "--embeds in.safetensors --steps 2 --scheduler euler --shard-weights --out new.safetensors";
+    for mesh in ["", "--ring 2"] {
+        video.refused(&format!("{flags} {mesh}"), &["--shard-weights", "has no effect", "one process"]);
+    }
+}
+
+#[test]
 fn denoise_says_how_many_steps_were_skipped() {
     let video = Video::denoise();
     let flags = "--embeds in.safetensors --steps 9 --scheduler euler";

@@ -23,6 +23,27 @@ fn a_video_of_processes_is_that_of_threads() {
     assert!(run.stderr[0].contains("step 4/4") && run.stdout[1].is_empty(), "{:#?}", run.stderr);
 }
 
+/// The pipeline has two transformers, of which the second one's shares replace those of the first.
+#[test]
+fn a_video_of_processes_that_shard_weights_is_that_of_threads() {
+    let folder = tempfile::tempdir().expect("a folder");
+    write_pipeline(&folder.path().join("model"));
+    let read = |name: &str| std::fs::read(folder.path().join(name)).expect("a file");
+    for (mesh, more) in [("--ring 2", ""), ("--cfg-parallel", "--cache-threshold 0.3")] {
+        let arguments = |flags: &'static str| -> Vec<&str> {
+            let always = "video --model model --prompt cat --negative rain --frames 9 --height 32 --width 48 --steps 4 --seed 7 \
+                          --guidance 4 --guidance-2 3 --threads 1";
+            [always, mesh, more, flags].into_iter().flat_map(str::split_whitespace).collect()
+        };
+        mpi::threads(folder.path(), &arguments("--out threads.safetensors"));
+        let sharded = arguments("--shard-weights --out processes.safetensors");
+        let run = mpi::mpirun(&[(2, folder.path(), sharded)]);
+        assert!(run.good, "{mesh}: {:#?}", run.stderr);
+        assert!(read("processes.safetensors") == read("threads.safetensors"), "{mesh}");
+        assert!(run.stderr[0].contains("sharded   a rank holds"), "{:#?}", run.stderr);
+    }
+}
+
 #[test]
 fn adapters_of_processes_are_those_of_threads() {
     let folder = tempfile::tempdir().expect("a folder");

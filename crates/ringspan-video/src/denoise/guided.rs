@@ -6,7 +6,7 @@ use super::inputs::DenoiseInputs;
 use super::pipeline::DenoiseFolder;
 use crate::error::Result;
 use crate::ranks::RankGroups;
-use crate::transformer::{BlockPass, Conditions, Control, Prompt, VideoContext};
+use crate::transformer::{BlockPass, Conditions, Control, Prompt, ShardedWeights, UnitWeights, VideoContext};
 use candle_core::{Device, Tensor};
 use ringspan_candle::StoredWeights;
 use std::sync::Arc;
@@ -27,9 +27,24 @@ pub(super) struct GuidedModel<'a> {
 
 struct Stage {
     index: usize,
-    weights: Arc<StoredWeights>,
+    weights: StageWeights,
     prompts: [Option<Prompt>; 2],
     caches: [FeatureCache; 2],
+}
+
+/// The weights of a stage: all of them, which the ranks of a process share, or a share.
+enum StageWeights {
+    All(Arc<StoredWeights>),
+    Share(ShardedWeights),
+}
+
+impl StageWeights {
+    fn units(&self) -> &dyn UnitWeights {
+        match self {
+            Self::All(weights) => &**weights,
+            Self::Share(weights) => weights,
+        }
+    }
 }
 
 /// A step as the transformers take it.
@@ -99,7 +114,7 @@ impl<'a> GuidedModel<'a> {
     fn skips(&mut self, input: StepInput, is_guided: bool) -> Result<bool> {
         let (Some((estimate, threshold)), Some(stage)) = (self.cache, &mut self.stage) else { return Ok(false) };
         let transformer = self.folder.transformer(stage.index);
-        let embedding = transformer.embedded_time(&stage.weights, input.time, &self.video)?;
+        let embedding = transformer.embedded_time(stage.weights.units(), input.time, &self.video)?;
         let branches = match self.groups.branch() {
             Some(branch) => branch..branch + 1,
             None => 0..if is_guided { 2 } else { 1 },
@@ -115,7 +130,10 @@ impl<'a> GuidedModel<'a> {
     fn enter(&mut self, index: usize) -> Result<()> {
         if self.stage.as_ref().is_none_or(|stage| stage.index != index) {
             self.stage = None;
-            let weights = self.folder.weights(index)?;
+            let weights = match self.groups.sharing_weights() {
+                Some(ranks) => StageWeights::Share(self.folder.weight_share(index, ranks)?),
+                None => StageWeights::All(self.folder.weights(index)?),
+            };
             self.stage = Some(Stage { index, weights, prompts: [None, None], caches: Default::default() });
         }
         Ok(())
@@ -134,7 +152,7 @@ impl<'a> GuidedModel<'a> {
         };
         let prompt = match &mut prompts[branch] {
             Some(prompt) => prompt,
-            slot => slot.insert(transformer.prompt(weights, text, inputs.image_embeds.as_ref(), video)?),
+            slot => slot.insert(transformer.prompt(weights.units(), text, inputs.image_embeds.as_ref(), video)?),
         };
         let control = inputs.control.as_ref().map(|control| Control { control, scale: &self.control_scale });
         let times = &video.timesteps(input.times)?;
@@ -144,7 +162,7 @@ impl<'a> GuidedModel<'a> {
             _ => BlockPass::Compute,
         };
         let conditions = Conditions { times, prompt, control };
-        let patches = transformer.forward_with(weights, input.latents, conditions, blocks, video)?;
+        let patches = transformer.forward_with(weights.units(), input.latents, conditions, blocks, video)?;
         video.grid().unpatched(&video.gathered(&patches)?)
     }
 }

@@ -4,8 +4,9 @@ use crate::error::{Error, Result};
 use crate::lora::LoraSource;
 use crate::scheduler::SchedulerConfig;
 use crate::tensor_folder::read_json;
-use crate::transformer::{TokenGrid, WanConfig, WanFolder, WanTransformer, WeightType};
+use crate::transformer::{ShardedWeights, TokenGrid, WanConfig, WanFolder, WanTransformer, WeightShares, WeightType};
 use crate::vae::VaeConfig;
+use ringspan::comm::Communicator;
 use ringspan_candle::StoredWeights;
 use serde_json::{Map, Value};
 use std::path::Path;
@@ -164,6 +165,20 @@ impl DenoiseFolder {
         let weights = Arc::new(self.stages[stage].load(self.weight_type)?);
         *loaded = Some((stage, weights.clone()));
         Ok(weights)
+    }
+
+    /// How so many ranks share the weights of a stage, and the bytes of adapters, which each of them holds.
+    pub(super) fn shares(&self, stage: usize, ranks: usize) -> (WeightShares, u64) {
+        let folder = &self.stages[stage];
+        (folder.shares(self.weight_type, ranks), folder.adapter_bytes(self.weight_type))
+    }
+
+    /// The weights of a stage, of which each rank of `ranks` reads and holds a share.
+    ///
+    /// # Errors
+    /// Failures of the file system.
+    pub fn weight_share(&self, stage: usize, ranks: &Arc<dyn Communicator>) -> Result<ShardedWeights> {
+        self.stages[stage].load_share(self.weight_type, ranks.clone())
     }
 
     /// Frees the weights in memory.

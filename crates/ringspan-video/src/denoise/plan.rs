@@ -33,8 +33,10 @@ pub struct DenoisePlan {
     bytes: u64,
     /// Bytes that the busiest rank sends in a step beside attention.
     gathered: u64,
-    /// Bytes of each transformer's weights in memory, which the ranks of a process share.
+    /// Bytes of each transformer's weights.
     weights: Vec<u64>,
+    /// What a process holds and sends of them where ranks shard them.
+    sharded: Option<ShardedBytes>,
     /// Bytes that the fullest rank holds beside weights.
     activations: u64,
     /// Floating-point operations of all ranks in each step of a transformer.
@@ -43,6 +45,30 @@ pub struct DenoisePlan {
     local: usize,
     /// Whether each of them is a process of its own.
     has_processes: bool,
+}
+
+/// Bytes of weights that ranks shard.
+#[derive(Debug, Clone, Copy)]
+struct ShardedBytes {
+    /// What the rank with most holds of the larger transformer.
+    share: u64,
+    /// The largest unit, as a message and as the weights that are made of it.
+    unit: u64,
+    /// What the busiest rank sends in a step.
+    sent: u64,
+}
+
+impl ShardedBytes {
+    fn new(folder: &DenoiseFolder, mesh: &VideoMesh, branches: u64) -> Self {
+        let mut most = Self { share: 0, unit: 0, sent: 0 };
+        for stage in 0..folder.stages() {
+            let (shares, adapters) = folder.shares(stage, mesh.size());
+            most.share = most.share.max(shares.most() + adapters);
+            most.unit = most.unit.max(2 * shares.largest_unit());
+            most.sent = most.sent.max(branches * shares.most() * (mesh.size() as u64 - 1));
+        }
+        most
+    }
 }
 
 impl DenoisePlan {
@@ -105,6 +131,7 @@ impl DenoisePlan {
             bytes: cost.bytes * (blocks * branches) as u64,
             gathered: sizes.gathered(config, mesh.cfg_parallel),
             weights: (0..folder.stages()).map(|stage| folder.bytes(stage)).collect(),
+            sharded: mesh.shard_weights.then(|| ShardedBytes::new(folder, mesh, branches as u64)),
             activations: sizes.activations(config, weights),
             operations: (0..folder.stages()).map(operations).collect(),
             local: mesh.processes.local().unwrap_or(mesh.size()),
@@ -112,16 +139,18 @@ impl DenoisePlan {
         })
     }
 
-    /// Bytes that the busiest rank sends in a step: in attention, and for the velocity.
+    /// Bytes that the busiest rank sends in a step: in attention, for the velocity, and of weights where ranks shard them.
     #[must_use]
     pub fn sent(&self) -> u64 {
-        self.bytes + self.gathered
+        self.bytes + self.gathered + self.sharded.map_or(0, |sharded| sharded.sent)
     }
 
-    /// Bytes of the largest transformer's weights in memory, which the ranks of a process share.
+    /// Bytes of the largest transformer's weights in the memory of a process: all of them, or where ranks shard them the largest share and
+    /// the largest unit, which is gathered to compute with it.
     #[must_use]
     pub fn most_weights(&self) -> u64 {
-        self.weights.iter().copied().max().unwrap_or(0)
+        let all = self.weights.iter().copied().max().unwrap_or(0);
+        self.sharded.map_or(all, |ShardedBytes { share, unit, .. }| share + unit)
     }
 
     /// Bytes that the fullest rank holds beside weights.
@@ -158,7 +187,7 @@ impl DenoisePlan {
         }
         Err(Error::Input(format!(
             "this needs about {} of memory (weights {}, {} ranks here of up to {}), and {} are free; weights in bf16 take half of \
-             those in f32, and with ranks on more machines each machine has fewer tokens",
+             those in f32, with ranks on more machines each machine has fewer tokens, and with --shard-weights fewer weights",
             bytes_text(needed),
             bytes_text(self.most_weights()),
             self.local,
@@ -214,6 +243,13 @@ impl fmt::Display for DenoisePlan {
             });
             let threshold = self.settings.cache_threshold;
             writeln!(f, "cache     blocks are skipped in up to {steps} steps, while {of} is below {threshold}")?;
+        }
+        if let Some(ShardedBytes { share, unit, sent }) = self.sharded {
+            let (share, unit, sent) = (bytes_text(share), bytes_text(unit), bytes_text(sent));
+            writeln!(
+                f,
+                "sharded   a rank holds {share} of the weights, and {unit} while it computes; it sends {sent} a step"
+            )?;
         }
         writeln!(
             f,

@@ -16,6 +16,8 @@ pub struct RankGroups {
     /// The ranks with the same tokens in both branches of guidance.
     across: Option<Arc<dyn Communicator>>,
     head_chunks: usize,
+    /// The group of all ranks for the messages of weights, if they are sharded.
+    sharing_weights: Option<Arc<dyn Communicator>>,
     /// Bytes that this rank had sent to others before these groups were made.
     sent_before: u64,
 }
@@ -31,8 +33,9 @@ impl RankGroups {
             true => (world.split(rank / size, rank)?, Some(world.split(rank % size, rank)?)),
         };
         let video = Arc::new(Group::new(of_branch, (mesh.ring, mesh.ulysses), own.kernel())?);
+        let sharing_weights = if mesh.shard_weights { Some(world.split(0, rank)?) } else { None };
         let (alone, head_chunks) = (Arc::new(alone), mesh.head_chunks);
-        Ok(Self { rank, world: world.clone(), video, alone, across, head_chunks, sent_before })
+        Ok(Self { rank, world: world.clone(), video, alone, across, head_chunks, sharing_weights, sent_before })
     }
 
     /// This rank's number among all.
@@ -58,6 +61,11 @@ impl RankGroups {
     /// The number of parts in which Ulysses ranks exchange heads.
     pub fn head_chunks(&self) -> usize {
         self.head_chunks
+    }
+
+    /// The ranks that hold a share of the transformer's weights each; `None` if this rank holds all.
+    pub(crate) fn sharing_weights(&self) -> Option<&Arc<dyn Communicator>> {
+        self.sharing_weights.as_ref()
     }
 
     /// The only branch of guidance that this rank computes, 0 for the prompt and 1 for the negative prompt; `None` if it computes

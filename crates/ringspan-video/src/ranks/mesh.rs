@@ -25,6 +25,9 @@ pub struct VideoMesh {
     pub head_chunks: usize,
     /// Whether the two branches of guidance are computed by ranks of their own, twice as many.
     pub cfg_parallel: bool,
+    /// Whether each rank holds only a share of the transformer's weights, and gathers those of a block from the others when it computes.
+    /// This is for ranks that are processes; those that are threads of one process share its weights in any case.
+    pub shard_weights: bool,
     /// Threads of each rank.
     pub threads: usize,
     /// Upper limit on the time that a rank waits for another.
@@ -39,16 +42,31 @@ impl VideoMesh {
     pub const fn single() -> Self {
         let deadline = Duration::from_secs(3600);
         let processes = ProcessGroup::single();
-        Self { ring: 1, ulysses: 1, head_chunks: 1, cfg_parallel: false, threads: 1, deadline, processes }
+        let shard_weights = false;
+        Self {
+            ring: 1,
+            ulysses: 1,
+            head_chunks: 1,
+            cfg_parallel: false,
+            shard_weights,
+            threads: 1,
+            deadline,
+            processes,
+        }
     }
 
-    /// Refuses axes of size 0, and parts of an exchange of heads that no ranks have with each other.
+    /// Refuses axes of size 0, weights that no ranks share, and parts of an exchange of heads that no ranks have with each other.
     ///
     /// # Errors
     /// The sizes.
     pub fn check(&self) -> Result<()> {
         if self.size() == 0 {
             return Err(Error::Mesh(format!("{self}: each size must be at least 1")));
+        }
+        if self.shard_weights && (self.size() == 1 || self.processes.local().is_none()) {
+            return Err(Error::Mesh(format!(
+                "{self}: sharding weights has no effect, because the ranks of a process share its weights, and there is one process"
+            )));
         }
         match self.head_chunks {
             0 => Err(Error::Mesh("heads are exchanged in 0 parts: there must be at least 1".into())),

@@ -92,11 +92,10 @@ impl<'a> VideoTraining<'a> {
         let mesh = VideoMesh {
             ring,
             ulysses,
-            head_chunks: 1,
-            cfg_parallel: false,
             threads: config.threads,
             deadline: config.deadline,
             processes: processes.clone(),
+            ..VideoMesh::single()
         };
         let names: Vec<String> =
             folder.transformer().adapter_shapes().iter().map(|(name, shape)| format!("{name} {shape:?}")).collect();

@@ -1,7 +1,8 @@
 //! WAN's video transformer (Wan Team, 2025, arXiv:2503.20314): it predicts the velocity of noisy latents under a prompt.
 //!
-//! Each rank holds some tokens of the video, and all weights. Only attention of the video to itself needs the tokens of other
-//! ranks; everything else is computed for each token by itself, also attention to the prompt, which every rank holds whole.
+//! Each rank holds some tokens of the video, and all weights or [a share](ShardedWeights) of them. Only attention of the video to itself
+//! needs the tokens of other ranks; everything else is computed for each token by itself, also attention to the prompt, which every rank
+//! holds whole.
 //!
 //! Shape letters: B videos, S tokens of a video, T tokens of all videos on this rank, C width, H heads, D head width, N embeddings
 //! of a prompt.
@@ -15,9 +16,13 @@ mod gradients;
 mod grid;
 mod head;
 mod patch_embedding;
+mod sharded_weights;
+mod unit_weights;
 mod vace;
 mod video_context;
 mod weight_files;
+mod weight_message;
+mod weight_shares;
 mod weights;
 
 pub use attention::BlockPrompt;
@@ -25,7 +30,10 @@ pub use config::WanConfig;
 pub use gradients::FlowSample;
 pub(crate) use gradients::TIMESTEPS;
 pub use grid::TokenGrid;
+pub use sharded_weights::ShardedWeights;
+pub use unit_weights::UnitWeights;
 pub use video_context::{Timesteps, VideoContext};
+pub(crate) use weight_shares::WeightShares;
 pub use weights::{WanFolder, WeightType};
 
 use crate::error::{Error, Result};
@@ -41,6 +49,7 @@ use ringspan_candle::modulation::TableRows;
 use ringspan_candle::residual::residual;
 use ringspan_candle::{Adapters, StoredWeights};
 use std::collections::BTreeMap;
+use unit_weights::UnitSequence;
 use vace::ControlBlock;
 
 /// The transformer's structure, without its weights: a stack of units, of which the first embeds patches and conditions.
@@ -177,6 +186,24 @@ impl WanTransformer {
         &self.parameters
     }
 
+    /// The units: the embedding, the blocks, the control blocks, the head.
+    pub(crate) fn units(&self) -> impl Iterator<Item = Unit> {
+        let layers = self.config.num_layers + self.control_blocks.len();
+        [Unit::Embedding].into_iter().chain((0..layers).map(Unit::Layer)).chain([Unit::Head])
+    }
+
+    /// The units in the order in which a pass takes them, with or without blocks: a control block comes before the block to which it adds.
+    fn units_of_pass(&self, skips_blocks: bool) -> Vec<Unit> {
+        let mut units = vec![Unit::Embedding];
+        for index in (0..self.blocks.len()).filter(|_| !skips_blocks) {
+            let control = self.control_blocks.get(&index);
+            units.extend(control.map(|control| Unit::Layer(self.config.num_layers + control.number())));
+            units.push(Unit::Layer(index));
+        }
+        units.push(Unit::Head);
+        units
+    }
+
     /// All parameters with their shapes, by their names in checkpoints.
     #[must_use]
     pub fn shapes(&self) -> BTreeMap<String, Vec<usize>> {
@@ -190,20 +217,27 @@ impl WanTransformer {
     /// Missing weights, other shapes, images where the model takes none, and none where it takes some.
     pub fn prompt(
         &self,
-        weights: &StoredWeights,
+        weights: &dyn UnitWeights,
         text: &Tensor,
         image: Option<&Tensor>,
         video: &VideoContext,
     ) -> Result<Prompt> {
         self.check_prompt("the prompt's embeddings", text, image, video.batch())?;
-        let pass = self.pass(weights, video);
-        let dtype = self.patch_embedding.dtype(&pass)?;
-        let text = cast(&self.condition_embedder.text(text, &pass)?, dtype)?;
-        let image = image.map(|image| self.condition_embedder.image(image, &pass)).transpose()?;
-        let image = image.map(|image| cast(&image, dtype)).transpose()?;
-        let of = |block: &WanBlock| Ok(block.prompt(&text, image.as_ref(), &pass)?);
+        let mut units = UnitSequence::new(weights, self.units().filter(|unit| *unit != Unit::Head).collect());
+        let (text, image) = {
+            let embedding = units.take()?;
+            let pass = self.pass(&embedding, video);
+            let dtype = self.patch_embedding.dtype(&pass)?;
+            let text = cast(&self.condition_embedder.text(text, &pass)?, dtype)?;
+            let image = image.map(|image| self.condition_embedder.image(image, &pass)).transpose()?;
+            (text, image.map(|image| cast(&image, dtype)).transpose()?)
+        };
+        let mut of = |block: &WanBlock| {
+            let weights = units.take()?;
+            Ok(block.prompt(&text, image.as_ref(), &self.pass(&weights, video))?)
+        };
         Ok(Prompt {
-            blocks: self.blocks.iter().map(of).collect::<Result<_>>()?,
+            blocks: self.blocks.iter().map(&mut of).collect::<Result<_>>()?,
             control_blocks: self.control_blocks.values().map(|control| of(control.block())).collect::<Result<_>>()?,
         })
     }
@@ -242,7 +276,7 @@ impl WanTransformer {
     /// Missing weights, other shapes, a control where the model takes none, and none where it takes one; failures of other ranks.
     pub fn velocity(
         &self,
-        weights: &StoredWeights,
+        weights: &dyn UnitWeights,
         latents: &Tensor,
         times: &Timesteps,
         prompt: &Prompt,
@@ -260,7 +294,7 @@ impl WanTransformer {
     /// As for [`velocity`](Self::velocity).
     pub fn forward(
         &self,
-        weights: &StoredWeights,
+        weights: &dyn UnitWeights,
         latents: &Tensor,
         times: &Timesteps,
         prompt: &Prompt,
@@ -276,16 +310,25 @@ impl WanTransformer {
     /// As for [`velocity`](Self::velocity).
     pub fn forward_with(
         &self,
-        weights: &StoredWeights,
+        weights: &dyn UnitWeights,
         latents: &Tensor,
         conditions: Conditions,
         blocks: BlockPass,
         video: &VideoContext,
     ) -> Result<Tensor> {
-        let pass = self.pass(weights, video);
-        let times = self.condition_embedder.times(conditions.times, &pass)?;
-        let embedded = self.patch_embedding.forward(latents, video, &pass)?;
-        let through_blocks = |x| self.through_blocks(x, &times, conditions, video, &pass);
+        let mut units = UnitSequence::new(weights, self.units_of_pass(matches!(blocks, BlockPass::Skip(_))));
+        let (times, embedded, control) = {
+            let embedding = units.take()?;
+            let pass = self.pass(&embedding, video);
+            let times = self.condition_embedder.times(conditions.times, &pass)?;
+            let embedded = self.patch_embedding.forward(latents, video, &pass)?;
+            let control = match blocks {
+                BlockPass::Skip(_) => None,
+                _ => self.control(conditions.control, &embedded, video, &pass)?,
+            };
+            (times, embedded, control)
+        };
+        let through_blocks = |x| self.through_blocks(x, &mut units, &times, (conditions.prompt, control), video);
         let x = match blocks {
             BlockPass::Compute => through_blocks(embedded)?,
             BlockPass::Record(added) => {
@@ -295,31 +338,33 @@ impl WanTransformer {
             }
             BlockPass::Skip(added) => residual(&embedded, added)?,
         };
-        self.head.forward(&x, &times, &pass)
+        let weights = units.take()?;
+        self.head.forward(&x, &times, &self.pass(&weights, video))
     }
 
     /// Embedded patches `[T, C]` after all blocks.
     fn through_blocks(
         &self,
         mut x: Tensor,
+        units: &mut UnitSequence,
         times: &TimeCondition,
-        Conditions { prompt, control, .. }: Conditions,
+        (prompt, mut controlled): (&Prompt, Option<vace::ControlStream>),
         video: &VideoContext,
-        pass: &ForwardPass,
     ) -> Result<Tensor> {
-        let mut controlled = self.control(control, &x, video, pass)?;
         for (index, block) in self.blocks.iter().enumerate() {
             // The control is that of the input, so it is computed before the block changes x; only one is in memory at a time.
             let added = match (self.control_blocks.get(&index), &mut controlled) {
                 (Some(control), Some(stream)) => {
+                    let weights = units.take()?;
                     let prompt = PromptInput::KeysAndValues(&prompt.control_blocks[control.number()]);
                     let conditioned = ConditionedBlock { block: control.block(), times, prompt, video };
-                    Some(control.forward(stream, &conditioned, pass)?)
+                    Some(control.forward(stream, &conditioned, &self.pass(&weights, video))?)
                 }
                 _ => None,
             };
             let prompt = PromptInput::KeysAndValues(&prompt.blocks[index]);
-            x = ConditionedBlock { block, times, prompt, video }.forward(&x, pass)?;
+            let weights = units.take()?;
+            x = ConditionedBlock { block, times, prompt, video }.forward(&x, &self.pass(&weights, video))?;
             if let Some(added) = added {
                 x = residual(&x, &added)?;
             }
@@ -328,9 +373,10 @@ impl WanTransformer {
     }
 
     /// The embedding of a time step, C numbers.
-    pub(crate) fn embedded_time(&self, weights: &StoredWeights, time: f32, video: &VideoContext) -> Result<Vec<f32>> {
+    pub(crate) fn embedded_time(&self, weights: &dyn UnitWeights, time: f32, video: &VideoContext) -> Result<Vec<f32>> {
         let times = Timesteps { values: vec![time], rows: TableRows::one() };
-        let embedded = self.condition_embedder.embedded_times(&times, &self.pass(weights, video))?;
+        let embedding = weights.unit(Unit::Embedding)?;
+        let embedded = self.condition_embedder.embedded_times(&times, &self.pass(&embedding, video))?;
         Ok(embedded.flatten_all()?.to_vec1()?)
     }
 

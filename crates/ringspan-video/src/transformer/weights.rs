@@ -1,19 +1,24 @@
 //! The folder of a transformer, and its weights in memory.
 
-use super::WanTransformer;
 use super::weight_files::{WEIGHTS, WeightFiles};
+use super::weight_message::encoded_bytes;
+use super::weight_shares::WeightShares;
+use super::{ShardedWeights, WanTransformer};
 use crate::error::{Error, Result};
 use crate::gguf_folder::gguf_of;
 use crate::lora::{LoraSource, TransformerChange};
 use candle_core::DType;
+use ringspan::comm::Communicator;
 use ringspan_candle::cast::cast;
 use ringspan_candle::lora::weight_names;
+use ringspan_candle::model::Parameter;
 use ringspan_candle::{Adapters, StoredWeights, Weight};
 use ringspan_models::{LayerNames, Lora};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::Path;
 use std::str::FromStr;
+use std::sync::Arc;
 
 /// The type of weights in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -149,17 +154,39 @@ impl WanFolder {
     /// Bytes that the weights take in memory, with the matrices of adapters.
     #[must_use]
     pub fn bytes(&self, of: WeightType) -> u64 {
-        let elements = |shape: &[usize]| shape.iter().product::<usize>() as u64;
-        let parameter = |(name, shape): (String, Vec<usize>)| match of {
-            // The tensors were looked for when the folder was opened.
-            WeightType::AsStored if !self.change.changes(&name) => self.tensors.stored_bytes(&name).unwrap_or(0),
-            _ => of.dtype_of(&name).size_in_bytes() as u64 * elements(&shape),
-        };
-        let adapters = self.transformer.parameters().linear_layers().filter_map(|layer| {
+        let parameters = self.transformer.parameters().iter();
+        parameters.map(|parameter| self.bytes_of(&parameter.name, &parameter.shape, of)).sum::<u64>()
+            + self.adapter_bytes(of)
+    }
+
+    /// Bytes that the matrices of adapters take in memory.
+    pub(crate) fn adapter_bytes(&self, of: WeightType) -> u64 {
+        let of_layers = self.transformer.parameters().linear_layers().filter_map(|layer| {
             let rank = self.transformer.adapters().size(&layer.name)?.rank;
             Some(of.dtype_of(&layer.name).size_in_bytes() as u64 * elements(&[rank, layer.inputs + layer.outputs]))
         });
-        self.transformer.shapes().into_iter().map(parameter).chain(adapters).sum()
+        of_layers.sum()
+    }
+
+    /// Bytes that a parameter takes in memory.
+    fn bytes_of(&self, name: &str, shape: &[usize], of: WeightType) -> u64 {
+        match of {
+            // The tensors were looked for when the folder was opened.
+            WeightType::AsStored if !self.change.changes(name) => self.tensors.stored_bytes(name).unwrap_or(0),
+            _ => of.dtype_of(name).size_in_bytes() as u64 * elements(shape),
+        }
+    }
+
+    /// How ranks share the weights, if they do.
+    pub(crate) fn shares(&self, of: WeightType, ranks: usize) -> WeightShares {
+        let mut units = BTreeMap::new();
+        for unit in self.transformer.units() {
+            let parameters = self.transformer.parameters().of_unit(unit).iter();
+            let bytes = |p: &Parameter| encoded_bytes(p.shape.len(), self.bytes_of(&p.name, &p.shape, of));
+            let sizes = parameters.map(|parameter| (parameter.name.clone(), bytes(parameter)));
+            units.insert(unit, sizes.collect());
+        }
+        WeightShares::new(units, ranks)
     }
 
     /// Reads all weights, and the matrices of adapters.
@@ -167,14 +194,33 @@ impl WanFolder {
     /// # Errors
     /// Failures of the file system.
     pub fn load(&self, of: WeightType) -> Result<StoredWeights> {
-        let mut weights = StoredWeights::new();
-        for name in self.transformer.shapes().into_keys() {
-            let weight: Weight = match of {
-                WeightType::AsStored if !self.change.changes(&name) => self.tensors.read_stored(&name)?,
-                _ => cast(&self.change.changed(&name, self.tensors.read(&name)?)?, of.dtype_of(&name))?.into(),
-            };
-            weights.insert(name, weight);
+        let mut weights = self.load_adapters(of)?;
+        for parameter in self.transformer.parameters().iter() {
+            weights.insert(parameter.name.clone(), self.read(&parameter.name, of)?);
         }
+        Ok(weights)
+    }
+
+    /// Reads the weights of which this rank of a group holds a share, and the matrices of adapters, which all ranks hold.
+    ///
+    /// # Errors
+    /// Failures of the file system.
+    pub fn load_share(&self, of: WeightType, comm: Arc<dyn Communicator>) -> Result<ShardedWeights> {
+        let shares = self.shares(of, comm.size());
+        ShardedWeights::new(comm, &shares, self.load_adapters(of)?, |name| self.read(name, of))
+    }
+
+    /// Reads a weight.
+    fn read(&self, name: &str, of: WeightType) -> Result<Weight> {
+        Ok(match of {
+            WeightType::AsStored if !self.change.changes(name) => self.tensors.read_stored(name)?,
+            _ => cast(&self.change.changed(name, self.tensors.read(name)?)?, of.dtype_of(name))?.into(),
+        })
+    }
+
+    /// Reads the matrices of adapters.
+    fn load_adapters(&self, of: WeightType) -> Result<StoredWeights> {
+        let mut weights = StoredWeights::new();
         for layer in self.change.layers() {
             let of_layer = self.change.matrices(layer)?;
             for (name, matrix) in weight_names(layer).into_iter().zip(of_layer) {
@@ -183,6 +229,10 @@ impl WanFolder {
         }
         Ok(weights)
     }
+}
+
+fn elements(shape: &[usize]) -> u64 {
+    shape.iter().product::<usize>() as u64
 }
 
 /// The name of a layer without the block in which it is: the same for the layers of all blocks.

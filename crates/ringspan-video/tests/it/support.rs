@@ -5,7 +5,7 @@ use ringspan::attention::Group;
 use ringspan::comm::threads;
 use ringspan::kernel::Kernel;
 use ringspan_candle::{StoredWeights, pool};
-use ringspan_video::transformer::{Control, TokenGrid, VideoContext, WanFolder, WeightType};
+use ringspan_video::transformer::{Control, TokenGrid, UnitWeights, VideoContext, WanFolder, WeightType};
 use ringspan_video::{Error, Result};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -61,23 +61,24 @@ impl Pass {
 
     /// The velocity as every rank gets it.
     pub(crate) fn velocities(&self, mesh: (usize, usize)) -> Result<Vec<Tensor>> {
-        on_ranks(mesh, |group, alone| self.on_rank(group, alone))
+        on_ranks(mesh, |group, alone| self.on_rank(&self.weights, group, alone))
     }
 
-    fn on_rank(&self, group: Arc<Group>, alone: Arc<Group>) -> Result<Tensor> {
+    /// The velocity of a rank, with weights that it holds.
+    pub(crate) fn on_rank(&self, weights: &dyn UnitWeights, group: Arc<Group>, alone: Arc<Group>) -> Result<Tensor> {
         let (transformer, x) = (self.folder.transformer(), &self.inputs["hidden_states"]);
         let (batch, _, frames, height, width) = x.dims5()?;
         let grid = TokenGrid::new([frames, height, width], transformer.config().patch_size)?;
         let video = VideoContext::new(transformer.config(), group, alone, batch, grid)?;
         let times = video.timesteps(&self.inputs["timestep"].flatten_all()?.to_vec1()?)?;
         let image = self.inputs.get("encoder_hidden_states_image");
-        let prompt = transformer.prompt(&self.weights, &self.inputs["encoder_hidden_states"], image, &video)?;
+        let prompt = transformer.prompt(weights, &self.inputs["encoder_hidden_states"], image, &video)?;
         let scale = match self.inputs.get("control_hidden_states_scale") {
             Some(scale) => scale.to_vec1::<f32>()?,
             None => Vec::new(),
         };
         let control = self.inputs.get("control_hidden_states").map(|control| Control { control, scale: &scale });
-        transformer.velocity(&self.weights, x, &times, &prompt, control, &video)
+        transformer.velocity(weights, x, &times, &prompt, control, &video)
     }
 }
 

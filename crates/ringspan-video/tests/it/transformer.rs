@@ -1,13 +1,17 @@
 //! The transformer against diffusers, and any number of ranks against one.
 
-use crate::support::{Pass, distance, fixture, message, on_ranks};
+use crate::support::{Pass, distance, fixture, message, on_ranks, reference};
 use candle_core::{Device, Result as TensorResult, Tensor};
 use ringspan::{Mask, Score};
-use ringspan_candle::{Attend, AttentionInputs, Weights, model::stored};
+use ringspan_candle::model::{Unit, stored};
+use ringspan_candle::{Attend, AttentionInputs, Weights};
 use ringspan_video::Result;
+use ringspan_video::lora::LoraSource;
 use ringspan_video::noise::noise;
 use ringspan_video::tensor_folder::read_json;
-use ringspan_video::transformer::{TokenGrid, VideoContext, WanConfig, WanFolder, WanTransformer, WeightType};
+use ringspan_video::transformer::{
+    TokenGrid, UnitWeights, VideoContext, WanConfig, WanFolder, WanTransformer, WeightType,
+};
 use serde_json::{Value, json};
 use std::collections::HashMap;
 
@@ -61,6 +65,55 @@ fn check_meshes(pass: &Pass, name: &str) -> Result<()> {
 #[test]
 fn every_mesh_gives_the_velocity_of_one_rank() -> Result<()> {
     KINDS.iter().try_for_each(|kind| check_meshes(&Pass::of(kind, WeightType::F32)?, kind))
+}
+
+/// Each rank reads and holds its share alone, and has the bits of a rank that holds everything, in each type and with adapters.
+#[test]
+fn ranks_that_shard_weights_compute_what_ranks_with_all_weights_compute() -> Result<()> {
+    let folders =
+        [("t2v", WeightType::F32), ("t2v", WeightType::Bf16), ("vace", WeightType::AsStored), ("i2v", WeightType::F32)];
+    for (kind, of) in folders {
+        let pass = Pass::of(kind, of)?;
+        check_shares(&pass, of, kind)?;
+    }
+    let lora = LoraSource { path: fixture("../lora/original.safetensors"), scale: 1.0 };
+    let adapted = WanFolder::open(&fixture("t2v"))?.with_loras(&[lora])?;
+    let pass = Pass { weights: adapted.load(WeightType::F32)?, folder: adapted, inputs: reference("t2v") };
+    check_shares(&pass, WeightType::F32, "adapted")
+}
+
+fn check_shares(pass: &Pass, of: WeightType, name: &str) -> Result<()> {
+    // A header of each weight has 2 bytes, and 8 for each of at most five dims. No weight is cut.
+    let shapes = pass.folder.transformer().shapes();
+    let all = pass.folder.bytes(of) + 42 * shapes.len() as u64;
+    let largest = shapes.values().map(|shape| 42 + 4 * shape.iter().product::<usize>() as u64).max();
+    for mesh in [(2, 1), (1, 2), (3, 1)] {
+        let wanted = pass.velocities(mesh)?;
+        let ranks = on_ranks(mesh, |group, alone| {
+            let share = pass.folder.load_share(of, group.cp().split(0, group.rank())?)?;
+            let (before, layers) = (group.cp().bytes_sent(), pass.folder.transformer().shapes().len());
+            for unit in [Unit::Embedding, Unit::Head].into_iter().chain((0..layers).map(Unit::Layer)) {
+                share.prefetch(unit)?;
+                share.unit(unit)?;
+            }
+            let sent = group.cp().bytes_sent() - before;
+            assert_eq!(sent, share.bytes() * (group.size() as u64 - 1), "{name} {mesh:?}");
+            // What is announced need not be what is taken.
+            share.prefetch(Unit::Embedding)?;
+            share.unit(Unit::Head)?;
+            Ok((share.bytes(), pass.on_rank(&share, group, alone)?))
+        })?;
+        let share = all / (mesh.0 * mesh.1) as u64;
+        for ((bytes, velocity), wanted) in ranks.into_iter().zip(wanted) {
+            assert_eq!(
+                velocity.flatten_all()?.to_vec1::<f32>()?,
+                wanted.flatten_all()?.to_vec1::<f32>()?,
+                "{name} {mesh:?}"
+            );
+            assert!(bytes < share + largest.unwrap_or(0), "{name} {mesh:?}: {bytes} of {all} bytes");
+        }
+    }
+    Ok(())
 }
 
 /// More heads than ranks, so that none of the meshes is left out: with 5, 7 and 8 Ulysses ranks some have more heads than others. Of 7 tokens

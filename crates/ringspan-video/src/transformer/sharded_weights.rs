@@ -1,0 +1,137 @@
+//! Weights of which each rank holds a share.
+
+use super::unit_weights::UnitWeights;
+use super::weight_message::{decode, encode};
+use super::weight_shares::WeightShares;
+use crate::error::{Error, Result};
+use bytes::Bytes;
+use ringspan::comm::{Buffer, Communicator, PendingAllToAll};
+use ringspan_candle::model::Unit;
+use ringspan_candle::{StoredWeights, Weight};
+use std::borrow::Cow;
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+
+/// A transformer's weights, fully sharded: each rank holds some of every unit's, and the whole unit only while it computes with it
+/// (as in FSDP and ZeRO 3). All ranks must take and announce the same units in the same order.
+pub struct ShardedWeights {
+    /// A group for these messages alone.
+    comm: Arc<dyn Communicator>,
+    units: BTreeMap<Unit, ShardedUnit>,
+    /// Weights that every rank holds: the matrices of adapters.
+    replicated: StoredWeights,
+    /// The unit whose weights are travelling.
+    prefetched: RefCell<Option<(Unit, PendingAllToAll)>>,
+}
+
+struct ShardedUnit {
+    /// The names of the weights of each rank.
+    names: Vec<Vec<String>>,
+    /// This rank's weights as a message, which is sent as it is.
+    own: Arc<Buffer>,
+}
+
+/// The tag of all messages: they arrive in the order in which they are sent.
+const TAG: u64 = 0;
+
+impl ShardedWeights {
+    /// Reads this rank's share; `read` reads a weight by its name.
+    pub(super) fn new(
+        comm: Arc<dyn Communicator>,
+        shares: &WeightShares,
+        replicated: StoredWeights,
+        read: impl Fn(&str) -> Result<Weight>,
+    ) -> Result<Self> {
+        let mut units = BTreeMap::new();
+        for (unit, names) in shares.names() {
+            let mut own = Vec::new();
+            for name in names.get(comm.rank()).into_iter().flatten() {
+                encode(&read(name)?, &mut own)?;
+            }
+            own.shrink_to_fit();
+            units.insert(*unit, ShardedUnit { names: names.clone(), own: Arc::new(Buffer::U8(own)) });
+        }
+        Ok(Self { comm, units, replicated, prefetched: RefCell::default() })
+    }
+
+    /// Bytes that this rank holds, adapters apart.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.units.values().map(|unit| unit.own.bytes()).sum()
+    }
+
+    /// Begins to gather a unit.
+    fn start(&self, unit: &ShardedUnit) -> Result<PendingAllToAll> {
+        Ok(self.comm.start_all_to_all(TAG, vec![unit.own.clone(); self.comm.size()])?)
+    }
+}
+
+impl UnitWeights for ShardedWeights {
+    fn unit(&self, unit: Unit) -> Result<Cow<'_, StoredWeights>> {
+        let Some(sharded) = self.units.get(&unit) else { return Ok(Cow::Borrowed(&self.replicated)) };
+        let mut messages = match self.prefetched.take() {
+            Some((announced, messages)) if announced == unit => messages,
+            // What was announced and is not taken has been sent all the same.
+            Some((_, other)) => {
+                other.wait()?;
+                self.start(sharded)?
+            }
+            None => self.start(sharded)?,
+        };
+        let mut weights = self.replicated.clone();
+        // Each message is freed before the weights of the next one are made.
+        for (rank, names) in sharded.names.iter().enumerate() {
+            let refuse = |problem: String| Err(Error::Mesh(format!("rank {rank} has sent {problem} for {unit:?}")));
+            let mut message = match messages.next_part()?.map(Arc::try_unwrap) {
+                Some(Ok(Buffer::U8(bytes))) => Bytes::from(bytes),
+                Some(Err(held)) if matches!(*held, Buffer::U8(_)) => Bytes::from_owner(HeldBytes(held)),
+                _ => return refuse("no bytes".into()),
+            };
+            for name in names {
+                match decode(&mut message) {
+                    Ok(weight) => weights.insert(name.clone(), weight),
+                    Err(error) => return refuse(format!("what is not {name}, {error},")),
+                };
+            }
+            if !message.is_empty() {
+                return refuse(format!("{} bytes too many", message.len()));
+            }
+        }
+        messages.finish()?;
+        Ok(Cow::Owned(weights))
+    }
+
+    fn prefetch(&self, unit: Unit) -> Result<()> {
+        let mut ahead = self.prefetched.borrow_mut();
+        if let (Some(sharded), None) = (self.units.get(&unit), &*ahead) {
+            *ahead = Some((unit, self.start(sharded)?));
+        }
+        Ok(())
+    }
+}
+
+/// A message that is held elsewhere, too: this rank's own, or one that ranks of this process share.
+struct HeldBytes(Arc<Buffer>);
+
+impl AsRef<[u8]> for HeldBytes {
+    fn as_ref(&self) -> &[u8] {
+        match &*self.0 {
+            Buffer::U8(bytes) => bytes,
+            _ => &[],
+        }
+    }
+}
+
+impl fmt::Debug for ShardedWeights {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { comm, units, replicated, .. } = self;
+        f.debug_struct("ShardedWeights")
+            .field("rank", &comm.rank())
+            .field("units", &units.len())
+            .field("bytes", &self.bytes())
+            .field("replicated", &replicated.len())
+            .finish_non_exhaustive()
+    }
+}
