@@ -61,4 +61,5 @@ fn adapters_of_processes_are_those_of_threads() {
     let run = mpi::mpirun(&[(2, folder.path(), arguments("processes"))]);
     assert!(run.good, "{:#?}", run.stderr);
     assert!(adapter("processes") == adapter("threads"));
+    assert!(run.stderr[0].contains("a process: its share"), "{:#?}", run.stderr);
 }

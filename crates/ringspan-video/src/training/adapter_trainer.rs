@@ -2,20 +2,21 @@
 
 use crate::error::{Error, Result};
 use crate::ranks::RankGroups;
-use crate::transformer::{FlowSample, VideoContext, WanTransformer};
+use crate::transformer::{FlowSample, UnitWeights, VideoContext, WanTransformer};
 use candle_core::{Device, Tensor};
 use ringspan::comm::numbers;
 use ringspan_candle::{CheckpointPolicy, StoredWeights, Unit};
 use ringspan_train::checkpoint::Slice;
 use ringspan_train::{Optimizer, UpdateArguments, clip_scale, sum_of_squares};
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// The adapters of a transformer in training. Every rank has all of them, and all ranks take the same steps; the frozen weights are
-/// shared by the ranks of a process.
+/// shared by the ranks of a process, or each rank has a share of them.
 pub struct AdapterTrainer<'a> {
     transformer: &'a WanTransformer,
-    frozen: &'a StoredWeights,
+    frozen: &'a dyn UnitWeights,
     groups: &'a RankGroups,
     policy: CheckpointPolicy<'a>,
     /// The matrices A and B of all adapters, by name.
@@ -41,7 +42,7 @@ impl<'a> AdapterTrainer<'a> {
     /// A matrix that is missing or of another size.
     pub fn new(
         transformer: &'a WanTransformer,
-        frozen: &'a StoredWeights,
+        frozen: &'a dyn UnitWeights,
         groups: &'a RankGroups,
         policy: impl Into<CheckpointPolicy<'a>>,
         mut initial: BTreeMap<String, Vec<f32>>,
@@ -91,7 +92,12 @@ impl<'a> AdapterTrainer<'a> {
             let batch = sample.shape().first().copied().unwrap_or(0);
             let (group, alone) = (self.groups.video().clone(), self.groups.alone().clone());
             let video = VideoContext::new(self.transformer.config(), group, alone, batch, grid)?;
-            let unit = |unit: Unit| self.unit(unit);
+            // Units are taken forward up to the head, then backward.
+            let is_backward = Cell::new(false);
+            let unit = |unit: Unit| {
+                is_backward.set(is_backward.get() || unit == Unit::Head);
+                self.unit(unit, is_backward.get())
+            };
             loss += share
                 * self.transformer.loss_and_gradients(&unit, sample, &video, self.policy, &mut |_, gradients| {
                     for (name, gradient) in gradients {
@@ -115,14 +121,17 @@ impl<'a> AdapterTrainer<'a> {
         Ok((numbers::all_reduce(&**ranks, &[loss])?.into_iter().sum(), sums))
     }
 
-    /// The parameters of a unit, with the matrices of its adapters.
-    fn unit(&self, unit: Unit) -> Result<StoredWeights> {
+    /// The parameters of a unit, with the matrices of its adapters. The next unit is announced.
+    fn unit(&self, unit: Unit, is_backward: bool) -> Result<StoredWeights> {
         let parameters = self.transformer.parameters();
         let missing =
             |name: &str| Error::Model(ringspan_models::Error::Missing { name: name.into(), shape: Vec::new() });
-        let mut weights = StoredWeights::new();
+        let (mut weights, frozen) = (StoredWeights::new(), self.frozen.unit(unit)?);
+        if let Some(next) = self.next_unit(unit, is_backward) {
+            self.frozen.prefetch(next)?;
+        }
         for parameter in parameters.of_unit(unit) {
-            let weight = self.frozen.get(&parameter.name).ok_or_else(|| missing(&parameter.name))?;
+            let weight = frozen.get(&parameter.name).ok_or_else(|| missing(&parameter.name))?;
             weights.insert(parameter.name.clone(), weight.clone());
         }
         for (name, shape) in self.transformer.adapter_shapes_of(unit) {
@@ -130,6 +139,20 @@ impl<'a> AdapterTrainer<'a> {
             weights.insert(name, Tensor::from_slice(values, shape.as_slice(), &Device::Cpu)?.into());
         }
         Ok(weights)
+    }
+
+    /// The unit that is taken after another.
+    fn next_unit(&self, unit: Unit, is_backward: bool) -> Option<Unit> {
+        let layers = self.transformer.config().num_layers;
+        match (unit, is_backward) {
+            (Unit::Embedding, true) => None,
+            (Unit::Layer(0), true) => Some(Unit::Embedding),
+            (Unit::Layer(layer), true) => Some(Unit::Layer(layer - 1)),
+            (Unit::Head, _) => Some(layers.checked_sub(1).map_or(Unit::Embedding, Unit::Layer)),
+            (Unit::Embedding, false) if layers > 0 => Some(Unit::Layer(0)),
+            (Unit::Layer(layer), false) if layer + 1 < layers => Some(Unit::Layer(layer + 1)),
+            _ => Some(Unit::Head),
+        }
     }
 
     /// The matrices of all adapters, by name.

@@ -22,6 +22,7 @@ use memory::{LocalRanks, StepSizes};
 use ringspan::comm::process_group::ProcessGroup;
 use ringspan::mesh::Grid;
 use ringspan::{Documents, Layout, LayoutKind};
+use ringspan_candle::StoredWeights;
 use ringspan_models::Lora;
 use ringspan_train::checkpoint::{Checkpoint, Checkpoints, Identity};
 use ringspan_train::{LrSchedule, MetricsFile, Optimizer, TrainConfig};
@@ -95,6 +96,7 @@ impl<'a> VideoTraining<'a> {
             threads: config.threads,
             deadline: config.deadline,
             processes: processes.clone(),
+            shard_weights: processes.local().is_some() && ring.saturating_mul(ulysses) > 1,
             ..VideoMesh::single()
         };
         let names: Vec<String> =
@@ -130,9 +132,17 @@ impl<'a> VideoTraining<'a> {
             false => None,
         };
         let metrics = Mutex::new(metrics);
-        let weights = self.folder.load(WeightType::AsStored)?;
-        let ends =
-            VideoRanks::start(&self.mesh)?.run(|groups| self.on_rank(&weights, groups, stop, &metrics, stepped))?;
+        let of_process = match self.mesh.shard_weights {
+            true => StoredWeights::new(),
+            false => self.folder.load(WeightType::AsStored)?,
+        };
+        let ends = VideoRanks::start(&self.mesh)?.run(|groups| match groups.sharing_weights() {
+            Some(ranks) => {
+                let share = self.folder.load_share(WeightType::AsStored, ranks.clone())?;
+                self.on_rank(&share, groups, stop, &metrics, stepped)
+            }
+            None => self.on_rank(&of_process, groups, stop, &metrics, stepped),
+        })?;
         let Some((step, interrupted, matrices)) = ends.into_iter().next() else {
             return Err(Error::Mesh("a training needs at least one rank".into()));
         };
@@ -170,7 +180,11 @@ impl fmt::Display for VideoTraining<'_> {
         writeln!(f, "mesh      {}", self.mesh)?;
         writeln!(f, "adapters  rank {rank}, alpha {alpha}: {} layers, {parameters} parameters", shapes.len() / 2)?;
         writeln!(f, "data      {}", self.data)?;
-        writeln!(f, "weights   {}, frozen, once for the ranks of a process", bytes_text(self.memory.weights))?;
+        let shared = match self.mesh.shard_weights {
+            true => "a process: its share, and twice the largest block while it computes",
+            false => "once for the ranks of a process",
+        };
+        writeln!(f, "weights   {}, frozen, {shared}", bytes_text(self.memory.weights))?;
         writeln!(f, "memory    about {}", self.memory)?;
         write!(f, "steps     {} to {}, learning rate {:e} at most", self.first_step(), self.lr.steps, self.lr.peak)
     }
@@ -185,7 +199,13 @@ fn predicted_memory(
 ) -> Result<TrainingMemory> {
     let transformer = folder.transformer();
     let adapters = transformer.adapter_shapes().values().map(|shape| shape.iter().product::<usize>()).sum();
-    let weights = folder.bytes(WeightType::AsStored) - 4 * adapters as u64;
+    let weights = match mesh.shard_weights {
+        true => {
+            let shares = folder.shares(WeightType::AsStored, mesh.size());
+            shares.most() + 2 * shares.largest_unit()
+        }
+        false => folder.bytes(WeightType::AsStored) - 4 * adapters as u64,
+    };
     // Beside the matrices and the optimiser's state there are their gradients, the message in which ranks sum them, and what comes back.
     let adapters = 16 * adapters as u64 + Optimizer::state_bytes(&config.optimizer, adapters) as u64;
     let local = match mesh.processes.local() {

@@ -4,9 +4,9 @@ use super::VideoTraining;
 use super::adapter_trainer::{AdapterTrainer, StepSettings};
 use crate::error::{Error, Result};
 use crate::ranks::RankGroups;
-use crate::transformer::FlowSample;
+use crate::transformer::{FlowSample, UnitWeights};
 use candle_core::Tensor;
-use ringspan_candle::{CheckpointPolicy, Recompute, StoredWeights};
+use ringspan_candle::{CheckpointPolicy, Recompute};
 use ringspan_train::checkpoint::{Checkpoints, Progress, Region};
 use ringspan_train::data::PackerPosition;
 use ringspan_train::{MetricsFile, Optimizer, OptimizerState, TrainConfig};
@@ -42,7 +42,7 @@ pub(super) fn recompute(config: &TrainConfig) -> Recompute {
 impl VideoTraining<'_> {
     pub(super) fn on_rank(
         &self,
-        weights: &StoredWeights,
+        weights: &dyn UnitWeights,
         groups: &RankGroups,
         stop: &AtomicBool,
         metrics: &Mutex<Option<MetricsFile>>,
@@ -92,7 +92,7 @@ impl VideoTraining<'_> {
     }
 
     /// The trainer of new adapters, or of those of a checkpoint.
-    fn trainer<'a>(&'a self, weights: &'a StoredWeights, groups: &'a RankGroups) -> Result<AdapterTrainer<'a>> {
+    fn trainer<'a>(&'a self, weights: &'a dyn UnitWeights, groups: &'a RankGroups) -> Result<AdapterTrainer<'a>> {
         let (config, transformer) = (self.config, self.folder.transformer());
         let (mut matrices, mut state, mut sizes) = (BTreeMap::new(), OptimizerState::new(), Vec::new());
         for (name, shape) in transformer.adapter_shapes() {

@@ -10,7 +10,7 @@ use ringspan_video::Result;
 use ringspan_video::lora::LoraSource;
 use ringspan_video::ranks::{VideoMesh, VideoRanks};
 use ringspan_video::training::{AdapterTrainer, StepSettings, VideoTraining};
-use ringspan_video::transformer::{FlowSample, TokenGrid, VideoContext, WanFolder, WeightType};
+use ringspan_video::transformer::{FlowSample, TokenGrid, UnitWeights, VideoContext, WanFolder, WeightType};
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -151,14 +151,18 @@ fn steps_of_adamw_are_those_of_pytorch_on_every_mesh() -> Result<()> {
     for (name, tensor) in load("initial/pytorch_lora_weights.safetensors") {
         initial.insert(name.replace("transformer.", ""), tensor.flatten_all()?.to_vec1::<f32>()?);
     }
-    for (ring, ulysses) in [(1, 1), (2, 2), (5, 1)] {
+    // All weights on each rank, or a share.
+    for ((ring, ulysses), shards) in [((1, 1), false), ((2, 2), false), ((5, 1), false), ((2, 1), true), ((1, 2), true)]
+    {
         let mesh = VideoMesh { ring, ulysses, ..VideoMesh::single() };
         let ends = VideoRanks::start(&mesh)?.run(|groups| {
+            let share = folder.load_share(WeightType::F32, groups.video().cp().split(0, groups.rank())?)?;
+            let frozen: &dyn UnitWeights = if shards { &share } else { &frozen };
             let method = OptimizerConfig::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
             let optimizer = Optimizer::new(method);
             let policy = Recompute::KeepAttention;
             let mut trainer =
-                AdapterTrainer::new(folder.transformer(), &frozen, groups, policy, initial.clone(), optimizer)?;
+                AdapterTrainer::new(folder.transformer(), frozen, groups, policy, initial.clone(), optimizer)?;
             let mut found = Vec::new();
             for step in 0..losses.len() as u64 {
                 let settings = StepSettings { step, lr: 1e-2, grad_clip: None };
