@@ -96,6 +96,18 @@ impl TensorFolder {
         Ok(self.of(name)?.bytes() as u64)
     }
 
+    /// Bytes that a tensor takes in memory as [`read_stored`](Self::read_stored) returns it.
+    ///
+    /// # Errors
+    /// A tensor that does not exist.
+    pub fn stored_bytes(&self, name: &str) -> Result<u64> {
+        let place = self.of(name)?;
+        Ok(match place.stored_format() {
+            Some(_) => place.bytes() as u64,
+            None => 4 * place.shape.iter().product::<usize>() as u64,
+        })
+    }
+
     /// Checks that the folder has the tensors of these names and shapes, and no others except those that `ignored` names.
     ///
     /// # Errors
@@ -145,9 +157,8 @@ impl TensorFolder {
     /// As for [`read`](Self::read).
     pub fn read_stored(&self, name: &str) -> Result<Weight> {
         let place = self.of(name)?;
-        match (place.dtype, &place.shape[..]) {
-            (Dtype::BF16, &[rows, columns]) => place.matrix(Format::BF16, rows, columns),
-            (Dtype::F16, &[rows, columns]) => place.matrix(Format::F16, rows, columns),
+        match (place.stored_format(), &place.shape[..]) {
+            (Some(format), &[rows, columns]) => place.matrix(format, rows, columns),
             _ => Ok(self.read(name)?.into()),
         }
     }
@@ -183,6 +194,15 @@ impl TensorFolder {
 }
 
 impl TensorLocation {
+    /// The format of a matrix that stays as it is stored; `None` for what becomes f32.
+    fn stored_format(&self) -> Option<Format> {
+        match self.dtype {
+            Dtype::BF16 if self.shape.len() == 2 => Some(Format::BF16),
+            Dtype::F16 if self.shape.len() == 2 => Some(Format::F16),
+            _ => None,
+        }
+    }
+
     fn bytes(&self) -> usize {
         self.shape.iter().product::<usize>() * self.dtype.bitsize() / 8
     }

@@ -59,7 +59,7 @@ impl WeightFiles {
     /// Bytes that a tensor takes in memory as [`read_stored`](Self::read_stored) returns it.
     pub(super) fn stored_bytes(&self, name: &str) -> Result<u64> {
         match self {
-            Self::Safetensors(tensors) => tensors.bytes_of(name),
+            Self::Safetensors(tensors) => tensors.stored_bytes(name),
             Self::Gguf(_, tensors) => Ok(tensors.stored_bytes(&stored_name(name))?),
         }
     }

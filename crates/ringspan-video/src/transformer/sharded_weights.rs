@@ -135,3 +135,33 @@ impl fmt::Debug for ShardedWeights {
             .finish_non_exhaustive()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::transformer::{WanFolder, WeightType};
+    use ringspan::comm::threads;
+    use std::path::Path;
+
+    #[test]
+    fn ranks_hold_the_bytes_that_are_planned() -> Result<()> {
+        let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+        for (name, of) in [
+            ("transformer/t2v", WeightType::F32),
+            ("transformer/i2v", WeightType::Bf16),
+            ("transformer/ti2v", WeightType::AsStored),
+            ("transformer/vace", WeightType::AsStored),
+            ("gguf/wan.gguf", WeightType::AsStored),
+        ] {
+            let folder = WanFolder::open(&fixtures.join(name))?;
+            for ranks in [2, 3] {
+                let held = threads::run(ranks, threads::Options::default(), |comm| {
+                    Result::Ok(folder.load_share(of, comm)?.bytes())
+                })?;
+                let planned = folder.shares(of, ranks);
+                assert_eq!(held.into_iter().max(), Some(planned.most()), "{name} as {of} on {ranks} ranks");
+            }
+        }
+        Ok(())
+    }
+}

@@ -55,7 +55,7 @@ impl WeightFiles {
     /// Bytes that a tensor takes in memory as [`read_stored`](Self::read_stored) returns it.
     pub(super) fn stored_bytes(&self, name: &str) -> Result<u64> {
         match self {
-            Self::Safetensors(tensors) => tensors.bytes_of(name),
+            Self::Safetensors(tensors) => tensors.stored_bytes(name),
             Self::Gguf(weights) => weights.stored_bytes(name),
         }
     }
