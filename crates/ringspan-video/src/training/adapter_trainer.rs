@@ -2,13 +2,13 @@
 
 use crate::error::{Error, Result};
 use crate::ranks::RankGroups;
-use crate::transformer::{FlowSample, UnitWeights, VideoContext, WanTransformer};
+use crate::transformer::{FlowSample, UnitSequence, UnitWeights, VideoContext, WanTransformer};
 use candle_core::{Device, Tensor};
 use ringspan::comm::numbers;
 use ringspan_candle::{CheckpointPolicy, StoredWeights, Unit};
 use ringspan_train::checkpoint::Slice;
 use ringspan_train::{Optimizer, UpdateArguments, clip_scale, sum_of_squares};
-use std::cell::Cell;
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -93,11 +93,10 @@ impl<'a> AdapterTrainer<'a> {
             let (group, alone) = (self.groups.video().clone(), self.groups.alone().clone());
             let video = VideoContext::new(self.transformer.config(), group, alone, batch, grid)?;
             // Units are taken forward up to the head, then backward.
-            let is_backward = Cell::new(false);
-            let unit = |unit: Unit| {
-                is_backward.set(is_backward.get() || unit == Unit::Head);
-                self.unit(unit, is_backward.get())
-            };
+            let forward: Vec<Unit> = self.transformer.units().collect();
+            let order = forward.iter().chain(forward.iter().rev().skip(1)).copied().collect();
+            let units = RefCell::new(UnitSequence::new(self.frozen, order));
+            let unit = |unit: Unit| self.unit(unit, &*units.borrow_mut().take()?);
             loss += share
                 * self.transformer.loss_and_gradients(&unit, sample, &video, self.policy, &mut |_, gradients| {
                     for (name, gradient) in gradients {
@@ -121,15 +120,12 @@ impl<'a> AdapterTrainer<'a> {
         Ok((numbers::all_reduce(&**ranks, &[loss])?.into_iter().sum(), sums))
     }
 
-    /// The parameters of a unit, with the matrices of its adapters. The next unit is announced.
-    fn unit(&self, unit: Unit, is_backward: bool) -> Result<StoredWeights> {
+    /// The parameters of a unit, of which the frozen ones are given, with the matrices of its adapters.
+    fn unit(&self, unit: Unit, frozen: &StoredWeights) -> Result<StoredWeights> {
         let parameters = self.transformer.parameters();
         let missing =
             |name: &str| Error::Model(ringspan_models::Error::Missing { name: name.into(), shape: Vec::new() });
-        let (mut weights, frozen) = (StoredWeights::new(), self.frozen.unit(unit)?);
-        if let Some(next) = self.next_unit(unit, is_backward) {
-            self.frozen.prefetch(next)?;
-        }
+        let mut weights = StoredWeights::new();
         for parameter in parameters.of_unit(unit) {
             let weight = frozen.get(&parameter.name).ok_or_else(|| missing(&parameter.name))?;
             weights.insert(parameter.name.clone(), weight.clone());
@@ -139,20 +135,6 @@ impl<'a> AdapterTrainer<'a> {
             weights.insert(name, Tensor::from_slice(values, shape.as_slice(), &Device::Cpu)?.into());
         }
         Ok(weights)
-    }
-
-    /// The unit that is taken after another.
-    fn next_unit(&self, unit: Unit, is_backward: bool) -> Option<Unit> {
-        let layers = self.transformer.config().num_layers;
-        match (unit, is_backward) {
-            (Unit::Embedding, true) => None,
-            (Unit::Layer(0), true) => Some(Unit::Embedding),
-            (Unit::Layer(layer), true) => Some(Unit::Layer(layer - 1)),
-            (Unit::Head, _) => Some(layers.checked_sub(1).map_or(Unit::Embedding, Unit::Layer)),
-            (Unit::Embedding, false) if layers > 0 => Some(Unit::Layer(0)),
-            (Unit::Layer(layer), false) if layer + 1 < layers => Some(Unit::Layer(layer + 1)),
-            _ => Some(Unit::Head),
-        }
     }
 
     /// The matrices of all adapters, by name.

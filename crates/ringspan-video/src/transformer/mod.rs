@@ -31,6 +31,7 @@ pub use gradients::FlowSample;
 pub(crate) use gradients::TIMESTEPS;
 pub use grid::TokenGrid;
 pub use sharded_weights::ShardedWeights;
+pub(crate) use unit_weights::UnitSequence;
 pub use unit_weights::UnitWeights;
 pub use video_context::{Timesteps, VideoContext};
 pub(crate) use weight_shares::WeightShares;
@@ -49,7 +50,6 @@ use ringspan_candle::modulation::TableRows;
 use ringspan_candle::residual::residual;
 use ringspan_candle::{Adapters, StoredWeights};
 use std::collections::BTreeMap;
-use unit_weights::UnitSequence;
 use vace::ControlBlock;
 
 /// The transformer's structure, without its weights: a stack of units, of which the first embeds patches and conditions.

@@ -23,18 +23,18 @@ pub trait UnitWeights {
 }
 
 /// The units of a pass, one after the other, each of which is announced while the one before computes.
-pub(super) struct UnitSequence<'a> {
+pub(crate) struct UnitSequence<'a> {
     weights: &'a dyn UnitWeights,
     rest: std::vec::IntoIter<Unit>,
 }
 
 impl<'a> UnitSequence<'a> {
-    pub(super) fn new(weights: &'a dyn UnitWeights, units: Vec<Unit>) -> Self {
+    pub(crate) fn new(weights: &'a dyn UnitWeights, units: Vec<Unit>) -> Self {
         Self { weights, rest: units.into_iter() }
     }
 
     /// The weights of the next unit.
-    pub(super) fn take(&mut self) -> Result<Cow<'a, StoredWeights>> {
+    pub(crate) fn take(&mut self) -> Result<Cow<'a, StoredWeights>> {
         let Some(unit) = self.rest.next() else {
             return Err(Error::Input("a pass has taken more units than the transformer has".into()));
         };

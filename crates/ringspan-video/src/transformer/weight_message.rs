@@ -1,7 +1,7 @@
 //! Weights as the bytes of a message between ranks.
 //!
-//! Each weight is a header and its values: the type, one byte; the number of dims, one byte; the dims, eight bytes each. Integers and
-//! values are little-endian.
+//! Each weight is a header and its values: the type, one byte; the number of dims, one byte; the dims, eight bytes each. Integers are
+//! little-endian, and values are as they lie in memory.
 
 use crate::error::{Error, Result};
 use bytemuck::{cast_slice, pod_collect_to_vec};
@@ -24,7 +24,10 @@ pub(super) fn encoded_bytes(dims: usize, values: u64) -> u64 {
 pub(super) fn encode(weight: &Weight, message: &mut Vec<u8>) -> Result<()> {
     let dims = weight.dims();
     let kind = match weight {
-        Weight::Quantized(matrix) => u8::try_from(matrix.format().ggml()).unwrap_or(F32),
+        Weight::Quantized(matrix) => match u8::try_from(matrix.format().ggml()) {
+            Ok(number) if number < F32 => number,
+            _ => return Err(Error::Input(format!("the number of {} does not fit in a message", matrix.format()))),
+        },
         Weight::Dense(tensor) if tensor.dtype() == DType::BF16 => BF16,
         Weight::Dense(_) => F32,
         Weight::Stack(stack) => return Err(Error::Input(format!("{stack:?} is not a weight of a video transformer"))),

@@ -91,8 +91,10 @@ fn check_shares(pass: &Pass, of: WeightType, name: &str) -> Result<()> {
         let wanted = pass.velocities(mesh)?;
         let ranks = on_ranks(mesh, |group, alone| {
             let share = pass.folder.load_share(of, group.cp().split(0, group.rank())?)?;
-            let (before, layers) = (group.cp().bytes_sent(), pass.folder.transformer().shapes().len());
-            for unit in [Unit::Embedding, Unit::Head].into_iter().chain((0..layers).map(Unit::Layer)) {
+            let before = group.cp().bytes_sent();
+            // There are fewer layers than parameters; those that do not exist send nothing.
+            let layers = (0..pass.folder.transformer().shapes().len()).map(Unit::Layer);
+            for unit in [Unit::Embedding, Unit::Head].into_iter().chain(layers) {
                 share.prefetch(unit)?;
                 share.unit(unit)?;
             }
