@@ -3,8 +3,9 @@
     cargo build --release
     python tools/bench_gaps.py target/release/ringspan model.gguf --threads 2 --streams 1,4 --prompt 8192
 
-Prints the median gap before, and the median and the longest gap while the prompt is read, as multiples of that. `--tiny` in place of a
-model takes a random one, whose speed says nothing, to see that the script works.
+Prints the median gap before and after the prompt is read, and, as multiples of that, the median, the 95th percentile and the longest gap
+while it is read, and the share of gaps within three times the median. The texts of the streams grow meanwhile, so the median is that of as
+many seconds before as after. `--tiny` in place of a model takes a random one, whose speed says nothing, to see that the script works.
 """
 
 import argparse
@@ -50,18 +51,23 @@ def measure(url: str, count: int, arguments: argparse.Namespace) -> None:
     begin = time.perf_counter()
     seconds, _ = bench_serving.complete(url, bench_serving.prompt(arguments.prompt, 77 + count, arguments.tiny), 1)
     end = begin + seconds
+    # Nothing is compiled or measured for the first time in the second half of the time before.
+    around = arguments.seconds / 2
+    time.sleep(around)
     stop.set()
     for client in clients:
         client.join()
-    # Nothing is compiled or measured for the first time in the second half of the time before.
-    before = gaps(streams, begin - arguments.seconds / 2, begin)
+    before, after = gaps(streams, begin - around, begin), gaps(streams, end, end + around)
     during = gaps(streams, begin, end)
-    if not before or not during:
+    if not before or not during or not after:
         raise SystemExit(f"{count} streams ended before the prompt was read: a shorter --prompt")
-    alone, median, longest = statistics.median(before), statistics.median(during), max(during)
+    alone = (statistics.median(before) + statistics.median(after)) / 2
+    times = sorted(gap / alone for gap in during)
+    within = sum(gap <= 3 for gap in times) / len(times)
     print(
-        f"{count} streams: {1e3 * alone:.1f} ms between tokens; while a prompt of {arguments.prompt} is read, {median / alone:.2f} times in the "
-        f"median, {longest / alone:.2f} at most; the prompt took {seconds:.1f} s"
+        f"{count} streams: {1e3 * alone:.1f} ms between tokens; while a prompt of {arguments.prompt} is read, {statistics.median(times):.2f} times "
+        f"in the median, {times[int(0.95 * (len(times) - 1))]:.2f} in the 95th percentile, {times[-1]:.2f} at most, {100 * within:.1f}% within 3; "
+        f"the prompt took {seconds:.1f} s"
     )
 
 
@@ -71,7 +77,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?")
     parser.add_argument("--streams", type=lambda text: [int(count) for count in text.split(",")], default=[1, 4])
     parser.add_argument("--prompt", type=int, default=8_192)
-    parser.add_argument("--seconds", type=float, default=4, help="time before the prompt")
+    parser.add_argument("--seconds", type=float, default=4, help="time before the prompt; the median is that of half of it, and of as much after")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--flags", default="", help="further flags of `ringspan serve`")
     parser.add_argument("--tiny", action="store_true")

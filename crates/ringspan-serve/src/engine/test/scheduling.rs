@@ -234,8 +234,9 @@ fn a_prompt_is_not_read_slower_where_ranks_share_layers() {
         read += tokens;
         assert!(chunks.len() < 100, "the prompt is not read");
     }
-    // Once the time without a prompt is measured, and that of a token: 3 times as long a step has 400 tokens.
-    assert_eq!(chunks[..2], [0, 8]);
+    // The time without a prompt is measured first: 20 ms. A token of the first request's prompt took 6.8 ms, so 40 ms are enough for 5.
+    assert_eq!(chunks[..2], [0, 5]);
+    // Then the time of a token is measured, and a step that takes 3 times as long has 400 of them.
     assert!(chunks[2..chunks.len() - 1].iter().all(|tokens| tokens.abs_diff(400) < 4), "{chunks:?}");
     assert!((0..20).all(|_| step(&mut harness) == (0, true)), "the prompt is read");
     harness.finish();
