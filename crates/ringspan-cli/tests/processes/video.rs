@@ -29,7 +29,8 @@ fn a_video_of_processes_that_shard_weights_is_that_of_threads() {
     let folder = tempfile::tempdir().expect("a folder");
     write_pipeline(&folder.path().join("model"));
     let read = |name: &str| std::fs::read(folder.path().join(name)).expect("a file");
-    for (mesh, more) in [("--ring 2", ""), ("--cfg-parallel", "--cache-threshold 0.3")] {
+    let runs = [("--ring 2", ""), ("--ring 2", "--cache-threshold 0.3"), ("--cfg-parallel", "--cache-threshold 0.3")];
+    for (mesh, more) in runs {
         let arguments = |flags: &'static str| -> Vec<&str> {
             let always = "video --model model --prompt cat --negative rain --frames 9 --height 32 --width 48 --steps 4 --seed 7 \
                           --guidance 4 --guidance-2 3 --threads 1";

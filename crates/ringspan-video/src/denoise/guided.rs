@@ -6,7 +6,7 @@ use super::inputs::DenoiseInputs;
 use super::pipeline::DenoiseFolder;
 use crate::error::Result;
 use crate::ranks::RankGroups;
-use crate::transformer::{BlockPass, Conditions, Control, Prompt, ShardedWeights, UnitWeights, VideoContext};
+use crate::transformer::{BlockPass, Branch, Conditions, Control, Prompt, ShardedWeights, UnitWeights, VideoContext};
 use candle_core::{Device, Tensor};
 use ringspan_candle::StoredWeights;
 use std::sync::Arc;
@@ -95,12 +95,19 @@ impl<'a> GuidedModel<'a> {
         let guidance = self.guidance[stage];
         let skipped = self.skips(input, guidance != 1.0)?;
         if guidance == 1.0 {
-            return Ok(GuidedVelocity { velocity: self.of_branch(0, input, skipped)?, skipped });
+            let [velocity] = self.velocities([0], input, skipped)?;
+            return Ok(GuidedVelocity { velocity, skipped });
         }
         let [with_prompt, without] = match self.groups.branch() {
-            None => [self.of_branch(0, input, skipped)?, self.of_branch(1, input, skipped)?],
+            // Weights that ranks share are gathered once for both branches; otherwise one at a time takes less memory.
+            None if self.groups.sharing_weights().is_some() => self.velocities([0, 1], input, skipped)?,
+            None => {
+                let [with_prompt] = self.velocities([0], input, skipped)?;
+                let [without] = self.velocities([1], input, skipped)?;
+                [with_prompt, without]
+            }
             Some(branch) => {
-                let own = self.of_branch(branch, input, skipped)?;
+                let [own] = self.velocities([branch], input, skipped)?;
                 let tensor = |values: &[f32]| Tensor::from_slice(values, own.shape(), &Device::Cpu);
                 let [a, b] = self.groups.exchanged(own.flatten_all()?.to_vec1()?)?;
                 [tensor(a.f32()?)?, tensor(b.f32()?)?]
@@ -139,30 +146,43 @@ impl<'a> GuidedModel<'a> {
         Ok(())
     }
 
-    /// The velocity with the prompt (branch 0) or the negative prompt (branch 1).
-    fn of_branch(&mut self, branch: usize, input: StepInput, skips: bool) -> Result<Tensor> {
+    /// The velocities of branches, computed side by side: with the prompt (branch 0) or with the negative prompt (branch 1).
+    fn velocities<const N: usize>(
+        &mut self,
+        branches: [usize; N],
+        input: StepInput,
+        skips: bool,
+    ) -> Result<[Tensor; N]> {
         let (inputs, video) = (self.inputs, &self.video);
         let Some(Stage { index, weights, prompts, caches }) = &mut self.stage else {
             return Err(crate::Error::Input("no transformer has been entered".into()));
         };
         let transformer = self.folder.transformer(*index);
-        let text = match (branch, &inputs.negative_prompt_embeds) {
-            (1, Some(negative)) => negative,
-            _ => &inputs.prompt_embeds,
-        };
-        let prompt = match &mut prompts[branch] {
-            Some(prompt) => prompt,
-            slot => slot.insert(transformer.prompt(weights.units(), text, inputs.image_embeds.as_ref(), video)?),
-        };
+        for branch in branches {
+            let text = match (branch, &inputs.negative_prompt_embeds) {
+                (1, Some(negative)) => negative,
+                _ => &inputs.prompt_embeds,
+            };
+            if prompts[branch].is_none() {
+                let image = inputs.image_embeds.as_ref();
+                prompts[branch] = Some(transformer.prompt(weights.units(), text, image, video)?);
+            }
+        }
         let control = inputs.control.as_ref().map(|control| Control { control, scale: &self.control_scale });
-        let times = &video.timesteps(input.times)?;
-        let blocks = match (&mut caches[branch].added, skips) {
-            (Some(added), true) => BlockPass::Skip(added),
-            (added, _) if self.cache.is_some() => BlockPass::Record(added),
-            _ => BlockPass::Compute,
-        };
-        let conditions = Conditions { times, prompt, control };
-        let patches = transformer.forward_with(weights.units(), input.latents, conditions, blocks, video)?;
-        video.grid().unpatched(&video.gathered(&patches)?)
+        let conditions = Conditions { times: &video.timesteps(input.times)?, control };
+        let computed = prompts.iter().zip(caches).enumerate().filter(|(branch, _)| branches.contains(branch));
+        let of_pass = computed.filter_map(|(_, (prompt, cache))| {
+            let blocks = match (&mut cache.added, skips) {
+                (Some(added), true) => BlockPass::Skip(added),
+                (added, _) if self.cache.is_some() => BlockPass::Record(added),
+                _ => BlockPass::Compute,
+            };
+            Some(Branch { prompt: prompt.as_ref()?, blocks })
+        });
+        let of_pass = of_pass.collect();
+        let patches = transformer.forward_branches(weights.units(), input.latents, conditions, of_pass, video)?;
+        let velocities = patches.iter().map(|patches| video.grid().unpatched(&video.gathered(patches)?));
+        let velocities = velocities.collect::<Result<Vec<_>>>()?;
+        velocities.try_into().map_err(|_| crate::Error::Input("a branch of guidance has no velocity".into()))
     }
 }

@@ -39,6 +39,8 @@ pub(super) struct RunSizes {
     pub(super) embeds: u64,
     /// Branches of guidance that a rank computes.
     pub(super) branches: u64,
+    /// How many of them it computes block by block, side by side.
+    pub(super) side_by_side: u64,
     /// Whether what the blocks add is kept for later steps.
     pub(super) caches: bool,
 }
@@ -51,7 +53,8 @@ impl RunSizes {
         let element = if Isa::best().multiplies_bf16() { weights.computed_bytes() as u64 } else { 4 };
         let kernels = self.packed(config, of_ring, self.heads, element)
             + self.packed(config, self.batch * self.embeds, config.num_attention_heads as u64, element);
-        self.of_run(config, weights) + kernels + self.of_block(config, weights).max(self.of_output(config))
+        let of_pass = self.of_block(config, weights).max(self.of_output(config));
+        self.of_run(config, weights) + kernels + of_pass + self.of_other_branches(config, weights)
     }
 
     /// Keys and values that a kernel packs: in f32, or in bf16 if they are stored so and the processor multiplies it.
@@ -92,6 +95,15 @@ impl RunSizes {
         let inner = some * config.ffn_dim as u64 * 2 * element;
         let feed_forward = 5 * rows * element + inner + some * width * element;
         control + self.attention(config, element).max(to_prompt).max(feed_forward)
+    }
+
+    /// What a branch holds while another computes beside it: the residual stream, with VACE that of the control blocks and what they
+    /// add, and its patches.
+    fn of_other_branches(&self, config: &WanConfig, weights: WeightType) -> u64 {
+        let rows = self.tokens * config.width() as u64 * weights.computed_bytes() as u64;
+        let streams = if config.vace_layers.is_some() { 3 * rows } else { rows };
+        let patches = 4 * self.tokens * (config.out_channels() * config.patch()) as u64;
+        self.side_by_side.saturating_sub(1) * (streams + patches)
     }
 
     /// Attention over all ranks: the input, queries, keys and values; outputs with maximum and sum of each head in f32, and outputs in

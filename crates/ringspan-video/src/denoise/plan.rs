@@ -54,18 +54,18 @@ struct ShardedBytes {
     share: u64,
     /// The largest unit, as a message and as the weights that are made of it.
     unit: u64,
-    /// What the busiest rank sends in a step.
+    /// What the busiest rank sends in a step, once for both branches of guidance.
     sent: u64,
 }
 
 impl ShardedBytes {
-    fn new(folder: &DenoiseFolder, mesh: &VideoMesh, branches: u64) -> Self {
+    fn new(folder: &DenoiseFolder, mesh: &VideoMesh) -> Self {
         let mut most = Self { share: 0, unit: 0, sent: 0 };
         for stage in 0..folder.stages() {
             let (shares, adapters) = folder.shares(stage, mesh.size());
             most.share = most.share.max(shares.most() + adapters);
             most.unit = most.unit.max(2 * shares.largest_unit());
-            most.sent = most.sent.max(branches * shares.most() * (mesh.size() as u64 - 1));
+            most.sent = most.sent.max(shares.most() * (mesh.size() as u64 - 1));
         }
         most
     }
@@ -111,6 +111,7 @@ impl DenoisePlan {
             batch: batch as u64,
             embeds: (inputs.prompt_embeds.dim(1)? + images / batch) as u64,
             branches: branches as u64,
+            side_by_side: if mesh.shard_weights { branches as u64 } else { 1 },
             caches: settings.cache_threshold > 0.0,
         };
         let guided = |stage: usize| if settings.is_guided(stage) { 2.0 } else { 1.0 };
@@ -131,7 +132,7 @@ impl DenoisePlan {
             bytes: cost.bytes * (blocks * branches) as u64,
             gathered: sizes.gathered(config, mesh.cfg_parallel),
             weights: (0..folder.stages()).map(|stage| folder.bytes(stage)).collect(),
-            sharded: mesh.shard_weights.then(|| ShardedBytes::new(folder, mesh, branches as u64)),
+            sharded: mesh.shard_weights.then(|| ShardedBytes::new(folder, mesh)),
             activations: sizes.activations(config, weights),
             operations: (0..folder.stages()).map(operations).collect(),
             local: mesh.processes.local().unwrap_or(mesh.size()),

@@ -9,6 +9,7 @@
 
 mod attention;
 mod block;
+mod branches;
 mod conditioning;
 mod config;
 mod gguf_weights;
@@ -26,6 +27,7 @@ mod weight_shares;
 mod weights;
 
 pub use attention::BlockPrompt;
+pub use branches::{BlockPass, Branch, Conditions};
 pub use config::WanConfig;
 pub use gradients::FlowSample;
 pub(crate) use gradients::TIMESTEPS;
@@ -38,16 +40,15 @@ pub(crate) use weight_shares::WeightShares;
 pub use weights::{WanFolder, WeightType};
 
 use crate::error::{Error, Result};
-use block::{ConditionedBlock, PromptInput, WanBlock};
+use block::WanBlock;
 use candle_core::Tensor;
-use conditioning::{ConditionEmbedder, TimeCondition};
+use conditioning::ConditionEmbedder;
 use head::OutputHead;
 use patch_embedding::PatchEmbedding;
 use ringspan_candle::cast::cast;
 use ringspan_candle::layers::ForwardPass;
-use ringspan_candle::model::{Layer, LinearLayer, ModelBuilder, ModelParameters, Unit};
+use ringspan_candle::model::{LinearLayer, ModelBuilder, ModelParameters, Unit};
 use ringspan_candle::modulation::TableRows;
-use ringspan_candle::residual::residual;
 use ringspan_candle::{Adapters, StoredWeights};
 use std::collections::BTreeMap;
 use vace::ControlBlock;
@@ -83,28 +84,6 @@ pub struct Control<'a> {
     pub control: &'a Tensor,
     /// For each control block the factor of what it adds.
     pub scale: &'a [f32],
-}
-
-/// What conditions a pass.
-#[derive(Debug, Clone, Copy)]
-pub struct Conditions<'a> {
-    /// Time steps of the tokens.
-    pub times: &'a Timesteps,
-    /// The prompt.
-    pub prompt: &'a Prompt,
-    /// VACE's control, in models that take one.
-    pub control: Option<Control<'a>>,
-}
-
-/// What the blocks do in a pass.
-#[derive(Debug)]
-pub enum BlockPass<'a> {
-    /// They compute.
-    Compute,
-    /// They compute, and what they have added to this rank's tokens, `[T, C]`, is put here.
-    Record(&'a mut Option<Tensor>),
-    /// They are skipped, and this is added instead.
-    Skip(&'a Tensor),
 }
 
 impl WanTransformer {
@@ -301,75 +280,10 @@ impl WanTransformer {
         control: Option<Control>,
         video: &VideoContext,
     ) -> Result<Tensor> {
-        self.forward_with(weights, latents, Conditions { times, prompt, control }, BlockPass::Compute, video)
-    }
-
-    /// Like [`forward`](Self::forward), with blocks that may be skipped.
-    ///
-    /// # Errors
-    /// As for [`velocity`](Self::velocity).
-    pub fn forward_with(
-        &self,
-        weights: &dyn UnitWeights,
-        latents: &Tensor,
-        conditions: Conditions,
-        blocks: BlockPass,
-        video: &VideoContext,
-    ) -> Result<Tensor> {
-        let mut units = UnitSequence::new(weights, self.units_of_pass(matches!(blocks, BlockPass::Skip(_))));
-        let (times, embedded, control) = {
-            let embedding = units.take()?;
-            let pass = self.pass(&embedding, video);
-            let times = self.condition_embedder.times(conditions.times, &pass)?;
-            let embedded = self.patch_embedding.forward(latents, video, &pass)?;
-            let control = match blocks {
-                BlockPass::Skip(_) => None,
-                _ => self.control(conditions.control, &embedded, video, &pass)?,
-            };
-            (times, embedded, control)
-        };
-        let through_blocks = |x| self.through_blocks(x, &mut units, &times, (conditions.prompt, control), video);
-        let x = match blocks {
-            BlockPass::Compute => through_blocks(embedded)?,
-            BlockPass::Record(added) => {
-                let x = through_blocks(embedded.clone())?;
-                *added = Some((&x - embedded)?);
-                x
-            }
-            BlockPass::Skip(added) => residual(&embedded, added)?,
-        };
-        let weights = units.take()?;
-        self.head.forward(&x, &times, &self.pass(&weights, video))
-    }
-
-    /// Embedded patches `[T, C]` after all blocks.
-    fn through_blocks(
-        &self,
-        mut x: Tensor,
-        units: &mut UnitSequence,
-        times: &TimeCondition,
-        (prompt, mut controlled): (&Prompt, Option<vace::ControlStream>),
-        video: &VideoContext,
-    ) -> Result<Tensor> {
-        for (index, block) in self.blocks.iter().enumerate() {
-            // The control is that of the input, so it is computed before the block changes x; only one is in memory at a time.
-            let added = match (self.control_blocks.get(&index), &mut controlled) {
-                (Some(control), Some(stream)) => {
-                    let weights = units.take()?;
-                    let prompt = PromptInput::KeysAndValues(&prompt.control_blocks[control.number()]);
-                    let conditioned = ConditionedBlock { block: control.block(), times, prompt, video };
-                    Some(control.forward(stream, &conditioned, &self.pass(&weights, video))?)
-                }
-                _ => None,
-            };
-            let prompt = PromptInput::KeysAndValues(&prompt.blocks[index]);
-            let weights = units.take()?;
-            x = ConditionedBlock { block, times, prompt, video }.forward(&x, &self.pass(&weights, video))?;
-            if let Some(added) = added {
-                x = residual(&x, &added)?;
-            }
-        }
-        Ok(x)
+        let branch = Branch { prompt, blocks: BlockPass::Compute };
+        let mut patches =
+            self.forward_branches(weights, latents, Conditions { times, control }, vec![branch], video)?;
+        patches.pop().ok_or_else(|| Error::Input("a pass of no branch".into()))
     }
 
     /// The embedding of a time step, C numbers.
@@ -378,32 +292,6 @@ impl WanTransformer {
         let embedding = weights.unit(Unit::Embedding)?;
         let embedded = self.condition_embedder.embedded_times(&times, &self.pass(&embedding, video))?;
         Ok(embedded.flatten_all()?.to_vec1()?)
-    }
-
-    /// The stream of the control blocks, if the model has some.
-    fn control<'a>(
-        &self,
-        control: Option<Control<'a>>,
-        x: &Tensor,
-        video: &VideoContext,
-        pass: &ForwardPass,
-    ) -> Result<Option<vace::ControlStream<'a>>> {
-        match (control, &self.control_embedding) {
-            (None, None) => Ok(None),
-            (Some(_), None) => Err(Error::Input("a control has no effect: config.json has no vace_layers".into())),
-            (None, Some(_)) => Err(Error::Input(format!(
-                "this model needs a control [B, {}, F, H, W]",
-                self.config.vace_in_channels.unwrap_or_default()
-            ))),
-            (Some(Control { scale, .. }), Some(_)) if scale.len() != self.control_blocks.len() => {
-                let (given, blocks) = (scale.len(), self.control_blocks.len());
-                Err(Error::Input(format!("control_scale has {given} factors, and the model {blocks} control blocks")))
-            }
-            (Some(Control { control, scale }), Some(embedding)) => {
-                let embedded = embedding.forward(control, video, pass)?;
-                Ok(Some(vace::ControlStream::new(embedded, x.clone(), scale)))
-            }
-        }
     }
 
     fn pass<'a>(&'a self, weights: &'a StoredWeights, video: &'a VideoContext) -> ForwardPass<'a> {

@@ -20,6 +20,7 @@ pub(super) struct ControlBlock {
 }
 
 /// The hidden states of the control blocks, `[T, C]`, which one block passes to the next.
+#[derive(Clone)]
 pub(super) struct ControlStream<'a> {
     stream: Tensor,
     /// The video before its first block, until the first control block has taken it.

@@ -8,7 +8,7 @@ use ringspan_video::Result;
 use ringspan_video::denoise::{DenoiseFolder, DenoiseInputs, DenoisePlan, DenoiseSettings, denoise};
 use ringspan_video::ranks::{VideoMesh, VideoRanks};
 use ringspan_video::scheduler::Scheduler;
-use ringspan_video::transformer::{BlockPass, Conditions, TokenGrid, VideoContext, WanFolder, WeightType};
+use ringspan_video::transformer::{BlockPass, Branch, Conditions, TokenGrid, VideoContext, WanFolder, WeightType};
 use std::sync::Mutex;
 
 /// The latents of a run, and for each step whether its blocks were skipped.
@@ -133,16 +133,20 @@ fn skipped_blocks_add_what_they_added_in_the_first_step() -> Result<()> {
         let mut scheduler = Scheduler::new(&settings.scheduler, 4)?;
         let (mut latents, mut added) = (inputs.latents.clone(), None);
         for (step, time) in scheduler.timesteps().to_vec().into_iter().enumerate() {
-            let conditions = Conditions { times: &video.timesteps(&[time])?, prompt: &prompt, control: None };
+            let conditions = Conditions { times: &video.timesteps(&[time])?, control: None };
+            let forward = |blocks: BlockPass<'_>| -> Result<Tensor> {
+                let branch = vec![Branch { prompt: &prompt, blocks }];
+                Ok(transformer.forward_branches(&weights, &latents, conditions, branch, &video)?.remove(0))
+            };
             let blocks = match (step, &mut added) {
                 (1 | 2, Some(added)) => BlockPass::Skip(added),
                 (_, added) => BlockPass::Record(added),
             };
-            let patches = transformer.forward_with(&weights, &latents, conditions, blocks, &video)?;
+            let patches = forward(blocks)?;
             if let (0, Some(added)) = (step, &added) {
                 // With the same input, what was added gives the same patches.
                 let skip = BlockPass::Skip(added);
-                let again = transformer.forward_with(&weights, &latents, conditions, skip, &video)?;
+                let again = forward(skip)?;
                 assert!(distance(&again, &patches) < 1e-5);
             }
             latents = scheduler.step(&latents, &video.grid().unpatched(&video.gathered(&patches)?)?)?;

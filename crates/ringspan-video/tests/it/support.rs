@@ -5,7 +5,9 @@ use ringspan::attention::Group;
 use ringspan::comm::threads;
 use ringspan::kernel::Kernel;
 use ringspan_candle::{StoredWeights, pool};
-use ringspan_video::transformer::{Control, TokenGrid, UnitWeights, VideoContext, WanFolder, WeightType};
+use ringspan_video::transformer::{
+    Conditions, Control, Prompt, TokenGrid, UnitWeights, VideoContext, WanFolder, WeightType,
+};
 use ringspan_video::{Error, Result};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -66,6 +68,19 @@ impl Pass {
 
     /// The velocity of a rank, with weights that it holds.
     pub(crate) fn on_rank(&self, weights: &dyn UnitWeights, group: Arc<Group>, alone: Arc<Group>) -> Result<Tensor> {
+        self.with_prompt(weights, group, alone, |x, Conditions { times, control }, prompt, video| {
+            self.folder.transformer().velocity(weights, x, times, prompt, control, video)
+        })
+    }
+
+    /// Calls `pass` with the latents, what conditions them, and the prompt on a rank.
+    pub(crate) fn with_prompt<T>(
+        &self,
+        weights: &dyn UnitWeights,
+        group: Arc<Group>,
+        alone: Arc<Group>,
+        pass: impl FnOnce(&Tensor, Conditions, &Prompt, &VideoContext) -> Result<T>,
+    ) -> Result<T> {
         let (transformer, x) = (self.folder.transformer(), &self.inputs["hidden_states"]);
         let (batch, _, frames, height, width) = x.dims5()?;
         let grid = TokenGrid::new([frames, height, width], transformer.config().patch_size)?;
@@ -78,7 +93,7 @@ impl Pass {
             None => Vec::new(),
         };
         let control = self.inputs.get("control_hidden_states").map(|control| Control { control, scale: &scale });
-        transformer.velocity(weights, x, &times, &prompt, control, &video)
+        pass(x, Conditions { times: &times, control }, &prompt, &video)
     }
 }
 

@@ -10,7 +10,7 @@ use ringspan_video::lora::LoraSource;
 use ringspan_video::noise::noise;
 use ringspan_video::tensor_folder::read_json;
 use ringspan_video::transformer::{
-    TokenGrid, UnitWeights, VideoContext, WanConfig, WanFolder, WanTransformer, WeightType,
+    BlockPass, Branch, Prompt, TokenGrid, UnitWeights, VideoContext, WanConfig, WanFolder, WanTransformer, WeightType,
 };
 use serde_json::{Value, json};
 use std::collections::HashMap;
@@ -114,6 +114,38 @@ fn check_shares(pass: &Pass, of: WeightType, name: &str) -> Result<()> {
             );
             assert!(bytes < share + largest.unwrap_or(0), "{name} {mesh:?}: {bytes} of {all} bytes");
         }
+    }
+    Ok(())
+}
+
+/// Each branch has the bits that it has alone, and the weights of ranks that share them are sent once for both.
+#[test]
+fn branches_of_guidance_side_by_side_gather_weights_once() -> Result<()> {
+    for kind in ["t2v", "vace"] {
+        let pass = Pass::of(kind, WeightType::F32)?;
+        on_ranks((3, 1), |group, alone| {
+            let share = pass.folder.load_share(WeightType::F32, group.cp().split(0, group.rank())?)?;
+            let (comm, others) = (group.cp().clone(), group.size() as u64 - 1);
+            pass.with_prompt(&share, group, alone, |latents, conditions, prompt, video| {
+                let (transformer, text) = (pass.folder.transformer(), &pass.inputs["encoder_hidden_states"]);
+                let negative = transformer.prompt(&share, &text.affine(-0.5, 0.1)?, None, video)?;
+                let branches = |prompts: &[&Prompt]| -> Result<(Vec<Vec<f32>>, u64)> {
+                    let before = comm.bytes_sent();
+                    let branches = prompts.iter().map(|prompt| Branch { prompt, blocks: BlockPass::Compute });
+                    let branches = branches.collect();
+                    let patches = transformer.forward_branches(&share, latents, conditions, branches, video)?;
+                    let patches = patches.iter().map(|patches| patches.flatten_all()?.to_vec1());
+                    Ok((patches.collect::<TensorResult<_>>()?, comm.bytes_sent() - before))
+                };
+                let (first, of_first) = branches(&[prompt])?;
+                let (second, of_second) = branches(&[&negative])?;
+                let (both, of_both) = branches(&[prompt, &negative])?;
+                assert_ne!(first, second, "{kind}: the prompts differ");
+                assert_eq!(both, [first, second].concat(), "{kind}");
+                assert_eq!(of_first + of_second - of_both, share.bytes() * others, "{kind}");
+                Ok(())
+            })
+        })?;
     }
     Ok(())
 }
