@@ -11,8 +11,9 @@ use crate::comm::group::operation::Operation;
 use crate::comm::group::part::CollectivePart;
 use crate::comm::group::transport::{Member, Transport};
 use crate::error::{Error, Result};
-use crate::sync::{Condvar, Mutex, MutexGuard};
+use crate::sync::{AtomicU64, Condvar, Mutex, MutexGuard, spin_until};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 /// In larger worlds a rank looks for a deadlock only now and then: the ranks of a ring wait for each other in long chains,
@@ -22,16 +23,36 @@ const MAX_RANKS_CHECKED_AT_EACH_WAIT: usize = 64;
 /// The shared state behind one lock: ranks exchange few, large messages, so there is little contention.
 pub(super) struct ThreadTransport {
     shared: Mutex<Shared>,
-    /// One condition variable per rank, so that a message wakes only its receiver.
-    changed: Vec<Condvar>,
+    ranks: Vec<RankSignal>,
+    /// Whether a rank spins before it sleeps: if all ranks have a processor, which nobody else needs then.
+    spins: bool,
     deadline: Duration,
+}
+
+/// Tells a rank that what it waits for may have come. Each rank has its own, so that a message wakes only its receiver.
+struct RankSignal {
+    changed: Condvar,
+    /// Counts the notifications, for a rank that spins.
+    count: AtomicU64,
+}
+
+impl RankSignal {
+    fn new() -> Self {
+        Self { changed: Condvar::new(), count: AtomicU64::new(0) }
+    }
+
+    fn notify(&self) {
+        self.count.fetch_add(1, Ordering::Release);
+        self.changed.notify_all();
+    }
 }
 
 impl ThreadTransport {
     pub(super) fn new(size: usize, deadline: Duration, link: Option<SimulatedLink>) -> Self {
         Self {
             shared: Mutex::new(Shared::new(size, link)),
-            changed: (0..size).map(|_| Condvar::new()).collect(),
+            ranks: (0..size).map(|_| RankSignal::new()).collect(),
+            spins: std::thread::available_parallelism().is_ok_and(|processors| size <= processors.get()),
             deadline,
         }
     }
@@ -63,10 +84,11 @@ impl ThreadTransport {
         let mut shared = self.lock();
         let home = shared.note_thread(rank);
         // Every rank of a cycle can detect it, so it does not matter which of them looks, nor when.
-        let ranks = self.changed.len();
+        let ranks = self.ranks.len();
         let between_looks =
             Duration::from_millis(if ranks > MAX_RANKS_CHECKED_AT_EACH_WAIT { ranks as u64 } else { 0 });
         let mut next_look = between_looks;
+        let mut spins = self.spins;
         loop {
             shared.check(rank, operation)?;
             let missing = shared.missing(&awaited);
@@ -79,6 +101,15 @@ impl ThreadTransport {
             };
             if let Some(peer) = shared.finished(&missing) {
                 return Err(self.give_up(shared, rank, operation, peer));
+            }
+            if spins && late.is_none() {
+                spins = false;
+                let signal = &self.ranks[rank].count;
+                let seen = signal.load(Ordering::Acquire);
+                drop(shared);
+                spin_until(|| signal.load(Ordering::Acquire) != seen);
+                shared = self.lock();
+                continue;
             }
             if home {
                 shared.enter(rank, RankState::Waits { operation: operation.clone(), awaited: awaited.clone() });
@@ -114,7 +145,7 @@ impl ThreadTransport {
                 left = left.min(next_look - waited);
             }
             let pause = late.map_or(left, |(_, due)| left.min(due.saturating_duration_since(Instant::now())));
-            let woken = self.changed[rank].wait_timeout(shared, pause);
+            let woken = self.ranks[rank].changed.wait_timeout(shared, pause);
             shared = woken.unwrap_or_else(|poisoned| poisoned.into_inner()).0;
         }
     }
@@ -131,7 +162,7 @@ impl ThreadTransport {
     }
 
     fn wake_all(&self) {
-        self.changed.iter().for_each(Condvar::notify_all);
+        self.ranks.iter().for_each(RankSignal::notify);
     }
 
     fn lock(&self) -> MutexGuard<'_, Shared> {
@@ -162,7 +193,7 @@ impl Transport for ThreadTransport {
         let due = shared.due(from, to, data.bytes());
         shared.with_mailbox(address, |mailbox| mailbox.send(Message { data, due }));
         drop(shared);
-        self.changed[to].notify_all();
+        self.ranks[to].notify();
         Ok(0)
     }
 
@@ -243,7 +274,7 @@ impl Transport for ThreadTransport {
         }
         drop(shared);
         if complete {
-            members.iter().for_each(|&member| self.changed[member].notify_all());
+            members.iter().for_each(|&member| self.ranks[member].notify());
         }
         let mut shared = self.wait(own, operation, Awaited::Round { group: key.0.clone(), number })?;
         let Some(round) = shared.rounds.get_mut(&key) else { return Ok(Vec::new()) };
