@@ -3,9 +3,8 @@
     cargo build --release
     python tools/bench_gaps.py target/release/ringspan model.gguf --threads 2 --streams 1,4 --prompt 8192
 
-Prints the median gap before and after the prompt is read, and, as multiples of that, the median, the 95th percentile and the longest gap
-while it is read, and the share of gaps within three times the median. The texts of the streams grow meanwhile, so the median is that of as
-many seconds before as after. `--tiny` in place of a model takes a random one, whose speed says nothing, to see that the script works.
+Prints the gap without the prompt, the mean of the medians before and after it is read (since the texts of the streams grow meanwhile), and, as
+multiples of that, the median, the 95th percentile and the longest gap while it is read, and the share of gaps within three times. `--tiny` in place of a model takes a random one, whose speed says nothing, to see that the script works.
 """
 
 import argparse
@@ -77,7 +76,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?")
     parser.add_argument("--streams", type=lambda text: [int(count) for count in text.split(",")], default=[1, 4])
     parser.add_argument("--prompt", type=int, default=8_192)
-    parser.add_argument("--seconds", type=float, default=4, help="time before the prompt; the median is that of half of it, and of as much after")
+    parser.add_argument("--seconds", type=float, default=4, help="time before the prompt; its second half counts, and as much after")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--flags", default="", help="further flags of `ringspan serve`")
     parser.add_argument("--tiny", action="store_true")

@@ -11,10 +11,19 @@ pub(crate) use std::thread;
 /// the same layer.
 const SPIN_TIME: std::time::Duration = std::time::Duration::from_micros(100);
 
-/// Waits a moment until `is_so` returns true. Other threads that have no processor get this one's.
-pub(crate) fn spin_until(is_so: impl Fn() -> bool) {
-    let begin = std::time::Instant::now();
-    while !is_so() && begin.elapsed() < SPIN_TIME {
+/// Threads that compute at the same time; more than that should not spin.
+pub(crate) fn processors() -> usize {
+    thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// Spins until `is_so` returns true, for a moment from `begin` on; false if it did not. Other threads that have no processor get this
+/// one's meanwhile.
+pub(crate) fn spin_until(begin: std::time::Instant, is_so: impl Fn() -> bool) -> bool {
+    while !is_so() {
+        if begin.elapsed() >= SPIN_TIME {
+            return false;
+        }
         thread::yield_now();
     }
+    true
 }

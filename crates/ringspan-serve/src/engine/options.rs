@@ -23,7 +23,7 @@ pub struct EngineOptions {
     pub prefill_chunk: usize,
     /// Largest number of prompt tokens in a step in which other requests decode: a larger number prefills prompts
     /// faster, a smaller one shortens the time between the tokens of decoding requests. With `None`, the engine
-    /// measures its steps, and chooses the number so that nine of ten steps that also prefill take up to three times as
+    /// measures its steps, and chooses the number so that 95% of the steps that also prefill should take up to three times as
     /// long as one that only decodes.
     pub mixed_chunk: Option<usize>,
     /// Keeps the keys and values of texts as long as there is room, so that texts with the same beginning need not compute it

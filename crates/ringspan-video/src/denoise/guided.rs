@@ -146,7 +146,7 @@ impl<'a> GuidedModel<'a> {
         Ok(())
     }
 
-    /// The velocities of branches, computed side by side: with the prompt (branch 0) or with the negative prompt (branch 1).
+    /// The velocities of branches, block by block, in ascending order: with the prompt (branch 0) and with the negative prompt (branch 1).
     fn velocities<const N: usize>(
         &mut self,
         branches: [usize; N],
@@ -158,15 +158,13 @@ impl<'a> GuidedModel<'a> {
             return Err(crate::Error::Input("no transformer has been entered".into()));
         };
         let transformer = self.folder.transformer(*index);
-        for branch in branches {
-            let text = match (branch, &inputs.negative_prompt_embeds) {
+        if branches.iter().any(|branch| prompts[*branch].is_none()) {
+            let texts = branches.map(|branch| match (branch, &inputs.negative_prompt_embeds) {
                 (1, Some(negative)) => negative,
                 _ => &inputs.prompt_embeds,
-            };
-            if prompts[branch].is_none() {
-                let image = inputs.image_embeds.as_ref();
-                prompts[branch] = Some(transformer.prompt(weights.units(), text, image, video)?);
-            }
+            });
+            let computed = transformer.prompts(weights.units(), &texts, inputs.image_embeds.as_ref(), video)?;
+            branches.into_iter().zip(computed).for_each(|(branch, prompt)| prompts[branch] = Some(prompt));
         }
         let control = inputs.control.as_ref().map(|control| Control { control, scale: &self.control_scale });
         let conditions = Conditions { times: &video.timesteps(input.times)?, control };

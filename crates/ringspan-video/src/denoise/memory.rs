@@ -39,8 +39,8 @@ pub(super) struct RunSizes {
     pub(super) embeds: u64,
     /// Branches of guidance that a rank computes.
     pub(super) branches: u64,
-    /// How many of them it computes block by block, side by side.
-    pub(super) side_by_side: u64,
+    /// How many of them each block computes before the next block does.
+    pub(super) interleaved: u64,
     /// Whether what the blocks add is kept for later steps.
     pub(super) caches: bool,
 }
@@ -97,13 +97,13 @@ impl RunSizes {
         control + self.attention(config, element).max(to_prompt).max(feed_forward)
     }
 
-    /// What a branch holds while another computes beside it: the residual stream, with VACE that of the control blocks and what they
+    /// What a branch holds while a block computes another: the residual stream, with VACE that of the control blocks and what they
     /// add, and its patches.
     fn of_other_branches(&self, config: &WanConfig, weights: WeightType) -> u64 {
         let rows = self.tokens * config.width() as u64 * weights.computed_bytes() as u64;
         let streams = if config.vace_layers.is_some() { 3 * rows } else { rows };
         let patches = 4 * self.tokens * (config.out_channels() * config.patch()) as u64;
-        self.side_by_side.saturating_sub(1) * (streams + patches)
+        self.interleaved.saturating_sub(1) * (streams + patches)
     }
 
     /// Attention over all ranks: the input, queries, keys and values; outputs with maximum and sum of each head in f32, and outputs in

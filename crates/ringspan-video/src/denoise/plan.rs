@@ -54,7 +54,7 @@ struct ShardedBytes {
     share: u64,
     /// The largest unit, as a message and as the weights that are made of it.
     unit: u64,
-    /// What the busiest rank sends in a step, once for both branches of guidance.
+    /// What the busiest rank sends in a step, and once more for the prompts where a transformer begins.
     sent: u64,
 }
 
@@ -111,7 +111,7 @@ impl DenoisePlan {
             batch: batch as u64,
             embeds: (inputs.prompt_embeds.dim(1)? + images / batch) as u64,
             branches: branches as u64,
-            side_by_side: if mesh.shard_weights { branches as u64 } else { 1 },
+            interleaved: if mesh.shard_weights { branches as u64 } else { 1 },
             caches: settings.cache_threshold > 0.0,
         };
         let guided = |stage: usize| if settings.is_guided(stage) { 2.0 } else { 1.0 };

@@ -1,6 +1,6 @@
 //! A pass of one or both branches of classifier-free guidance, which share the latents, the time and the weights.
 //!
-//! The branches go through the blocks side by side, so weights that [ranks share](super::ShardedWeights) are gathered once for both.
+//! Each block computes all branches before the next block does, so weights that [ranks share](super::ShardedWeights) are gathered once for both.
 
 use super::block::{ConditionedBlock, PromptInput};
 use super::conditioning::TimeCondition;
@@ -118,7 +118,7 @@ impl WanTransformer {
         }
         for (index, block) in self.blocks.iter().enumerate() {
             let control = self.control_blocks.get(&index);
-            // The control is that of the input, so it is computed before the block changes x.
+            // What is added to each stream, if there is a control. It is that of the input, so it is computed before the block changes x.
             let mut added = Vec::new();
             if let Some(control) = control {
                 let weights = units.take()?;

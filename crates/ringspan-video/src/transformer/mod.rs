@@ -201,24 +201,47 @@ impl WanTransformer {
         image: Option<&Tensor>,
         video: &VideoContext,
     ) -> Result<Prompt> {
-        self.check_prompt("the prompt's embeddings", text, image, video.batch())?;
+        let mut prompts = self.prompts(weights, &[text], image, video)?;
+        prompts.pop().ok_or_else(|| Error::Input("no prompt".into()))
+    }
+
+    /// Like [`prompt`](Self::prompt), for several texts with the same images; each unit is taken once.
+    ///
+    /// # Errors
+    /// As for [`prompt`](Self::prompt).
+    pub fn prompts(
+        &self,
+        weights: &dyn UnitWeights,
+        texts: &[&Tensor],
+        image: Option<&Tensor>,
+        video: &VideoContext,
+    ) -> Result<Vec<Prompt>> {
+        texts.iter().try_for_each(|text| self.check_prompt("the prompt's embeddings", text, image, video.batch()))?;
         let mut units = UnitSequence::new(weights, self.units().filter(|unit| *unit != Unit::Head).collect());
-        let (text, image) = {
+        let (texts, image) = {
             let embedding = units.take()?;
             let pass = self.pass(&embedding, video);
             let dtype = self.patch_embedding.dtype(&pass)?;
-            let text = cast(&self.condition_embedder.text(text, &pass)?, dtype)?;
+            let embedded = |text: &&Tensor| Ok(cast(&self.condition_embedder.text(text, &pass)?, dtype)?);
+            let texts = texts.iter().map(embedded).collect::<Result<Vec<_>>>()?;
             let image = image.map(|image| self.condition_embedder.image(image, &pass)).transpose()?;
-            (text, image.map(|image| cast(&image, dtype)).transpose()?)
+            (texts, image.map(|image| cast(&image, dtype)).transpose()?)
         };
-        let mut of = |block: &WanBlock| {
+        let mut prompts = vec![Prompt { blocks: Vec::new(), control_blocks: Vec::new() }; texts.len()];
+        for block in &self.blocks {
             let weights = units.take()?;
-            Ok(block.prompt(&text, image.as_ref(), &self.pass(&weights, video))?)
-        };
-        Ok(Prompt {
-            blocks: self.blocks.iter().map(&mut of).collect::<Result<_>>()?,
-            control_blocks: self.control_blocks.values().map(|control| of(control.block())).collect::<Result<_>>()?,
-        })
+            for (prompt, text) in prompts.iter_mut().zip(&texts) {
+                prompt.blocks.push(block.prompt(text, image.as_ref(), &self.pass(&weights, video))?);
+            }
+        }
+        for control in self.control_blocks.values() {
+            let weights = units.take()?;
+            for (prompt, text) in prompts.iter_mut().zip(&texts) {
+                let block = control.block().prompt(text, image.as_ref(), &self.pass(&weights, video))?;
+                prompt.control_blocks.push(block);
+            }
+        }
+        Ok(prompts)
     }
 
     /// Checks the shapes of a prompt for `batch` videos, by which [`prompt`](Self::prompt) refuses it; errors call the text `name`.

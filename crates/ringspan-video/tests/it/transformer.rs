@@ -120,7 +120,7 @@ fn check_shares(pass: &Pass, of: WeightType, name: &str) -> Result<()> {
 
 /// Each branch has the bits that it has alone, and the weights of ranks that share them are sent once for both.
 #[test]
-fn branches_of_guidance_side_by_side_gather_weights_once() -> Result<()> {
+fn branches_of_guidance_gather_each_block_once() -> Result<()> {
     for kind in ["t2v", "vace"] {
         let pass = Pass::of(kind, WeightType::F32)?;
         on_ranks((3, 1), |group, alone| {
@@ -129,6 +129,11 @@ fn branches_of_guidance_side_by_side_gather_weights_once() -> Result<()> {
             pass.with_prompt(&share, group, alone, |latents, conditions, prompt, video| {
                 let (transformer, text) = (pass.folder.transformer(), &pass.inputs["encoder_hidden_states"]);
                 let negative = transformer.prompt(&share, &text.affine(-0.5, 0.1)?, None, video)?;
+                // Both prompts are computed in one pass over the weights, too.
+                let before = comm.bytes_sent();
+                let prompts = transformer.prompts(&share, &[text, &text.affine(-0.5, 0.1)?], None, video)?;
+                let of_prompts = comm.bytes_sent() - before;
+                assert!(of_prompts <= share.bytes() * others, "{kind}: {of_prompts} bytes");
                 let branches = |prompts: &[&Prompt]| -> Result<(Vec<Vec<f32>>, u64)> {
                     let before = comm.bytes_sent();
                     let branches = prompts.iter().map(|prompt| Branch { prompt, blocks: BlockPass::Compute });
@@ -142,6 +147,7 @@ fn branches_of_guidance_side_by_side_gather_weights_once() -> Result<()> {
                 let (both, of_both) = branches(&[prompt, &negative])?;
                 assert_ne!(first, second, "{kind}: the prompts differ");
                 assert_eq!(both, [first, second].concat(), "{kind}");
+                assert_eq!(branches(&[&prompts[0], &prompts[1]])?.0, both, "{kind}: prompts of one pass");
                 assert_eq!(of_first + of_second - of_both, share.bytes() * others, "{kind}");
                 Ok(())
             })

@@ -3,8 +3,15 @@
 pub(crate) use shuttle::sync::atomic::AtomicU64;
 pub(crate) use shuttle::sync::{Condvar, Mutex, MutexGuard};
 
-/// How long a thread spins is the scheduler's choice, which may let another thread continue at the next lock.
-pub(crate) fn spin_until(_: impl Fn() -> bool) {}
+/// Any number of ranks spins in the model, so that its interleavings are the same on every machine.
+pub(crate) fn processors() -> usize {
+    usize::MAX
+}
+
+/// Spinning ends at once: the scheduler may let other threads continue at the next lock.
+pub(crate) fn spin_until(_: std::time::Instant, is_so: impl Fn() -> bool) -> bool {
+    is_so()
+}
 
 pub(crate) mod thread {
     pub(crate) use shuttle::thread::{Scope, ScopedJoinHandle, ThreadId, current, scope};

@@ -11,7 +11,7 @@ use crate::comm::group::operation::Operation;
 use crate::comm::group::part::CollectivePart;
 use crate::comm::group::transport::{Member, Transport};
 use crate::error::{Error, Result};
-use crate::sync::{AtomicU64, Condvar, Mutex, MutexGuard, spin_until};
+use crate::sync::{AtomicU64, Condvar, Mutex, MutexGuard, processors, spin_until};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -24,7 +24,7 @@ const MAX_RANKS_CHECKED_AT_EACH_WAIT: usize = 64;
 pub(super) struct ThreadTransport {
     shared: Mutex<Shared>,
     ranks: Vec<RankSignal>,
-    /// Whether a rank spins before it sleeps: if all ranks have a processor, which nobody else needs then.
+    /// Whether a rank spins before it sleeps: not if there are more ranks than processors.
     spins: bool,
     deadline: Duration,
 }
@@ -52,7 +52,7 @@ impl ThreadTransport {
         Self {
             shared: Mutex::new(Shared::new(size, link)),
             ranks: (0..size).map(|_| RankSignal::new()).collect(),
-            spins: std::thread::available_parallelism().is_ok_and(|processors| size <= processors.get()),
+            spins: size <= processors(),
             deadline,
         }
     }
@@ -103,11 +103,11 @@ impl ThreadTransport {
                 return Err(self.give_up(shared, rank, operation, peer));
             }
             if spins && late.is_none() {
-                spins = false;
                 let signal = &self.ranks[rank].count;
                 let seen = signal.load(Ordering::Acquire);
                 drop(shared);
-                spin_until(|| signal.load(Ordering::Acquire) != seen);
+                // A notification may be of something else, so the rank spins on until the time is over.
+                spins = spin_until(start, || signal.load(Ordering::Acquire) != seen);
                 shared = self.lock();
                 continue;
             }
