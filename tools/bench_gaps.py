@@ -4,7 +4,8 @@
     python tools/bench_gaps.py target/release/ringspan model.gguf --threads 2 --streams 1,4 --prompt 8192
 
 Prints the gap without the prompt, the mean of the medians before and after it is read (since the texts of the streams grow meanwhile), and, as
-multiples of that, the median, the 95th percentile and the longest gap while it is read, and the share of gaps within three times. `--tiny` in place of a model takes a random one, whose speed says nothing, to see that the script works.
+multiples of that, the median, the 95th percentile and the longest gap while it is read, and the share of gaps within three times. `--tiny` in
+place of a model takes a random one, whose speed says nothing, to see that the script works.
 """
 
 import argparse
