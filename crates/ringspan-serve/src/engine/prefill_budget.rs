@@ -24,7 +24,7 @@ const MEASUREMENTS: usize = 5;
 /// follows from medians alone would be exceeded in every other step.
 const WITHIN: f64 = 0.95;
 
-/// Steps from which it is known how times vary.
+/// Number of steps that read prompts from whose times it is known how much they vary.
 const VARIATIONS: usize = 32;
 
 /// Steps that read prompts between two that only generate, in which their time is measured again: it grows with the texts.
@@ -269,7 +269,7 @@ mod tests {
             let mut seconds = Vec::new();
             for step in 0..1000 {
                 let tokens = budget.tokens(4);
-                // Times of 1 to `slowest` times the shortest, in an order without a pattern.
+                // Tokens take 1 to `slowest` times the shortest time, in a mixed order that repeats after 101 steps.
                 let noise = 1.0 + (slowest - 1.0) * f64::from(step * step % 101) / 100.0;
                 let time = machine.takes(4, 0, 0) + machine.token * tokens as f64 * noise;
                 budget.measured(4, tokens, Duration::from_secs_f64(time));

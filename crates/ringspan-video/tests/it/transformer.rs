@@ -128,12 +128,14 @@ fn branches_of_guidance_gather_each_block_once() -> Result<()> {
             let (comm, others) = (group.cp().clone(), group.size() as u64 - 1);
             pass.with_prompt(&share, group, alone, |latents, conditions, prompt, video| {
                 let (transformer, text) = (pass.folder.transformer(), &pass.inputs["encoder_hidden_states"]);
-                let negative = transformer.prompt(&share, &text.affine(-0.5, 0.1)?, None, video)?;
-                // Both prompts are computed in one pass over the weights, too.
+                let negative_text = text.affine(-0.5, 0.1)?;
                 let before = comm.bytes_sent();
-                let prompts = transformer.prompts(&share, &[text, &text.affine(-0.5, 0.1)?], None, video)?;
-                let of_prompts = comm.bytes_sent() - before;
-                assert!(of_prompts <= share.bytes() * others, "{kind}: {of_prompts} bytes");
+                let negative = transformer.prompt(&share, &negative_text, None, video)?;
+                let of_one = comm.bytes_sent() - before;
+                let prompts = transformer.prompts(&share, &[text, &negative_text], None, video)?;
+                let of_two = comm.bytes_sent() - before - of_one;
+                assert!(of_one > 0, "{kind}");
+                assert_eq!(of_two, of_one, "{kind}: both prompts take one pass over the weights");
                 let branches = |prompts: &[&Prompt]| -> Result<(Vec<Vec<f32>>, u64)> {
                     let before = comm.bytes_sent();
                     let branches = prompts.iter().map(|prompt| Branch { prompt, blocks: BlockPass::Compute });
