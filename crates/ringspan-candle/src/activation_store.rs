@@ -2,6 +2,7 @@
 //! checkpointing).
 
 use crate::activation::Activation;
+use crate::adapter_rows::AdapterSelection;
 use crate::attend::{Attend, AttentionInputs};
 use crate::attention::SavedAttention;
 use crate::dropout::InputDropout;
@@ -344,6 +345,10 @@ impl Attend for ActivationStore<'_> {
 
     fn input_dropout(&self) -> Option<&InputDropout> {
         self.attend.input_dropout()
+    }
+
+    fn adapter_selection(&self) -> Option<&AdapterSelection> {
+        self.attend.adapter_selection()
     }
 }
 

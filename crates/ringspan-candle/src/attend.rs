@@ -1,5 +1,6 @@
 //! The interface between a model and attention: computes it, and says which positions the model's tokens have.
 
+use crate::adapter_rows::AdapterSelection;
 pub use crate::attention::AttentionInputs;
 use crate::attention::SavedAttention;
 use crate::dropout::InputDropout;
@@ -68,4 +69,10 @@ pub trait Attend {
     /// The dropout of layer inputs; `None` outside training. There is no default implementation, so that a wrapper cannot
     /// forget to pass it on: a model would then train without dropout, and nobody would notice.
     fn input_dropout(&self) -> Option<&InputDropout>;
+
+    /// Which of several joined adapters each of the T tokens asks for; `None` if adapters are not joined. Layers whose adapters are
+    /// joined refuse to compute without it.
+    fn adapter_selection(&self) -> Option<&AdapterSelection> {
+        None
+    }
 }

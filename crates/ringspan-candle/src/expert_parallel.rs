@@ -3,9 +3,9 @@
 //!
 //! Shape letters: T tokens on this rank, C hidden size, E experts, K experts a token is routed to.
 
+use crate::adapter_rows::AdapterRows;
 use crate::collective::{all_gather, all_to_all, all_to_all_unused, reduce_scatter, reduce_scatter_unused};
 use crate::device_ops;
-use crate::dropout::InputDropout;
 use crate::experts::{Expert, Experts, REMOTE_EXPERT, Routing, SavedExperts, mixed_saving};
 use crate::gpu;
 use crate::number::{Number, with_number};
@@ -72,11 +72,11 @@ impl ExpertParallel {
             messages.push(message(
                 &of_rank,
                 top,
-                routing.dropout.as_ref().map(|dropout| dropout.of_rows(&rows[before..])),
+                routing.adapter_rows.as_ref().map(|all| all.of_rows(&rows[before..])).as_ref(),
             ));
         }
         let arrived = self.ep.all_to_all(messages).map_err(candle_core::Error::wrap)?;
-        let (receive, chosen, dropout) = read(&arrived, top, routing.dropout.as_ref())?;
+        let (receive, chosen, adapter_rows) = read(&arrived, top, routing.adapter_rows.as_ref())?;
         let own = holds(self.ep.rank());
         if let Some(other) =
             chosen.iter().find(|choice| **choice != REMOTE_EXPERT && !own.contains(&(**choice as usize)))
@@ -86,7 +86,7 @@ impl ExpertParallel {
 
         let gather_rows = |of: &Tensor| all_to_all(&self.ep, &gather_rows(of, rows.clone())?, &send, &receive);
         let (here, weights) = (gather_rows(x)?, gather_rows(&routing.weights)?);
-        let out = mixed_saving(&here, &Routing { chosen, weights, dropout }, expert, memory)?;
+        let out = mixed_saving(&here, &Routing { chosen, weights, adapter_rows }, expert, memory)?;
         let back = if again { all_to_all_unused } else { all_to_all };
         scatter_add_rows(&back(&self.ep, &out, &receive, &send)?, rows, tokens)
     }
@@ -118,10 +118,10 @@ impl Experts for ExpertParallel {
         }
         let again = !memory.is_empty();
         let top = routing.weights.dim(1)?;
-        let own = message(&routing.chosen, top, routing.dropout.clone());
+        let own = message(&routing.chosen, top, routing.adapter_rows.as_ref());
         let arrived = self.width.all_gather(own).map_err(candle_core::Error::wrap)?;
-        let (counts, chosen, dropout) = read(&arrived, top, routing.dropout.as_ref())?;
-        let routing = Routing { chosen, weights: all_gather(&self.width, &routing.weights)?, dropout };
+        let (counts, chosen, adapter_rows) = read(&arrived, top, routing.adapter_rows.as_ref())?;
+        let routing = Routing { chosen, weights: all_gather(&self.width, &routing.weights)?, adapter_rows };
         let partial = self.exchanged(&all_gather(&self.width, x)?, &routing, expert, memory)?;
         let scatter = if again { reduce_scatter_unused } else { reduce_scatter };
         scatter(&self.width, &partial, counts)
@@ -136,25 +136,25 @@ impl Experts for ExpertParallel {
     }
 }
 
-/// The message that describes the routing of tokens: for each token its `top` experts and, with dropout, its number among all
-/// tokens of the step, which decides what is dropped.
-fn message(chosen: &[u32], top: usize, dropout: Option<InputDropout>) -> Buffer {
-    let numbers = dropout.as_ref().map(InputDropout::tokens);
+/// The message that describes the routing of tokens: for each token its `top` experts and, if adapters depend on it, the number of its
+/// row.
+fn message(chosen: &[u32], top: usize, adapter_rows: Option<&AdapterRows>) -> Buffer {
+    let numbers = adapter_rows.map(AdapterRows::numbers);
     let of_token = |(token, choices): (usize, &[u32])| {
         let choices = choices.iter().map(|choice| u64::from(*choice)).collect::<Vec<_>>();
-        choices.into_iter().chain(numbers.map(|numbers| numbers[token] as u64))
+        choices.into_iter().chain(numbers.as_ref().map(|numbers| numbers[token]))
     };
     Buffer::U64(chosen.chunks_exact(top.max(1)).enumerate().flat_map(of_token).collect())
 }
 
-/// Reads the messages of all ranks: how many tokens each rank sent, their experts in rank order, and their dropout; `dropout`
-/// supplies the seed.
+/// Reads the messages of all ranks: how many tokens each rank sent, their experts in rank order, and what adapters need to know of them,
+/// which is of the same kind as this rank's `adapter_rows`.
 fn read(
     arrived: &[Arc<Buffer>],
     top: usize,
-    dropout: Option<&InputDropout>,
-) -> Result<(Vec<usize>, Vec<u32>, Option<InputDropout>)> {
-    let each = (top + usize::from(dropout.is_some())).max(1);
+    adapter_rows: Option<&AdapterRows>,
+) -> Result<(Vec<usize>, Vec<u32>, Option<AdapterRows>)> {
+    let each = (top + usize::from(adapter_rows.is_some())).max(1);
     let (mut counts, mut chosen, mut numbers) = (Vec::new(), Vec::new(), Vec::new());
     for (rank, buffer) in arrived.iter().enumerate() {
         let Buffer::U64(words) = &**buffer else { bail!("rank {rank} sent something else than its tokens' experts") };
@@ -167,10 +167,10 @@ fn read(
             for choice in choices {
                 chosen.push(u32::try_from(*choice).map_err(candle_core::Error::wrap)?);
             }
-            numbers.extend(number.iter().map(|number| *number as usize));
+            numbers.extend(number);
         }
     }
-    Ok((counts, chosen, dropout.map(|dropout| dropout.of(numbers))))
+    Ok((counts, chosen, adapter_rows.map(|rows| rows.with_numbers(numbers))))
 }
 
 /// Selects rows of x, some of them perhaps more than once: `[T, C]` to `[rows, C]`.

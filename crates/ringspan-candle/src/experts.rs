@@ -12,7 +12,7 @@ mod stacked;
 pub use expert::{Expert, ExpertStack, GatedExpert, StackedExpert};
 pub use mixture::{SavedExperts, mixed, mixed_saving};
 
-use crate::dropout::InputDropout;
+use crate::adapter_rows::AdapterRows;
 use crate::tape::{self, Reads};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
@@ -29,8 +29,8 @@ pub struct Routing {
     pub chosen: Vec<u32>,
     /// The weights of these experts `[T, K]`, differentiable.
     pub weights: Tensor,
-    /// The dropout of the T tokens in adapters of experts; it is set on all ranks or on none.
-    pub dropout: Option<InputDropout>,
+    /// What adapters of experts need to know of the T tokens; it is set on all ranks or on none.
+    pub adapter_rows: Option<AdapterRows>,
 }
 
 /// Sums over the routed tokens, from which a load-balancing loss is computed. Those of several ranks or layers may be added.

@@ -46,8 +46,16 @@ impl Decoder {
         if sizes.is_empty() {
             return refuse(format!("it is attached to no layer of this model ({})", lora.layers.targets));
         }
-        let adapters = Adapters { sizes: sizes.into_iter().collect(), dropout: lora.dropout };
-        Ok(self.with_adapters(lora, adapters))
+        let adapters = Adapters { sizes: sizes.into_iter().collect(), dropout: lora.dropout, ..Adapters::none() };
+        Ok(self.with_adapters(Some(lora), adapters))
+    }
+
+    /// Attaches the adapters of several decoders of the same model, each under the slot by which rows ask for it
+    /// ([`AdapterSelection`](ringspan_candle::AdapterSelection)), so that one pass computes rows of all of them. They are not trained.
+    #[must_use]
+    pub fn with_joined_adapters(&self, adapted: &[(u64, &Self)]) -> Self {
+        let adapters: Vec<_> = adapted.iter().map(|(slot, decoder)| (*slot, decoder.adapter_sizes())).collect();
+        self.clone().with_adapters(None, Adapters::joined(&adapters))
     }
 
     /// The adapters' settings, if the model has adapters.

@@ -58,7 +58,7 @@ impl Decoder {
     }
 
     /// Attaches these adapters in place of any others; their matrices follow the other parameters of their unit.
-    pub(crate) fn with_adapters(mut self, lora: Lora, adapters: Adapters) -> Self {
+    pub(crate) fn with_adapters(mut self, lora: Option<Lora>, adapters: Adapters) -> Self {
         let mut all = (*self.parameters).clone();
         for UnitParameters { parameters, linear_layers } in all.units_mut() {
             parameters.retain(|parameter| !is_adapter(&parameter.name));
@@ -67,7 +67,7 @@ impl Decoder {
                 parameters.extend(layer.adapter_parameters(size.rank));
             }
         }
-        (self.parameters, self.lora, self.adapters) = (Arc::new(all), Some(lora), Arc::new(adapters));
+        (self.parameters, self.lora, self.adapters) = (Arc::new(all), lora, Arc::new(adapters));
         self
     }
 
@@ -87,7 +87,7 @@ impl Decoder {
     }
 
     /// The sizes of all adapters, by layer, and their dropout.
-    pub(crate) fn adapter_sizes(&self) -> &Adapters {
+    pub fn adapter_sizes(&self) -> &Adapters {
         &self.adapters
     }
 

@@ -4,11 +4,13 @@ use crate::error::{Error, Result};
 use crate::mesh::Mesh;
 use crate::model_parallel_rank::ModelParallelRank;
 use candle_core::{DType, Tensor};
+use ringspan_candle::lora::weight_names;
 use ringspan_candle::quantized::Format;
 use ringspan_candle::{Attend, Devices, StoredWeights, Unit, Weight, model::on_device};
 use ringspan_models::{Decoder, StoredModel};
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// A decoder and its weights, or the shard of them with which some ranks compute. Ranks of one process share the weights; on GPUs,
 /// the ranks of each device share theirs.
@@ -119,6 +121,33 @@ impl Model {
             Ok(weights)
         };
         let weights = devices.iter().zip(&self.weights).map(with_base).collect::<Result<_>>()?;
+        let Self { vocabulary, model_rank, key_value_heads, .. } = *self;
+        let (stored, head) = (self.stored.clone(), self.head.clone());
+        Ok(Self { decoder, weights, stored, vocabulary, model_rank, key_value_heads, head })
+    }
+
+    /// The same shard of the model with several adapters joined, each under its slot, from this shard with each of them: for rows that
+    /// ask for different ones.
+    ///
+    /// # Errors
+    /// Matrices that do not fit each other.
+    pub(crate) fn joined(&self, adapted: &[(u64, Arc<Self>)]) -> Result<Self> {
+        let decoders: Vec<_> = adapted.iter().map(|(slot, model)| (*slot, model.decoder())).collect();
+        let decoder = self.decoder.with_joined_adapters(&decoders);
+        let mut weights = self.weights.clone();
+        for (device, weights) in weights.iter_mut().enumerate() {
+            for (layer, _) in decoder.adapters() {
+                // A below each other, B side by side.
+                for (name, dim) in weight_names(layer).into_iter().zip([0, 1]) {
+                    let of_adapters = adapted.iter().filter_map(|(_, model)| model.weights[device].get(&name));
+                    let parts = of_adapters.map(Weight::tensor).collect::<candle_core::Result<Vec<_>>>()?;
+                    // This shard may lack the layer.
+                    if !parts.is_empty() {
+                        weights.insert(name, Tensor::cat(&parts, dim)?.into());
+                    }
+                }
+            }
+        }
         let Self { vocabulary, model_rank, key_value_heads, .. } = *self;
         let (stored, head) = (self.stored.clone(), self.head.clone());
         Ok(Self { decoder, weights, stored, vocabulary, model_rank, key_value_heads, head })

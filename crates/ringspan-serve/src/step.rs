@@ -29,6 +29,8 @@ pub struct StepSequence {
     pub window: WindowPages,
     /// The hidden states that rank 0 needs.
     pub outputs: Outputs,
+    /// The slot of the adapter with which the tokens are computed; `None` for the base model.
+    pub adapter: Option<u64>,
 }
 
 /// The last pages of a sequence in sliding-window layers, with all keys that its next tokens attend to. They are

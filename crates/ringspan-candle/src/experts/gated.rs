@@ -6,8 +6,8 @@
 
 use super::GatedExpert;
 use super::product::{back_through, through};
+use crate::adapter_rows::AdapterRows;
 use crate::cast::cast;
-use crate::dropout::InputDropout;
 use crate::lora::Adapter;
 use crate::slices::values;
 use crate::stored_activation::StoredActivation;
@@ -20,8 +20,8 @@ pub(super) struct RoutedGatedExpert {
     expert: GatedExpert,
     /// Which of gate, up and down need gradients; the matrices of adapters always do.
     trained: [bool; 3],
-    /// The dropout of the expert's tokens, for its adapters.
-    dropout: Option<InputDropout>,
+    /// What adapters need to know of the expert's tokens.
+    adapter_rows: Option<AdapterRows>,
     /// The rows of the tokens `[n]`, and the indices of their routing weights in `[T, K]`.
     tokens: Vec<u32>,
     slots: Vec<u32>,
@@ -29,11 +29,11 @@ pub(super) struct RoutedGatedExpert {
 
 impl RoutedGatedExpert {
     /// The expert with the tokens of these `slots`, which are indices in `[T, K]`; each token has `top` of them.
-    pub(super) fn new(expert: &GatedExpert, dropout: Option<&InputDropout>, slots: Vec<u32>, top: usize) -> Self {
+    pub(super) fn new(expert: &GatedExpert, adapter_rows: Option<&AdapterRows>, slots: Vec<u32>, top: usize) -> Self {
         let tokens: Vec<u32> = slots.iter().map(|slot| slot / top as u32).collect();
         Self {
             trained: expert.weights().map(|weight| weight.dense().is_some_and(Tensor::track_op)),
-            dropout: dropout.map(|dropout| dropout.of_rows(&tokens)),
+            adapter_rows: adapter_rows.map(|rows| rows.of_rows(&tokens)),
             expert: expert.detach(),
             tokens,
             slots,
@@ -66,7 +66,7 @@ impl RoutedGatedExpert {
     fn adapted(&self, x: &Tensor, weight: &Weight, adapter: Option<&Adapter>) -> Result<Tensor> {
         let y = through(x, weight)?;
         match adapter {
-            Some(adapter) => y + adapter.delta(x, self.dropout.as_ref())?,
+            Some(adapter) => y + adapter.delta(x, self.adapter_rows.as_ref())?,
             None => Ok(y),
         }
     }
@@ -86,9 +86,9 @@ impl RoutedGatedExpert {
         dx: &mut [f32],
         d_factors: &mut [f32],
     ) -> Result<Vec<Option<Tensor>>> {
-        let ([of_gate, of_up, of_down], dropout) = (self.adapters(), self.dropout.as_ref());
+        let ([of_gate, of_up, of_down], adapter_rows) = (self.adapters(), self.adapter_rows.as_ref());
         let (x, d_out) = (gathered(x, &self.tokens)?, gathered(d_out, &self.tokens)?);
-        let back = |adapter: Option<&Adapter>, dy: &Tensor| adapter.map(|it| it.backward(dy, dropout)).transpose();
+        let back = |adapter: Option<&Adapter>, dy: &Tensor| adapter.map(|it| it.backward(dy, adapter_rows)).transpose();
         // The routing weights are not included yet, so that the gradient of these weights can be computed from this product.
         let mut unscaled = back_through(&d_out, &self.expert.down)?;
         let down_back = back(of_down, &d_out)?;
@@ -115,7 +115,7 @@ impl RoutedGatedExpert {
         }
         for ((adapter, back), (dy, x)) in self.adapters().into_iter().zip([gate_back, up_back, down_back]).zip(pairs) {
             if let (Some(adapter), Some([_, d_narrow])) = (adapter, back) {
-                gradients.extend(adapter.d_matrices(x, dy, &d_narrow, dropout)?.map(Some));
+                gradients.extend(adapter.d_matrices(x, dy, &d_narrow, adapter_rows)?.map(Some));
             }
         }
         Ok(gradients)

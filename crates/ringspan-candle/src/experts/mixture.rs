@@ -6,6 +6,7 @@
 use super::gated::RoutedGatedExpert;
 use super::stacked::RoutedStackedExpert;
 use super::{Expert, REMOTE_EXPERT, Routing, on_gpu};
+use crate::adapter_rows::AdapterRows;
 use crate::cast::cast;
 use crate::extra_parameters::{ExtraGradients, ExtraParameters};
 use crate::stored_activation::{Storage, StoredActivation};
@@ -67,8 +68,8 @@ pub fn mixed_saving(
     if rows != tokens || routing.chosen.len() != tokens * top {
         bail!("{} choices and weights {:?} do not fit {tokens} tokens", routing.chosen.len(), routing.weights.shape());
     }
-    if let Some(numbers) = routing.dropout.as_ref().map(|dropout| dropout.tokens().len()).filter(|n| *n != tokens) {
-        bail!("what is dropped of {numbers} tokens does not fit {tokens}");
+    if let Some(numbers) = routing.adapter_rows.as_ref().map(AdapterRows::len).filter(|n| *n != tokens) {
+        bail!("what adapters know of {numbers} tokens does not fit {tokens}");
     }
     if gpu::holds(x) {
         // The gradient of a routing weight is computed from the expert's output, which a GPU does not store. The memory is
@@ -111,7 +112,8 @@ pub fn mixed_saving(
         let part = match &expert {
             Expert::Gated(expert) => {
                 expert.parameters().try_for_each(|parameter| extra.tie(parameter))?;
-                RoutedExpert::Gated(RoutedGatedExpert::new(expert, routing.dropout.as_ref(), slots, top))
+                let part = RoutedGatedExpert::new(expert, routing.adapter_rows.as_ref(), slots, top);
+                RoutedExpert::Gated(Box::new(part))
             }
             Expert::Stacked(expert) => {
                 // All experts of a stack share the same parameters, which are tied to the graph once.
@@ -121,7 +123,7 @@ pub fn mixed_saving(
                         extra.tie(parameter)?;
                     }
                 }
-                RoutedExpert::Stacked(RoutedStackedExpert::new(expert, slots, top))
+                RoutedExpert::Stacked(Box::new(RoutedStackedExpert::new(expert, slots, top)))
             }
         };
         let products = match known.next() {
@@ -165,8 +167,8 @@ struct TiedExpert {
 
 /// An expert with the tokens that were routed to it.
 enum RoutedExpert {
-    Gated(RoutedGatedExpert),
-    Stacked(RoutedStackedExpert),
+    Gated(Box<RoutedGatedExpert>),
+    Stacked(Box<RoutedStackedExpert>),
 }
 
 /// The products of one expert's tokens with its gate and up, `[n, I]` each, or with both in one matrix, `[n, 2 I]`, stored

@@ -3,9 +3,9 @@
 
 use super::{Expert, ExpertStack, GatedExpert, REMOTE_EXPERT, Routing, StackedExpert};
 use crate::activation::Activation;
+use crate::adapter_rows::AdapterRows;
 use crate::cast::cast;
 use crate::device_ops;
-use crate::dropout::InputDropout;
 use crate::gated_mlp::gated_mlp;
 use crate::linear::{linear, linear_wide};
 use crate::lora::Adapter;
@@ -29,10 +29,10 @@ pub(super) fn mixed(x: &Tensor, routing: &Routing, expert: &dyn Fn(usize) -> Res
     let (mut outputs, mut first) = (Vec::new(), 0);
     for (index, slots) in &slots {
         let tokens: Vec<u32> = slots.iter().map(|slot| slot / top as u32).collect();
-        let dropout = routing.dropout.as_ref().map(|dropout| dropout.of_rows(&tokens));
+        let adapter_rows = routing.adapter_rows.as_ref().map(|rows| rows.of_rows(&tokens));
         let rows = rows.narrow(0, first, slots.len())?;
         outputs.push(match expert(*index as usize)? {
-            Expert::Gated(expert) => output(&rows, &expert, dropout.as_ref())?,
+            Expert::Gated(expert) => output(&rows, &expert, adapter_rows.as_ref())?,
             Expert::Stacked(expert) => stacked(&rows, &expert)?,
         });
         first += slots.len();
@@ -41,15 +41,15 @@ pub(super) fn mixed(x: &Tensor, routing: &Routing, expert: &dyn Fn(usize) -> Res
     cast(&Tensor::zeros(x.shape(), DType::F32, device)?.index_add(&tokens, &weighted, 0)?, x.dtype())
 }
 
-/// One expert's output: x `[n, C]` to `[n, C]`. `dropout` is the dropout of the inputs of adapters.
-fn output(x: &Tensor, expert: &GatedExpert, dropout: Option<&InputDropout>) -> Result<Tensor> {
+/// One expert's output: x `[n, C]` to `[n, C]`. `rows` is what adapters need to know of the tokens.
+fn output(x: &Tensor, expert: &GatedExpert, rows: Option<&AdapterRows>) -> Result<Tensor> {
     let GatedExpert { gate, up, down, adapters } = expert;
     let (gate, up, down) = (gate.tensor()?, up.tensor()?, down.tensor()?);
     if adapters.iter().all(Option::is_none) {
         return gated_mlp(x, gate, up, down, Activation::Silu);
     }
     let through = |x: &Tensor, weight: &Tensor, adapter: &Option<Adapter>| match adapter {
-        Some(adapter) => cast(&(linear_wide(x, weight)? + adapter.delta(x, dropout)?)?, x.dtype()),
+        Some(adapter) => cast(&(linear_wide(x, weight)? + adapter.delta(x, rows)?)?, x.dtype()),
         None => linear(x, weight, None),
     };
     let [of_gate, of_up, of_down] = adapters;

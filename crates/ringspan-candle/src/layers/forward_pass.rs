@@ -1,6 +1,7 @@
 //! The arguments of a layer's forward pass besides its input.
 
 use crate::activation_store::ActivationStore;
+use crate::adapter_rows::AdapterRows;
 use crate::attend::Attend;
 use crate::lora::Adapters;
 use crate::parameters::StoredWeights;
@@ -86,6 +87,12 @@ impl<'a> ForwardPass<'a> {
     /// Whether the layer is being recomputed for its gradients.
     pub(crate) fn is_recomputed(&self) -> bool {
         self.store.is_some_and(ActivationStore::is_recomputing)
+    }
+
+    /// What adapters need to know of this rank's tokens.
+    pub(crate) fn adapter_rows(&self) -> Option<AdapterRows> {
+        let selection = self.attend.adapter_selection().cloned().map(AdapterRows::Selection);
+        selection.or_else(|| self.attend.input_dropout().cloned().map(AdapterRows::Dropout))
     }
 
     pub(crate) fn adapters(&self) -> &'a Adapters {

@@ -5,7 +5,7 @@ use super::projection::{LinearWithWeights, Projection};
 use super::row_linear::reduced;
 use super::with_bias;
 use crate::activation::Activation;
-use crate::dropout::InputDropout;
+use crate::adapter_rows::AdapterRows;
 use crate::gated_mlp::gated_mlp;
 use crate::gpu;
 use crate::parameters::Scope;
@@ -146,7 +146,7 @@ impl GatedMlp {
             inner: self.inner().iter().map(|linear| linear.load(pass)).collect::<Result<_>>()?,
             down: self.down.load(pass)?,
             activation: self.activation,
-            dropout: pass.attend().input_dropout().cloned(),
+            adapter_rows: pass.adapter_rows(),
         };
         // With tensor parallelism, the bias is added once, after the sum over ranks.
         let is_whole = pass.attend().tensor_parallel().is_single_rank();
@@ -202,7 +202,7 @@ struct GatedRows {
     inner: Vec<LinearWithWeights>,
     down: LinearWithWeights,
     activation: Activation,
-    dropout: Option<InputDropout>,
+    adapter_rows: Option<AdapterRows>,
 }
 
 impl RowFunction for GatedRows {
@@ -215,14 +215,14 @@ impl RowFunction for GatedRows {
     }
 
     fn forward(&self, x: &Tensor, rows: Range<usize>, needs_values: bool) -> Result<Tensor> {
-        let dropout = self.dropout.as_ref().map(|dropout| dropout.of(dropout.tokens()[rows].to_vec()));
-        let dropout = dropout.as_ref();
+        let adapter_rows = self.adapter_rows.as_ref().map(|all| all.narrow(rows));
+        let adapter_rows = adapter_rows.as_ref();
         let [gate, up] = match self.inner.as_slice() {
-            [gate, up] => [gate.forward(x, dropout, true)?, up.forward(x, dropout, true)?],
-            [both] => halves(&both.forward(x, dropout, true)?, 1)?,
+            [gate, up] => [gate.forward(x, adapter_rows, true)?, up.forward(x, adapter_rows, true)?],
+            [both] => halves(&both.forward(x, adapter_rows, true)?, 1)?,
             _ => bail!("a gated layer of {} inner projections", self.inner.len()),
         };
-        self.down.forward(&gated(&gate, &up, self.activation)?, dropout, needs_values)
+        self.down.forward(&gated(&gate, &up, self.activation)?, adapter_rows, needs_values)
     }
 }
 

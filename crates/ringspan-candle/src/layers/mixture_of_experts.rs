@@ -7,7 +7,7 @@ use super::projection::Projection;
 use super::router::{Router, RouterLayer};
 use super::stacked_experts::StackedExperts;
 use crate::activation::ClampedSwiglu;
-use crate::dropout::InputDropout;
+use crate::adapter_rows::AdapterRows;
 use crate::experts::{Expert, GatedExpert, Routing};
 use crate::parameters::Scope;
 use crate::residual::{residual, residual_unused};
@@ -143,14 +143,14 @@ impl MixtureOfExperts {
         // With tensor parallelism, this rank routes its own rows of the shared tokens. A rank without rows still takes part,
         // since it may compute experts for other ranks.
         let rows = if x.dim(0)? == 0 { 0..0 } else { attend.tensor_parallel().shard_range(pass.tokens()) };
-        let dropout = self.dropout(rows, pass);
+        let adapter_rows = self.adapter_rows(rows, pass);
         let choices = match x.dim(0)? {
             0 => self.router.nothing(x)?,
-            _ => self.router.forward(x, dropout.as_ref(), experts.router_gradients(self.index), pass)?,
+            _ => self.router.forward(x, adapter_rows.as_ref(), experts.router_gradients(self.index), pass)?,
         };
         experts.routed(self.index, choices.load)?;
-        let dropout = dropout.filter(|_| self.has_adapters(pass));
-        let routing = Routing { chosen: choices.chosen, weights: choices.weights, dropout };
+        let adapter_rows = adapter_rows.filter(|_| self.has_adapters(pass));
+        let routing = Routing { chosen: choices.chosen, weights: choices.weights, adapter_rows };
         match &self.experts {
             Experts::Separate(all) => {
                 experts.mix(self.index, x, &routing, &|index| separate_experts(&all[index], pass))
@@ -162,10 +162,9 @@ impl MixtureOfExperts {
         }
     }
 
-    /// The dropout of these tokens in adapters; `None` if no adapter has dropout.
-    fn dropout(&self, tokens: Range<usize>, pass: &ForwardPass) -> Option<InputDropout> {
-        let dropout = pass.attend().input_dropout().filter(|_| pass.adapters().drop_inputs())?;
-        Some(dropout.of(dropout.tokens()[tokens].to_vec()))
+    /// What adapters need to know of these tokens; `None` if they treat all tokens alike.
+    fn adapter_rows(&self, tokens: Range<usize>, pass: &ForwardPass) -> Option<AdapterRows> {
+        pass.adapter_rows().filter(|_| pass.adapters().depend_on_rows()).map(|rows| rows.narrow(tokens))
     }
 
     /// Whether any expert has an adapter.

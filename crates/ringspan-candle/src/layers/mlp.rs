@@ -6,7 +6,7 @@ use super::row_linear::reduced;
 use super::with_bias;
 use crate::activate::activate;
 use crate::activation::Activation;
-use crate::dropout::InputDropout;
+use crate::adapter_rows::AdapterRows;
 use crate::gpu;
 use crate::parameters::Scope;
 use crate::shard::{ShardSpec, Split};
@@ -53,7 +53,7 @@ impl Mlp {
             up: self.up.load(pass)?,
             down: self.down.load(pass)?,
             activation: self.activation,
-            dropout: pass.attend().input_dropout().cloned(),
+            adapter_rows: pass.adapter_rows(),
         };
         // With tensor parallelism, the bias is added once, after the sum over ranks.
         let is_whole = pass.attend().tensor_parallel().is_single_rank();
@@ -76,7 +76,7 @@ struct MlpRows {
     up: LinearWithWeights,
     down: LinearWithWeights,
     activation: Activation,
-    dropout: Option<InputDropout>,
+    adapter_rows: Option<AdapterRows>,
 }
 
 impl RowFunction for MlpRows {
@@ -89,8 +89,8 @@ impl RowFunction for MlpRows {
     }
 
     fn forward(&self, x: &Tensor, rows: Range<usize>, needs_values: bool) -> Result<Tensor> {
-        let dropout = self.dropout.as_ref().map(|dropout| dropout.of(dropout.tokens()[rows].to_vec()));
-        let inner = activate(&self.up.forward(x, dropout.as_ref(), true)?, self.activation)?;
-        self.down.forward(&inner, dropout.as_ref(), needs_values)
+        let adapter_rows = self.adapter_rows.as_ref().map(|all| all.narrow(rows));
+        let inner = activate(&self.up.forward(x, adapter_rows.as_ref(), true)?, self.activation)?;
+        self.down.forward(&inner, adapter_rows.as_ref(), needs_values)
     }
 }

@@ -1,7 +1,7 @@
 //! One weight matrix with its bias and adapter, from which all linear layers are built.
 
 use super::ForwardPass;
-use crate::dropout::InputDropout;
+use crate::adapter_rows::AdapterRows;
 use crate::linear_adapted::FrozenLinear;
 use crate::lora::{Adapter, weight_names};
 use crate::parameters::{Init, Scope};
@@ -9,7 +9,6 @@ use crate::residual::residual;
 use crate::shard::{ShardSpec, Split};
 use crate::weight::Weight;
 use candle_core::{Result, Tensor, bail};
-use std::borrow::Cow;
 
 /// Computes `x weight^T + bias` and adds the contribution of the adapter, for this rank's shard of the weight.
 #[derive(Debug, Clone)]
@@ -109,7 +108,7 @@ impl Projection {
         }
         let adapter = self.adapter(pass)?;
         if let (Some(adapter), Some(frozen)) = (&adapter, FrozenLinear::new(weight, bias)) {
-            let narrow = adapter.down(x, self.dropout(pass).as_deref())?;
+            let narrow = adapter.down(x, self.adapter_rows(pass).as_ref())?;
             return match pass.store() {
                 Some(store) => store.adapted(&self.name, x, frozen, [&narrow, &adapter.b], needs_values),
                 None => frozen.with_adapter(x, &narrow, &adapter.b),
@@ -120,7 +119,7 @@ impl Projection {
             None => weight.linear(x, bias)?,
         };
         match adapter {
-            Some(adapter) => residual(&out, &adapter.delta(x, self.dropout(pass).as_deref())?),
+            Some(adapter) => residual(&out, &adapter.delta(x, self.adapter_rows(pass).as_ref())?),
             None => Ok(out),
         }
     }
@@ -171,13 +170,13 @@ impl Projection {
         ranks.linear(x, weights)
     }
 
-    /// The dropout of the layer's input rows: of this rank's rows if it holds the layer whole, else of all tokens of the
-    /// group.
-    fn dropout<'a>(&self, pass: &ForwardPass<'a>) -> Option<Cow<'a, InputDropout>> {
-        let (dropout, tp) = (pass.attend().input_dropout()?, pass.attend().tensor_parallel());
+    /// What the layer's adapter needs to know of its input rows: of this rank's rows if it holds the layer whole, else of all tokens of
+    /// the group.
+    fn adapter_rows(&self, pass: &ForwardPass) -> Option<AdapterRows> {
+        let (rows, tp) = (pass.adapter_rows()?, pass.attend().tensor_parallel());
         Some(match self.replicated && !tp.is_single_rank() {
-            true => Cow::Owned(dropout.of(dropout.tokens()[tp.shard_range(pass.tokens())].to_vec())),
-            false => Cow::Borrowed(dropout),
+            true => rows.narrow(tp.shard_range(pass.tokens())),
+            false => rows,
         })
     }
 
@@ -234,9 +233,9 @@ impl LinearWithWeights {
     }
 
     /// x `[T, in]` to `[T, out]`. Unless `needs_values`, nothing reads the output values, only gradients.
-    pub(super) fn forward(&self, x: &Tensor, dropout: Option<&InputDropout>, needs_values: bool) -> Result<Tensor> {
+    pub(super) fn forward(&self, x: &Tensor, adapter_rows: Option<&AdapterRows>, needs_values: bool) -> Result<Tensor> {
         if let (Some(adapter), Some(frozen)) = (&self.adapter, FrozenLinear::new(&self.weight, self.bias.as_ref())) {
-            let narrow = adapter.down(x, dropout)?;
+            let narrow = adapter.down(x, adapter_rows)?;
             return match needs_values {
                 true => frozen.with_adapter(x, &narrow, &adapter.b),
                 false => frozen.with_adapter_recomputed(x, &narrow, &adapter.b, None),
@@ -247,7 +246,7 @@ impl LinearWithWeights {
             false => self.weight.linear_recomputed(x, self.bias.as_ref(), None)?,
         };
         match &self.adapter {
-            Some(adapter) => residual(&out, &adapter.delta(x, dropout)?),
+            Some(adapter) => residual(&out, &adapter.delta(x, adapter_rows)?),
             None => Ok(out),
         }
     }

@@ -4,8 +4,8 @@
 
 use super::ForwardPass;
 use super::projection::Projection;
+use crate::adapter_rows::AdapterRows;
 use crate::cast::cast;
-use crate::dropout::InputDropout;
 use crate::experts::{ExpertLoad, RouterGradient, with_router_gradient};
 use crate::linear::linear;
 use crate::lora::Adapter;
@@ -134,12 +134,12 @@ impl RouterLayer {
     pub(super) fn forward(
         &self,
         x: &Tensor,
-        dropout: Option<&InputDropout>,
+        adapter_rows: Option<&AdapterRows>,
         router_gradients: Vec<RouterGradient>,
         pass: &ForwardPass,
     ) -> Result<Choices> {
         let router = &self.router;
-        let logits = self.logits(x, dropout, pass)?;
+        let logits = self.logits(x, adapter_rows, pass)?;
         let mut scores = match router.scoring {
             Scoring::Softmax => softmax(&logits)?,
             // This is the sigmoid, in a form whose derivative is finite everywhere.
@@ -176,7 +176,7 @@ impl RouterLayer {
 
     /// The logits `[T, E]`, f32 whatever type the model computes in: near a tie, rounding would route a token to another
     /// expert.
-    fn logits(&self, x: &Tensor, dropout: Option<&InputDropout>, pass: &ForwardPass) -> Result<Tensor> {
+    fn logits(&self, x: &Tensor, adapter_rows: Option<&AdapterRows>, pass: &ForwardPass) -> Result<Tensor> {
         let exact = |tensor: &Tensor| cast(tensor, DType::F32);
         let x = &exact(x)?;
         let product = |name: &str, x: &Tensor, weight: Tensor| match pass.store() {
@@ -193,7 +193,7 @@ impl RouterLayer {
             Some(adapter) => {
                 let adapter = Adapter { a: exact(&adapter.a)?, b: exact(&adapter.b)?, ..adapter };
                 let name = format!("{}.lora_B", self.gate.name());
-                logits + product(&name, &adapter.down(x, dropout)?, adapter.b.clone())?
+                logits + product(&name, &adapter.down(x, adapter_rows)?, adapter.b.clone())?
             }
             None => Ok(logits),
         }

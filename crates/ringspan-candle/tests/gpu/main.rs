@@ -178,13 +178,14 @@ fn mixture(adapted: bool) {
     let mix = |again: bool, x: &[Tensor]| -> Result<Tensor> {
         // Routing weights are f32, whatever type the model computes in.
         let weights = cast(&x[1], DType::F32)?;
-        let routing = Routing { chosen: chosen.clone(), weights, dropout: adapted.then(|| dropout.clone()) };
+        let routing =
+            Routing { chosen: chosen.clone(), weights, adapter_rows: adapted.then(|| dropout.clone().into()) };
         let expert = |index: usize| {
             let [gate, up, down] = [0, 1, 2].map(|which| x[2 + 3 * index + which].clone());
             let adapter = |which: usize| {
                 let at = 2 + 3 * experts + 6 * index + 2 * which;
                 let (a, b) = (x[at].clone(), x[at + 1].clone());
-                Adapter { a, b, scale: 0.7, dropout: 0.4, layer: 10 * index + which, first: which }
+                Adapter { a, b, scale: 0.7, dropout: 0.4, layer: 10 * index + which, first: which, joined: None }
             };
             // One matrix of one expert has no adapter.
             let adapters = [0, 1, 2].map(|which| (adapted && (which != 1 || index != 3)).then(|| adapter(which)));

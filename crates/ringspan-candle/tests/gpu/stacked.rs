@@ -34,7 +34,7 @@ fn experts_of_a_stack() {
             let (gate_up, down) = (gate_up.into(), down.into());
             let stack = ExpertStack { gate_up, gate_up_bias, down, down_bias, activation, adds_down_bias: true };
             let stack = Arc::new(stack);
-            let routing = Routing { chosen: chosen.clone(), weights: cast(&x[1], DType::F32)?, dropout: None };
+            let routing = Routing { chosen: chosen.clone(), weights: cast(&x[1], DType::F32)?, adapter_rows: None };
             Local.mix(0, &x[0], &routing, &|index| Ok(Expert::Stacked(StackedExpert { stack: stack.clone(), index })))
         };
         let wanted = results(&RankDevice::CPU, &inputs, &mix);

@@ -206,7 +206,7 @@ fn expert(x: &[Tensor], index: usize) -> Result<Expert> {
     let [gate, up, down] = [0, 1, 2].map(|which| x[7 * index + which].clone());
     let adapter = |which: usize, at: usize| {
         let (a, b) = (x[7 * index + at].clone(), x[7 * index + at + 1].clone());
-        Some(Adapter { a, b, scale: 0.7, dropout: 0.4, layer: 10 * index + which, first: 0 })
+        Some(Adapter { a, b, scale: 0.7, dropout: 0.4, layer: 10 * index + which, first: 0, joined: None })
     };
     Ok(GatedExpert { adapters: [adapter(0, 3), None, adapter(2, 5)], ..GatedExpert::plain(gate, up, down) }.into())
 }
@@ -232,7 +232,7 @@ fn mixtures_of_experts_with_adapters() {
     let dropout = InputDropout::new(7, vec![40, 3, 11, 12, 29]);
     let mix = |x: &[Tensor], memory: &mut SavedExperts| {
         let weights = x[x.len() - 1].clone();
-        let routing = Routing { chosen: CHOSEN.to_vec(), weights, dropout: Some(dropout.clone()) };
+        let routing = Routing { chosen: CHOSEN.to_vec(), weights, adapter_rows: Some(dropout.clone().into()) };
         mixed_saving(&x[0], &routing, &|index| expert(&x[1..], index), memory)
     };
     compare_with("mixture", &inputs, 1, |x| mix(x, &mut SavedExperts::default()));
@@ -248,7 +248,7 @@ fn mixtures_of_experts_with_adapters() {
             .concat();
         results(precision, &x, 0, &|x| {
             let weights = Tensor::zeros((0, 2), DType::F32, &Device::Cpu)?;
-            let routing = Routing { chosen: Vec::new(), weights, dropout: None };
+            let routing = Routing { chosen: Vec::new(), weights, adapter_rows: None };
             Local.mix(0, &x[0], &routing, &|index| expert(&x[1..], index))
         })
     };
@@ -276,7 +276,7 @@ fn mixtures_of_stacked_experts() {
             activation,
             adds_down_bias: true,
         });
-        let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[5].clone(), dropout: None };
+        let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[5].clone(), adapter_rows: None };
         Local.mix(0, &x[0], &routing, &|index| Ok(Expert::Stacked(StackedExpert { stack: stack.clone(), index })))
     });
 }

@@ -78,7 +78,7 @@ fn a_mixture_of_experts_equals_its_definition() {
         Tensor::cat(&rows, 0)
     };
     let fused = |x: &[Tensor]| {
-        let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), dropout: None };
+        let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), adapter_rows: None };
         Local.mix(0, &x[0], &routing, &|index| Ok(of(&x[2..], index)?.into()))
     };
     compare(&inputs(), fused, plain);
@@ -90,7 +90,7 @@ fn adapted(x: &[Tensor], index: usize) -> Result<GatedExpert> {
     let adapter = |which: usize| {
         let at = 14 + 6 * index + 2 * which;
         let (a, b) = (x[at].clone(), x[at + 1].clone());
-        Adapter { a, b, scale: 0.7, dropout: 0.4, layer: 10 * index + which, first: 8 * which }
+        Adapter { a, b, scale: 0.7, dropout: 0.4, layer: 10 * index + which, first: 8 * which, joined: None }
     };
     expert.adapters = [0, 1, 2].map(|which| (which != 1 || index != 3).then(|| adapter(which)));
     Ok(expert)
@@ -135,13 +135,15 @@ fn a_mixture_of_experts_with_adapters_equals_its_definition() {
         Tensor::cat(&rows, 0)
     };
     let fused = |x: &[Tensor]| {
-        let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), dropout: Some(dropout.clone()) };
+        let routing =
+            Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), adapter_rows: Some(dropout.clone().into()) };
         Local.mix(0, &x[0], &routing, &|index| Ok(adapted(x, index)?.into()))
     };
     compare(&adapted_inputs(), fused, plain);
     // The mixture is computed twice, as in a recomputed layer whose products are stored.
     let kept = |x: &[Tensor]| {
-        let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), dropout: Some(dropout.clone()) };
+        let routing =
+            Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), adapter_rows: Some(dropout.clone().into()) };
         let mut memory = SavedExperts::default();
         let once = mixed_saving(&x[0], &routing, &|index| Ok(adapted(x, index)?.into()), &mut memory)?.detach();
         once + mixed_saving(&x[0], &routing, &|index| Ok(adapted(x, index)?.into()), &mut memory)?
@@ -158,7 +160,7 @@ fn frozen_experts_get_no_gradients() -> Result<()> {
         let of =
             |(at, var): (usize, &Var)| if trained(at) { var.as_tensor().clone() } else { var.as_detached_tensor() };
         let x: Vec<Tensor> = vars.iter().enumerate().map(of).collect();
-        let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), dropout: None };
+        let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), adapter_rows: None };
         let y = mixed(&x[0], &routing, &|index| Ok(adapted(&x, index)?.into()))?;
         let store = (&y * random(y.dims(), 99).to_dtype(DType::F32)?)?.sum_all()?.backward()?;
         vars.iter().map(|var| store.get(var).map(|d| d.flatten_all()?.to_vec1()).transpose()).collect()
@@ -172,8 +174,11 @@ fn frozen_experts_get_no_gradients() -> Result<()> {
 #[test]
 fn dropout_of_another_number_of_tokens_is_refused() {
     let x = inputs();
-    let routing =
-        Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), dropout: Some(InputDropout::new(1, vec![0; 4])) };
+    let routing = Routing {
+        chosen: CHOSEN.to_vec(),
+        weights: x[1].clone(),
+        adapter_rows: Some(InputDropout::new(1, vec![0; 4]).into()),
+    };
     let message =
         mixed(&x[0], &routing, &|index| Ok(of(&x[2..], index)?.into())).expect_err("four of five").to_string();
     assert!(message.contains("4 tokens") && message.contains("fit 5"), "{message}");
@@ -184,13 +189,13 @@ fn dropout_of_another_number_of_tokens_is_refused() {
 fn a_mixture_takes_strided_inputs() {
     let fused = |x: &[Tensor]| {
         let (strided, weights) = (x[0].t()?.contiguous()?.t()?, (x[1].t()?.contiguous()?.t()? * 1.0)?);
-        mixed(&strided, &Routing { chosen: CHOSEN.to_vec(), weights, dropout: None }, &|index| {
+        mixed(&strided, &Routing { chosen: CHOSEN.to_vec(), weights, adapter_rows: None }, &|index| {
             Ok(of(&x[2..], index)?.into())
         })
     };
     let plain = |x: &[Tensor]| {
         let single = x.iter().map(|x| x.to_dtype(DType::F32)).collect::<Result<Vec<_>>>()?;
-        let routing = Routing { chosen: CHOSEN.to_vec(), weights: single[1].clone(), dropout: None };
+        let routing = Routing { chosen: CHOSEN.to_vec(), weights: single[1].clone(), adapter_rows: None };
         mixed(&single[0], &routing, &|index| Ok(of(&single[2..], index)?.into()))?.to_dtype(DType::F64)
     };
     compare(&inputs(), fused, plain);
@@ -224,7 +229,7 @@ fn a_mixture_of_stacked_experts_equals_its_definition() {
         Tensor::cat(&rows, 0)
     };
     let mix = |x: &[Tensor], memory: &mut SavedExperts| {
-        let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), dropout: None };
+        let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), adapter_rows: None };
         let [gate_up, gate_up_bias, down, down_bias] = [2, 3, 4, 5].map(|at: usize| x[at].clone());
         let (gate_up, down) = (gate_up.into(), down.into());
         let stack = ExpertStack { gate_up, gate_up_bias, down, down_bias, activation, adds_down_bias: true };
@@ -246,12 +251,13 @@ fn a_mixture_of_stacked_experts_equals_its_definition() {
 fn experts_without_tokens_are_not_requested() -> Result<()> {
     let x = inputs().iter().map(|x| x.to_dtype(DType::F32)).collect::<Result<Vec<_>>>()?;
     let asked = std::cell::RefCell::new(Vec::new());
-    mixed(&x[0], &Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), dropout: None }, &|index| {
+    mixed(&x[0], &Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), adapter_rows: None }, &|index| {
         asked.borrow_mut().push(index);
         Ok(of(&x[2..], index)?.into())
     })?;
     assert_eq!(*asked.borrow(), [0, 1, 3]);
-    let none = Routing { chosen: Vec::new(), weights: Tensor::zeros((0, 2), DType::F32, &Device::Cpu)?, dropout: None };
+    let none =
+        Routing { chosen: Vec::new(), weights: Tensor::zeros((0, 2), DType::F32, &Device::Cpu)?, adapter_rows: None };
     let empty = Tensor::zeros((0, 6), DType::F32, &Device::Cpu)?;
     assert_eq!(mixed(&empty, &none, &|_| unreachable!("no token chose"))?.dims(), [0, 6]);
     Ok(())
@@ -261,7 +267,7 @@ fn experts_without_tokens_are_not_requested() -> Result<()> {
 fn gradients_of(memory: &mut SavedExperts) -> Result<(Tensor, Vec<Vec<f32>>)> {
     let vars = inputs().iter().map(|x| Var::from_tensor(&x.to_dtype(DType::F32)?)).collect::<Result<Vec<_>>>()?;
     let x: Vec<Tensor> = vars.iter().map(|var| var.as_tensor().clone()).collect();
-    let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), dropout: None };
+    let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), adapter_rows: None };
     let y = mixed_saving(&x[0], &routing, &|index| Ok(of(&x[2..], index)?.into()), memory)?;
     let gradients = (&y * random(y.dims(), 99).to_dtype(DType::F32)?)?.sum_all()?.backward()?;
     let of = |var: &Var| match gradients.get(var) {
@@ -298,7 +304,7 @@ fn stored_products_give_the_gradients_of_recomputed_ones() -> Result<()> {
 fn stored_products_of_another_routing_are_refused() -> Result<()> {
     let x = inputs().iter().map(|x| x.to_dtype(DType::F32)).collect::<Result<Vec<_>>>()?;
     let mix = |chosen: [u32; 10], memory: &mut SavedExperts| {
-        let routing = Routing { chosen: chosen.to_vec(), weights: x[1].clone(), dropout: None };
+        let routing = Routing { chosen: chosen.to_vec(), weights: x[1].clone(), adapter_rows: None };
         mixed_saving(&x[0], &routing, &|index| Ok(of(&x[2..], index)?.into()), memory)
     };
     let refused = |chosen: [u32; 10], words: [&str; 2]| -> Result<()> {
@@ -315,7 +321,7 @@ fn stored_products_of_another_routing_are_refused() -> Result<()> {
 #[test]
 fn choices_that_do_not_fit_the_tokens_are_refused() {
     let x = inputs();
-    let routing = Routing { chosen: CHOSEN[..9].to_vec(), weights: x[1].clone(), dropout: None };
+    let routing = Routing { chosen: CHOSEN[..9].to_vec(), weights: x[1].clone(), adapter_rows: None };
     let message = mixed(&x[0], &routing, &|index| Ok(of(&x[2..], index)?.into())).expect_err("nine of ten").to_string();
     assert!(message.contains("9 choices") && message.contains("5 tokens"), "{message}");
 }

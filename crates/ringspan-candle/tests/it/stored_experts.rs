@@ -104,7 +104,15 @@ fn experts_with_matrices_of_their_own_learn_adapters_beside_what_is_stored() {
             let at = 2 + 2 * (3 * expert + which);
             let (a, b) = (x[at].clone(), x[at + 1].clone());
             // One matrix of each expert has no adapter.
-            (which != expert % 3).then_some(Adapter { a, b, scale: 0.2, dropout: 0.0, layer: 0, first: 0 })
+            (which != expert % 3).then_some(Adapter {
+                a,
+                b,
+                scale: 0.2,
+                dropout: 0.0,
+                layer: 0,
+                first: 0,
+                joined: None,
+            })
         };
         let plain = |x: &[Tensor]| {
             mixture(x, |row, expert| {
@@ -120,7 +128,7 @@ fn experts_with_matrices_of_their_own_learn_adapters_beside_what_is_stored() {
             })
         };
         let mix = |x: &[Tensor], memory: &mut SavedExperts| {
-            let routing = Routing { chosen: chosen(), weights: x[1].clone(), dropout: None };
+            let routing = Routing { chosen: chosen(), weights: x[1].clone(), adapter_rows: None };
             let expert = |index: usize| {
                 let [gate, up, down] = weights[index].clone();
                 let adapters = [0, 1, 2].map(|which| beside(x, index, which));
@@ -155,7 +163,7 @@ fn experts_in_one_parameter_compute_with_what_is_stored() {
             })
         };
         let mix = |x: &[Tensor], memory: &mut SavedExperts| {
-            let routing = Routing { chosen: chosen(), weights: x[1].clone(), dropout: None };
+            let routing = Routing { chosen: chosen(), weights: x[1].clone(), adapter_rows: None };
             let (gate_up, down) = (gate_up.clone().into(), down.clone().into());
             let [gate_up_bias, down_bias] = [x[2].clone(), x[3].clone()];
             let stack = ExpertStack { gate_up, gate_up_bias, down, down_bias, activation, adds_down_bias: true };

@@ -4,7 +4,7 @@ use super::fingerprint::fingerprint;
 use super::rank::{EngineRank, Outcome};
 use super::rank_command::RankCommand;
 use super::request::{Metrics, RankMetrics};
-use super::scheduler::{AdapterPass, Scheduler};
+use super::scheduler::{ScheduledStep, Scheduler};
 use super::sequence::Sequence;
 use super::session;
 use super::shared::{Command, Ending, Shared};
@@ -78,8 +78,7 @@ impl<'a> EngineCore<'a> {
                 ranks.command(&RankCommand::End)?;
                 return Ok(());
             }
-            let passes = self.scheduler.next();
-            if passes.is_empty() {
+            let Some(scheduled) = self.scheduler.next() else {
                 if !idle {
                     // What the last steps sent would be missing until the next request.
                     self.count(ranks)?;
@@ -90,10 +89,10 @@ impl<'a> EngineCore<'a> {
                 }
                 idle = true;
                 continue;
-            }
+            };
             idle = false;
             let began = Instant::now();
-            self.step(&passes, ranks)?;
+            self.step(&scheduled, ranks)?;
             self.scheduler.took(began.elapsed());
             if self.counted.elapsed() >= COUNT_EVERY {
                 self.count(ranks)?;
@@ -154,10 +153,16 @@ impl<'a> EngineCore<'a> {
         // If all pages are in use, steps run through the ranks all the time.
         let Some(page) = self.scheduler.spare_page() else { return Ok(()) };
         let window = WindowPages { first: 0, pages: page.window.into_iter().collect() };
-        let sequence =
-            StepSequence { start: 0, tokens: vec![0], pages: vec![page.full], window, outputs: Outputs::Last };
+        let sequence = StepSequence {
+            start: 0,
+            tokens: vec![0],
+            pages: vec![page.full],
+            window,
+            outputs: Outputs::Last,
+            adapter: None,
+        };
         let step = Step { sequences: vec![sequence], ..Step::default() };
-        ranks.command(&RankCommand::Compute { passes: vec![(None, step)], blocks: Vec::new() })?;
+        ranks.command(&RankCommand::Compute { step, blocks: Vec::new() })?;
         self.scheduler.give_back(page);
         Ok(())
     }
@@ -227,24 +232,19 @@ impl<'a> EngineCore<'a> {
     }
 
     /// Computes a step, and sends its results to the clients.
-    fn step(&mut self, passes: &[AdapterPass], ranks: &mut EngineRank) -> Result<()> {
-        let rows = logit_rows(self.scheduler, passes);
+    fn step(&mut self, scheduled: &ScheduledStep, ranks: &mut EngineRank) -> Result<()> {
+        let rows = logit_rows(self.scheduler, scheduled);
         let most = (MOST_LOGITS / self.shared.limits.vocabulary.max(1)).max(1);
         let command = RankCommand::Compute {
-            passes: passes.iter().map(|pass| (pass.adapter, pass.step.clone())).collect(),
+            step: scheduled.step.clone(),
             blocks: rows.chunks(most).map(<[LogitRow]>::len).collect(),
         };
         let Outcome::Computed(hidden) = ranks.command(&command)? else { return Err(ranks.unexpected("hidden states")) };
         self.steps += 1;
-        self.scheduler.computed(passes);
-        let hidden = match hidden.as_slice() {
-            [] => None,
-            [one] => Some(one.clone()),
-            several => Some(Tensor::cat(several, 0)?),
-        };
+        self.scheduler.computed(scheduled);
         let mut drawn = DrawnTokens::new();
         if let Some(hidden) = &hidden {
-            pool_hidden(self.scheduler, passes, hidden)?;
+            pool_hidden(self.scheduler, scheduled, hidden)?;
             for block in rows.chunks(most) {
                 let indices: Vec<u32> = block.iter().map(|row| row.row as u32).collect();
                 let of_block = hidden.index_select(&Tensor::new(indices, hidden.device())?, 0)?;
@@ -253,13 +253,13 @@ impl<'a> EngineCore<'a> {
                 read_logits(self.scheduler, self.shared.limits.vocabulary, block, &mut logits, &mut drawn)?;
             }
         }
-        self.advance(passes, drawn);
+        self.advance(scheduled, drawn);
         Ok(())
     }
 
     /// Adds the tokens that were drawn to their sequences.
-    fn advance(&mut self, passes: &[AdapterPass], mut drawn: DrawnTokens) {
-        for arrival in passes.iter().flat_map(|pass| &pass.arrivals) {
+    fn advance(&mut self, scheduled: &ScheduledStep, mut drawn: DrawnTokens) {
+        for arrival in &scheduled.arrivals {
             let Some(index) = self.scheduler.find(*arrival) else { continue };
             if self.scheduler.running()[index].remaining() > 0 || self.scheduler.prompt_read(index) {
                 continue;

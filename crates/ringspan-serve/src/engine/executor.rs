@@ -25,12 +25,12 @@ pub struct KvRowLayout {
 ///
 /// Shape letters: N rows that a step outputs, n rows of them, C width of a hidden state, V vocabulary.
 pub trait Executor {
-    /// Computes a step with the weights of the adapter that was loaded as `adapter`, or those of the base model. On rank 0,
-    /// returns the hidden states `[N, C]` that the step's sequences output, in their order, after the last norm.
+    /// Computes a step, each sequence with the weights of its adapter or those of the base model. On rank 0, returns the hidden states
+    /// `[N, C]` that the step's sequences output, in their order, after the last norm.
     ///
     /// # Errors
     /// Failures of this or another rank: the engine ends then.
-    fn execute(&mut self, adapter: Option<u64>, step: &Step) -> Result<Option<Tensor>>;
+    fn execute(&mut self, step: &Step) -> Result<Option<Tensor>>;
 
     /// The logits `[n, V]` of `rows` hidden states, which rank 0 gives as `[n, C]`, on rank 0.
     ///

@@ -15,6 +15,7 @@ mod engine_handle;
 mod executor;
 mod fingerprint;
 mod histogram;
+mod joined_adapters;
 mod limits;
 mod logprobs;
 mod model_executor;

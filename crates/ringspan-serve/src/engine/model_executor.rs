@@ -1,6 +1,7 @@
 //! Steps over the paged cache of a model, with any of its adapters.
 
 use super::executor::{Executor, KvRowLayout};
+use super::joined_adapters::JoinedAdapters;
 use super::model_shards::AdaptedModels;
 use super::request::Limits;
 use super::row_parts::{RowPart, row_parts};
@@ -15,6 +16,7 @@ use ringspan::comm::Buffer;
 use ringspan_candle::cast::cast;
 use ringspan_candle::tensor_parallel::part;
 use ringspan_candle::{Devices, StoredWeights, Weight};
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -27,6 +29,7 @@ pub(super) struct ModelExecutor<'a> {
     /// This rank's shard of the model.
     model: Arc<Model>,
     adapted: Arc<AdaptedModels>,
+    joined: JoinedAdapters<Model>,
     devices: Devices,
     cache: PagedCache,
     /// The output head's rows for this rank's share of the vocabulary, under the head's name.
@@ -53,7 +56,19 @@ impl<'a> ModelExecutor<'a> {
         let head = model.head_rows(groups.rank(), own)?;
         let head = StoredWeights::from([(model.decoder().head_name().to_owned(), head)]);
         let row_parts = row_parts(&model, groups.model_rank().stage.1, groups.model_rank().shard.tp.1)?;
-        Ok(Self { groups, adapted, devices, cache, head, vocabulary: limits.vocabulary, model, row_parts })
+        let joined = JoinedAdapters::default();
+        Ok(Self { groups, adapted, joined, devices, cache, head, vocabulary: limits.vocabulary, model, row_parts })
+    }
+
+    /// The model with the adapters that the sequences of a step ask for.
+    fn model_for(&mut self, step: &Step) -> Result<Arc<Model>> {
+        let asked: BTreeSet<u64> = step.sequences.iter().filter_map(|sequence| sequence.adapter).collect();
+        let all_have_one = step.sequences.iter().all(|sequence| sequence.adapter.is_some());
+        match (asked.first(), asked.len()) {
+            (None, _) => Ok(self.model.clone()),
+            (Some(slot), 1) if all_have_one => self.adapted.get(*slot, self.groups.model_rank()),
+            _ => self.joined.model(&asked, |slots| self.adapted.joined(slots, &self.model)),
+        }
     }
 
     /// Brings the hidden states `[n, C]` of rank 0 to this rank.
@@ -83,9 +98,8 @@ fn share(vocabulary: usize, groups: &Groups, rank: usize) -> Range<usize> {
 }
 
 impl Executor for ModelExecutor<'_> {
-    fn execute(&mut self, adapter: Option<u64>, step: &Step) -> Result<Option<Tensor>> {
-        let adapted = adapter.map(|slot| self.adapted.get(slot, self.groups.model_rank())).transpose()?;
-        let model = adapted.as_ref().unwrap_or(&self.model);
+    fn execute(&mut self, step: &Step) -> Result<Option<Tensor>> {
+        let model = &self.model_for(step)?;
         let hidden = execute(self.groups, model, &mut self.cache, step)?;
         let normed = |hidden| Ok::<_, Error>(model.decoder().norm(model.weights(self.groups.rank()), &hidden)?);
         let hidden = hidden.map(normed).transpose()?;
@@ -138,6 +152,7 @@ impl Executor for ModelExecutor<'_> {
     }
 
     fn unload_adapter(&mut self, slot: u64) {
+        self.joined.forget(slot);
         self.adapted.unload(slot);
     }
 

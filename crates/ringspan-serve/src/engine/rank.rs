@@ -26,8 +26,8 @@ const PAGES: u64 = (1 << 60) + 1;
 /// The result of a command.
 pub(super) enum Outcome {
     Done,
-    /// The hidden states that the passes output, on rank 0.
-    Computed(Vec<Tensor>),
+    /// The hidden states that the step outputs, on rank 0, if there are any.
+    Computed(Option<Tensor>),
     /// An adapter was read, or the sentence of the first rank that could not.
     Loaded(Result<(), String>),
     /// For each rank, bytes sent and nanoseconds waited.
@@ -149,13 +149,7 @@ impl<'a> EngineRank<'a> {
                 }
                 Ok(Outcome::Done)
             }
-            RankCommand::Compute { passes, .. } => {
-                let mut hidden = Vec::new();
-                for (adapter, step) in passes {
-                    hidden.extend(self.executor.execute(*adapter, step)?);
-                }
-                Ok(Outcome::Computed(hidden))
-            }
+            RankCommand::Compute { step, .. } => Ok(Outcome::Computed(self.executor.execute(step)?)),
             RankCommand::Load { slot, folder } => {
                 let problem = match self.executor.load_adapter(*slot, folder) {
                     Ok(()) => String::new(),

@@ -1,6 +1,5 @@
 //! Commands of rank 0 to the other ranks, and their encoding as messages of 64-bit words.
 
-use super::prefix_tree::AdapterSlot;
 use super::step::{CachePage, Outputs, PageCopy, Step, StepSequence, WindowPages};
 use ringspan::comm::Buffer;
 use std::path::PathBuf;
@@ -10,8 +9,8 @@ use std::path::PathBuf;
 pub(super) enum RankCommand {
     /// Do nothing: the engine waits for requests, and the command is a heartbeat.
     Wait,
-    /// Compute steps, each with the weights of an adapter, then logits of as many rows in each block.
-    Compute { passes: Vec<(AdapterSlot, Step)>, blocks: Vec<usize> },
+    /// Compute a step, then logits of as many rows in each block.
+    Compute { step: Step, blocks: Vec<usize> },
     /// Read an adapter.
     Load { slot: u64, folder: PathBuf },
     /// Forget an adapter.
@@ -42,12 +41,9 @@ impl RankCommand {
         let mut words = WordWriter(Vec::new());
         match self {
             Self::Wait => words.0.push(WAIT),
-            Self::Compute { passes, blocks } => {
+            Self::Compute { step, blocks } => {
                 words.0.push(COMPUTE);
-                words.list(passes, |words, (adapter, step)| {
-                    words.0.extend([u64::from(adapter.is_some()), adapter.unwrap_or(0)]);
-                    words.step(step);
-                });
+                words.step(step);
                 words.list(blocks, |words, rows| words.0.push(*rows as u64));
             }
             Self::Load { slot, folder } => {
@@ -75,13 +71,7 @@ impl RankCommand {
         let mut words = WordReader(words);
         let command = match words.next()? {
             WAIT => Self::Wait,
-            COMPUTE => {
-                let passes = words.list(|words| {
-                    let (adapted, slot) = (words.next()?, words.next()?);
-                    Some(((adapted == 1).then_some(slot), words.step()?))
-                })?;
-                Self::Compute { passes, blocks: words.list(WordReader::size)? }
-            }
+            COMPUTE => Self::Compute { step: words.step()?, blocks: words.list(WordReader::size)? },
             LOAD => {
                 let slot = words.next()?;
                 let bytes = words.list(|words| u8::try_from(words.next()?).ok())?;
@@ -125,7 +115,8 @@ impl WordWriter {
                 Outputs::Last => 1,
                 Outputs::All => 2,
             };
-            words.0.extend([sequence.start as u64, outputs]);
+            let adapter = [u64::from(sequence.adapter.is_some()), sequence.adapter.unwrap_or(0)];
+            words.0.extend([sequence.start as u64, outputs, adapter[0], adapter[1]]);
             words.list(&sequence.tokens, |words, token| words.0.push(u64::from(*token)));
             words.list(&sequence.pages, |words, page| words.0.push(u64::from(*page)));
             words.0.push(sequence.window.first as u64);
@@ -175,9 +166,11 @@ impl WordReader<'_> {
                 2 => Outputs::All,
                 _ => return None,
             };
+            let (is_adapted, slot) = (words.next()?, words.next()?);
+            let adapter = (is_adapted == 1).then_some(slot);
             let (tokens, pages) = (words.list(Self::number)?, words.list(Self::number)?);
             let window = WindowPages { first: words.size()?, pages: words.list(Self::number)? };
-            Some(StepSequence { start, tokens, pages, window, outputs })
+            Some(StepSequence { start, tokens, pages, window, outputs, adapter })
         })?;
         Some(Step { copies, sequences, shares_layers: self.next()? == 1 })
     }
@@ -191,19 +184,22 @@ mod tests {
     fn commands_arrive_as_they_were_sent() {
         let copies = [None, Some([8, 9])].map(|window| PageCopy { rank: 2, from: 3, to: 4, window, rows: 5 }).to_vec();
         let window = WindowPages { first: 1, pages: vec![6] };
-        let sequence = |outputs| StepSequence {
+        let sequence = |(outputs, adapter)| StepSequence {
             start: 9,
+            adapter,
             tokens: vec![1, 2, u32::MAX],
             pages: vec![7, 0],
             window: window.clone(),
             outputs,
         };
-        let sequences = [Outputs::None, Outputs::Last, Outputs::All].map(sequence).to_vec();
+        let sequences =
+            [(Outputs::None, None), (Outputs::Last, Some(3)), (Outputs::All, Some(0))].map(sequence).to_vec();
         let step = Step { copies, sequences, shares_layers: false };
         let shared = Step { shares_layers: true, ..step.clone() };
         for command in [
             RankCommand::Wait,
-            RankCommand::Compute { passes: vec![(None, step), (Some(3), shared)], blocks: vec![64, 1] },
+            RankCommand::Compute { step, blocks: vec![64, 1] },
+            RankCommand::Compute { step: shared, blocks: Vec::new() },
             RankCommand::Load { slot: 4, folder: "/tmp/größe".into() },
             RankCommand::Unload { slot: 4 },
             RankCommand::Count,

@@ -2,7 +2,7 @@
 
 use super::logprobs::Distribution;
 use super::request::{Pooling, TokenLogprobs};
-use super::scheduler::{AdapterPass, Scheduler};
+use super::scheduler::{ScheduledStep, Scheduler};
 use super::sequence::Sequence;
 use super::step::{Outputs, StepSequence};
 use super::token_sampler::Drawn;
@@ -15,7 +15,7 @@ use std::collections::HashMap;
 /// A row of hidden states whose logits are needed.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct LogitRow {
-    /// Index among the rows that the passes output.
+    /// Index among the rows that the step outputs.
     pub(super) row: usize,
     arrival: u64,
     purpose: LogitPurpose,
@@ -77,10 +77,10 @@ impl SequenceDraws<'_> {
 /// What was drawn for each sequence, by its arrival: tokens, or why none could be.
 pub(super) type DrawnTokens = HashMap<u64, Vec<Result<Drawn, String>>>;
 
-/// The rows of which logits are needed, in the order of the rows that the passes output.
-pub(super) fn logit_rows(scheduler: &mut Scheduler, passes: &[AdapterPass]) -> Vec<LogitRow> {
+/// The rows of which logits are needed, in the order of the rows that the step outputs.
+pub(super) fn logit_rows(scheduler: &mut Scheduler, step: &ScheduledStep) -> Vec<LogitRow> {
     let mut rows = Vec::new();
-    for (row, arrival, position) in output_rows(passes) {
+    for (row, arrival, position) in output_rows(step) {
         let Some(index) = scheduler.find(arrival) else { continue };
         let sequence = &scheduler.running()[index];
         let next = position + 1;
@@ -103,8 +103,8 @@ pub(super) fn logit_rows(scheduler: &mut Scheduler, passes: &[AdapterPass]) -> V
 }
 
 /// Adds the hidden states of prompts to what their clients asked for.
-pub(super) fn pool_hidden(scheduler: &mut Scheduler, passes: &[AdapterPass], hidden: &Tensor) -> Result<()> {
-    for (row, arrival, position) in output_rows(passes) {
+pub(super) fn pool_hidden(scheduler: &mut Scheduler, step: &ScheduledStep, hidden: &Tensor) -> Result<()> {
+    for (row, arrival, position) in output_rows(step) {
         let Some(index) = scheduler.find(arrival) else { continue };
         let wanted = match scheduler.running()[index].prompt_results.wants_hidden() {
             Some(Pooling::Mean) => true,
@@ -173,18 +173,16 @@ pub(super) fn read_logits(
     Ok(())
 }
 
-/// The rows that passes output, in their order: the index of the row, the arrival of its sequence, and the position of its token.
-fn output_rows(passes: &[AdapterPass]) -> impl Iterator<Item = (usize, u64, usize)> {
-    let of_sequence = |(arrival, sequence): (&u64, &StepSequence)| {
+/// The rows that a step outputs, in their order: the index of the row, the arrival of its sequence, and the position of its token.
+fn output_rows(step: &ScheduledStep) -> impl Iterator<Item = (usize, u64, usize)> + '_ {
+    let of_sequence = |(arrival, sequence): (u64, &StepSequence)| {
         let end = sequence.start + sequence.tokens.len();
         let positions = match sequence.outputs {
             Outputs::None => end..end,
             Outputs::Last => end - 1..end,
             Outputs::All => sequence.start..end,
         };
-        let arrival = *arrival;
         positions.map(move |position| (arrival, position))
     };
-    let sequences = passes.iter().flat_map(|pass| pass.arrivals.iter().zip(&pass.step.sequences));
-    sequences.flat_map(of_sequence).enumerate().map(|(row, (arrival, position))| (row, arrival, position))
+    step.sequences().flat_map(of_sequence).enumerate().map(|(row, (arrival, position))| (row, arrival, position))
 }

@@ -11,7 +11,9 @@ use ringspan::kernel::{Data, View};
 use ringspan::{Mask, Score};
 use ringspan_candle::cast::cast;
 use ringspan_candle::rope::Rotations;
-use ringspan_candle::{Attend, AttentionInputs, Experts, InputDropout, ReplicatedRows, TensorParallel};
+use ringspan_candle::{
+    AdapterSelection, Attend, AttentionInputs, Experts, InputDropout, ReplicatedRows, TensorParallel,
+};
 use std::cell::RefCell;
 
 /// Attention of a step: new keys and values go to the ranks that have their pages, then chunks attend over all ranks by a
@@ -147,5 +149,9 @@ impl Attend for PagedAttention<'_> {
 
     fn input_dropout(&self) -> Option<&InputDropout> {
         None
+    }
+
+    fn adapter_selection(&self) -> Option<&AdapterSelection> {
+        Some(&self.plan.adapters)
     }
 }

@@ -6,11 +6,14 @@ use super::page_map::PageMap;
 use super::prefill_batch::PrefillBatch;
 use crate::error::{Error, Result};
 use crate::step::{Outputs, Step, StepSequence};
+use ringspan_candle::AdapterSelection;
 
 /// The rows that a rank computes in a step: its share of the chunks' tokens, then the new tokens of all decoding sequences.
 pub(super) struct StepPlan {
     pub(super) tokens: Vec<u32>,
     pub(super) positions: Vec<usize>,
+    /// The adapter that each row asks for.
+    pub(super) adapters: AdapterSelection,
     /// Number of rows that are tokens of chunks.
     pub(super) chunk_rows: usize,
     /// Whether context-parallel ranks, which all have the rows of this step, share linear layers.
@@ -47,20 +50,23 @@ impl StepPlan {
         // Which tokens a rank computes does not depend on the kind of a layer.
         let prefills =
             [&attention.full, &attention.window].into_iter().flatten().find_map(|kind| kind.prefill_batch.as_ref());
-        let (mut tokens, mut positions) = (Vec::new(), Vec::new());
+        let (mut tokens, mut positions, mut adapters) = (Vec::new(), Vec::new(), Vec::new());
         for run in prefills.iter().flat_map(|prefills| prefills.layout().runs(map.rank)) {
-            let StepSequence { start, tokens: new, .. } = chunked[run.document];
+            let StepSequence { start, tokens: new, adapter, .. } = chunked[run.document];
+            adapters.resize(adapters.len() + run.len, *adapter);
             tokens.extend(run.positions().map(|position| new[position - start]));
             positions.extend(run.positions());
         }
         let chunk_rows = tokens.len();
         for sequence in &decoded {
+            adapters.resize(adapters.len() + sequence.tokens.len(), sequence.adapter);
             tokens.extend(&sequence.tokens);
             positions.extend(sequence.start..sequence.start + sequence.tokens.len());
         }
         let outputs = outputs(step, prefills, map.ranks);
         let shares_layers = step.shares_layers && chunked.is_empty();
-        Ok(Self { tokens, positions, chunk_rows, shares_layers, attention, outputs })
+        let adapters = AdapterSelection::new(adapters);
+        Ok(Self { tokens, positions, adapters, chunk_rows, shares_layers, attention, outputs })
     }
 
     /// How the tokens attend in layers of a kind.

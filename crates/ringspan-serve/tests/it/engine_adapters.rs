@@ -1,5 +1,7 @@
 //! LoRA adapters that are loaded and unloaded while the engine runs, and mixed in one batch.
 
+use super::engine::small;
+use super::engine_parallel::{staged, start_on};
 use crate::support::*;
 use candle_core::{Device, Tensor};
 use ringspan_candle::{Weight, Weights};
@@ -12,7 +14,10 @@ use std::sync::Arc;
 
 /// Writes an adapter of random matrices for `base`, and returns the model with it.
 pub(super) fn adapted(base: &Model, rank: usize, seed: u64, folder: &Path) -> Model {
-    let lora = Lora::of_all_layers(rank, 2.0 * rank as f64).expect("sizes");
+    adapted_by(base, Lora::of_all_layers(rank, 2.0 * rank as f64).expect("sizes"), seed, folder)
+}
+
+fn adapted_by(base: &Model, lora: Lora, seed: u64, folder: &Path) -> Model {
     let decoder = base.decoder().clone().with_lora(lora).expect("layers");
     let mut matrices = decoder.adapted(Weights::new(), seed).expect("matrices");
     for matrix in matrices.values_mut() {
@@ -85,6 +90,52 @@ fn requests_with_different_adapters_share_a_batch_and_not_their_caches() {
         client.load_adapter("tales", folders[1].path()).expect("loaded again");
         assert_eq!(text(client.submit(request(&prompt, Some("tales"))).expect("taken")), expected[2]);
         engine.shutdown(true).expect("ended");
+    }
+}
+
+/// Requests of two adapters and of the base model, with prompts of one and of several chunks, give the same on every mesh as each alone.
+#[test]
+fn adapters_of_one_step_are_joined_on_every_mesh() {
+    for (name, model, pp, sizes) in [
+        ("qwen3", qwen3 as fn() -> Model, 1, (1, 1, 1, 1)),
+        ("qwen3", qwen3, 1, (2, 1, 2, 1)),
+        ("qwen3", qwen3, 2, (2, 1, 1, 1)),
+        ("wide", wide, 1, (2, 1, 1, 1)),
+        ("gemma3", gemma3, 1, (1, 2, 1, 1)),
+        ("qwen3_moe", qwen3_moe, 1, (1, 1, 1, 1)),
+        ("qwen3_moe", qwen3_moe, 1, (2, 1, 2, 2)),
+        ("qwen3_moe", qwen3_moe, 1, (3, 1, 1, 3)),
+    ] {
+        let base = model();
+        let folders = [tempfile::tempdir().expect("a folder"), tempfile::tempdir().expect("a folder")];
+        let queries_only = Lora::new(3, 12.0, vec!["q_proj".to_owned()]).expect("a target");
+        let all_layers = Lora::of_all_layers(4, 8.0).expect("sizes");
+        let models = [
+            &adapted_by(&base, all_layers, 5, folders[0].path()),
+            &base,
+            &adapted_by(&base, queries_only, 9, folders[1].path()),
+        ];
+        let prompts = [tokens(33, 3), tokens(7, 4)];
+        let names = [Some("tales"), None, Some("queries")];
+        let mut expected = Vec::new();
+        for (model, adapter) in models.into_iter().zip(names) {
+            expected.extend(prompts.iter().map(|prompt| (adapter, prompt, recomputed(model, prompt, 10))));
+        }
+        assert!((0..4).all(|at| expected[at].2 != expected[at + 2].2), "{name}: the adapters must matter");
+        let engine = start_on(&Arc::new(base), staged(pp, sizes), &EngineOptions { prefill_chunk: 16, ..small() });
+        for (name, folder) in ["tales", "queries"].into_iter().zip(&folders) {
+            engine.client().load_adapter(name, folder.path()).expect("loaded");
+        }
+        for order in [[0, 1, 2, 3, 4, 5], [5, 2, 1, 0, 4, 3]] {
+            let submit = |at: usize| {
+                let (adapter, prompt, _) = &expected[at];
+                engine.client().submit(request(prompt, *adapter)).expect("taken")
+            };
+            let all = order.map(|at| (at, submit(at)));
+            for (at, events) in all {
+                assert_eq!(text(events), expected[at].2, "{name} {sizes:?}: request {at}");
+            }
+        }
     }
 }
 

@@ -31,7 +31,7 @@ struct Scripted<'a> {
 }
 
 impl Executor for Scripted<'_> {
-    fn execute(&mut self, _: Option<u64>, step: &Step) -> Result<Option<Tensor>> {
+    fn execute(&mut self, step: &Step) -> Result<Option<Tensor>> {
         self.steps += 1;
         if (self.groups.rank(), self.steps) == self.at {
             match self.accident {

@@ -21,7 +21,7 @@ pub(super) fn of_sizes((ring, ulysses, tp, ep): Sizes) -> Mesh {
 }
 
 /// Like [`of_sizes`], with pipeline stages.
-fn staged(pp: usize, sizes: Sizes) -> Mesh {
+pub(super) fn staged(pp: usize, sizes: Sizes) -> Mesh {
     Mesh { pp, ..of_sizes(sizes) }
 }
 

@@ -70,7 +70,14 @@ impl Text {
         self.done = end;
         pages.extend(&mut self.pages, end);
         let window = WindowPages { first: 0, pages: self.pages.clone() };
-        StepSequence { start, tokens: self.tokens[start..end].to_vec(), pages: self.pages.clone(), window, outputs }
+        StepSequence {
+            start,
+            tokens: self.tokens[start..end].to_vec(),
+            pages: self.pages.clone(),
+            window,
+            outputs,
+            adapter: None,
+        }
     }
 }
 
@@ -265,7 +272,8 @@ fn steps_that_do_not_fit_are_refused_on_all_ranks() {
     let model = qwen3();
     let refused = |change: Change| {
         let (tokens, window) = (vec![1, 2], WindowPages::default());
-        let sequence = StepSequence { start: 5, tokens, pages: vec![0, 0], window, outputs: Outputs::Last };
+        let sequence =
+            StepSequence { start: 5, tokens, pages: vec![0, 0], window, outputs: Outputs::Last, adapter: None };
         let mut step = Step { sequences: vec![sequence], ..Step::default() };
         change(&mut step);
         let result = mesh(2, 1).run(|group| {

@@ -126,7 +126,7 @@ impl TransformerChange {
             let rank = size(products);
             (layer.clone(), AdapterSize { rank, scale: 1.0 })
         });
-        Adapters { sizes: sizes.collect(), dropout: 0.0 }
+        Adapters { sizes: sizes.collect(), ..Adapters::none() }
     }
 
     /// The adapted linear layers.

@@ -20,7 +20,7 @@ use super::prompt_lookup::propose;
 use super::request::Event;
 use super::sequence::{CopiedFrom, PageTable, Sequence};
 use super::step::{CachePage, Outputs, PageCopy, Step, StepSequence, WindowPages};
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeSet, VecDeque};
 
 /// Sizes that bound a step.
 #[derive(Debug, Clone, Copy)]
@@ -78,13 +78,19 @@ struct StepSize {
     shares_layers: bool,
 }
 
-/// Sequences of a step that compute with the same weights.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct AdapterPass {
-    pub(super) adapter: AdapterSlot,
+/// A step, and whose tokens it computes.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct ScheduledStep {
     pub(super) step: Step,
     /// For each sequence of the step, its arrival.
     pub(super) arrivals: Vec<u64>,
+}
+
+impl ScheduledStep {
+    /// The sequences of the step, with their arrivals.
+    pub(super) fn sequences(&self) -> impl Iterator<Item = (u64, &StepSequence)> {
+        self.arrivals.iter().copied().zip(&self.step.sequences)
+    }
 }
 
 impl Scheduler {
@@ -170,8 +176,8 @@ impl Scheduler {
         }
     }
 
-    /// Makes the next step, in a pass for each adapter. It is empty if there is nothing to compute.
-    pub(super) fn next(&mut self) -> Vec<AdapterPass> {
+    /// Makes the next step; `None` if there is nothing to compute.
+    pub(super) fn next(&mut self) -> Option<ScheduledStep> {
         self.end_abandoned();
         self.running.iter_mut().for_each(|sequence| sequence.drafts.clear());
         self.grow();
@@ -219,7 +225,8 @@ impl Scheduler {
             self.running.iter().any(|sequence| sequence.remaining() > 1) || allowed == 0 && !self.waiting.is_empty();
         let shares_layers = self.cache.pages().ranks() > 1 && !waits;
         self.last_step = StepSize { generating, prompt_tokens, shares_layers };
-        self.passes(&chunks, shares_layers)
+        let scheduled = self.scheduled(&chunks, shares_layers);
+        (!scheduled.arrivals.is_empty()).then_some(scheduled)
     }
 
     /// Looks up drafts for the sequences that generate, and gives them pages if there are any.
@@ -286,10 +293,10 @@ impl Scheduler {
             })
     }
 
-    /// Makes the passes of a step in which each running sequence computes `chunks` tokens.
-    fn passes(&self, chunks: &[usize], shares_layers: bool) -> Vec<AdapterPass> {
-        let mut passes: BTreeMap<AdapterSlot, AdapterPass> = BTreeMap::new();
-        let mut copies = Vec::new();
+    /// The step in which each running sequence computes `chunks` tokens.
+    fn scheduled(&self, chunks: &[usize], shares_layers: bool) -> ScheduledStep {
+        let mut scheduled = ScheduledStep { step: Step { shares_layers, ..Step::default() }, ..Default::default() };
+        let ScheduledStep { step: Step { copies, sequences, .. }, arrivals } = &mut scheduled;
         for (sequence, &chunk) in self.running.iter().zip(chunks).filter(|(_, chunk)| **chunk > 0) {
             let PageTable { computed: start, ref pages, ref window, copied_from, .. } = sequence.page_table;
             if let Some(CopiedFrom { index, page, window: from, rows }) = copied_from {
@@ -304,26 +311,19 @@ impl Scheduler {
                 (false, true) => Outputs::Last,
                 (false, false) => Outputs::None,
             };
-            let adapter = sequence.namespace.adapter;
-            let pass = passes.entry(adapter);
-            let step = || Step { shares_layers, ..Step::default() };
-            let pass = pass.or_insert_with(|| AdapterPass { adapter, step: step(), arrivals: Vec::new() });
-            pass.arrivals.push(sequence.arrival);
+            arrivals.push(sequence.arrival);
             let number = (end + drafts.len()).div_ceil(self.bounds.page);
             let in_window = window.pages.len().min(number.saturating_sub(window.first));
-            pass.step.sequences.push(StepSequence {
+            sequences.push(StepSequence {
                 start,
                 tokens: [&sequence.tokens[start..end], drafts].concat(),
                 pages: pages[..number].to_vec(),
                 window: WindowPages { first: window.first, pages: window.pages[..in_window].to_vec() },
                 outputs,
+                adapter: sequence.namespace.adapter,
             });
         }
-        let mut passes: Vec<AdapterPass> = passes.into_values().collect();
-        if let Some(first) = passes.first_mut() {
-            first.step.copies = copies;
-        }
-        passes
+        scheduled
     }
 
     /// The index of a running sequence.

@@ -3,7 +3,7 @@
 use super::super::request::{Event, FinishReason};
 use super::super::sequence::{CopiedFrom, PageTable, Sequence};
 use super::super::token_sampler::Drawn;
-use super::{AdapterPass, Scheduler, StepSize};
+use super::{ScheduledStep, Scheduler, StepSize};
 use std::time::Duration;
 
 impl Scheduler {
@@ -20,10 +20,10 @@ impl Scheduler {
 
     /// Records that a step has been computed: its keys and values are in the cache, and others may use them. Drafts count once they
     /// are drawn.
-    pub(in crate::engine) fn computed(&mut self, passes: &[AdapterPass]) {
+    pub(in crate::engine) fn computed(&mut self, step: &ScheduledStep) {
         self.step_tokens = 0;
-        for (arrival, sequence) in passes.iter().flat_map(|pass| pass.arrivals.iter().zip(&pass.step.sequences)) {
-            let Some(index) = self.find(*arrival) else { continue };
+        for (arrival, sequence) in step.sequences() {
+            let Some(index) = self.find(arrival) else { continue };
             let Sequence { page_table, drafts, prompt, .. } = &mut self.running[index];
             let copied = page_table.copied_from.take();
             let before = page_table.computed;

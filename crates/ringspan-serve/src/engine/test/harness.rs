@@ -5,9 +5,9 @@ use super::super::pages::Pages;
 use super::super::prefix_cache::PrefixCache;
 use super::super::prefix_tree::AdapterSlot;
 use super::super::request::{Event, Events, FinishReason, Request, TokenLogprobs};
-use super::super::scheduler::{AdapterPass, Bounds, Scheduler};
+use super::super::scheduler::{Bounds, Scheduler};
 use super::super::sequence::Sequence;
-use super::super::step::{Outputs, WindowPages};
+use super::super::step::{Outputs, Step, WindowPages};
 use std::ops::Range;
 use std::time::Instant;
 use tokio::sync::mpsc::error::TryRecvError;
@@ -26,31 +26,29 @@ struct Memory {
 }
 
 impl Memory {
-    fn execute(&mut self, passes: &[AdapterPass]) {
-        for pass in passes {
-            for copy in &pass.step.copies {
-                for row in 0..copy.rows {
-                    let from = self.rows[copy.rank][copy.from as usize * self.page + row];
-                    assert!(from.is_some(), "{copy:?} reads a row that nobody wrote");
-                    self.rows[copy.rank][copy.to as usize * self.page + row] = from;
-                    if let Some([from, to]) = copy.window {
-                        let from = self.window[copy.rank][from as usize * self.page + row];
-                        assert!(from.is_some(), "{copy:?} reads a row of a window that nobody wrote");
-                        self.window[copy.rank][to as usize * self.page + row] = from;
-                    }
+    fn execute(&mut self, step: &Step) {
+        for copy in &step.copies {
+            for row in 0..copy.rows {
+                let from = self.rows[copy.rank][copy.from as usize * self.page + row];
+                assert!(from.is_some(), "{copy:?} reads a row that nobody wrote");
+                self.rows[copy.rank][copy.to as usize * self.page + row] = from;
+                if let Some([from, to]) = copy.window {
+                    let from = self.window[copy.rank][from as usize * self.page + row];
+                    assert!(from.is_some(), "{copy:?} reads a row of a window that nobody wrote");
+                    self.window[copy.rank][to as usize * self.page + row] = from;
                 }
             }
-            for sequence in &pass.step.sequences {
-                for (index, token) in sequence.tokens.iter().enumerate() {
-                    let position = sequence.start + index;
-                    let page = sequence.pages[position / self.page];
-                    let rank = (position / self.page) % self.rows.len();
-                    self.rows[rank][page as usize * self.page + position % self.page] = Some((*token, pass.adapter));
-                    if self.lookback.is_some() {
-                        let page = sequence.window.get(position / self.page).expect("a page of the window");
-                        self.window[rank][page as usize * self.page + position % self.page] =
-                            Some((*token, pass.adapter));
-                    }
+        }
+        for sequence in &step.sequences {
+            for (index, token) in sequence.tokens.iter().enumerate() {
+                let position = sequence.start + index;
+                let page = sequence.pages[position / self.page];
+                let rank = (position / self.page) % self.rows.len();
+                let row = Some((*token, sequence.adapter));
+                self.rows[rank][page as usize * self.page + position % self.page] = row;
+                if self.lookback.is_some() {
+                    let page = sequence.window.get(position / self.page).expect("a page of the window");
+                    self.window[rank][page as usize * self.page + position % self.page] = row;
                 }
             }
         }
@@ -171,13 +169,17 @@ impl Harness {
     pub(super) fn step(&mut self) -> bool {
         let running = self.scheduler.running().iter().filter(|sequence| sequence.remaining() == 1);
         let generating: Vec<u64> = running.map(|sequence| sequence.arrival).collect();
-        let passes = self.scheduler.next();
+        let Some(scheduled) = self.scheduler.next() else {
+            self.scheduler.check();
+            self.collect();
+            return false;
+        };
         self.scheduler.check();
         let (running, _) = self.scheduler.sizes();
         assert!(running <= self.bounds.max_running);
         let mut prompts = 0;
-        for (arrival, sequence) in passes.iter().flat_map(|pass| pass.arrivals.iter().zip(&pass.step.sequences)) {
-            let index = self.scheduler.find(*arrival).expect("it runs");
+        for (arrival, sequence) in scheduled.sequences() {
+            let index = self.scheduler.find(arrival).expect("it runs");
             let drafts = self.scheduler.running()[index].drafts.len();
             assert!(
                 drafts <= self.bounds.num_speculative_tokens && (drafts == 0 || sequence.tokens.len() == drafts + 1)
@@ -186,69 +188,61 @@ impl Harness {
             prompts += if chunk > 1 { chunk } else { 0 };
         }
         assert!(prompts <= self.bounds.prefill_chunk, "{prompts} tokens of prompts");
-        if passes.iter().flat_map(|pass| &pass.arrivals).any(|arrival| generating.contains(arrival)) {
+        if scheduled.arrivals.iter().any(|arrival| generating.contains(arrival)) {
             assert!(
                 self.bounds.mixed_chunk.is_none_or(|most| prompts <= most),
                 "{prompts} tokens of prompts delay others"
             );
         }
-        let shares_layers = passes.iter().any(|pass| pass.step.shares_layers);
+        let shares_layers = scheduled.step.shares_layers;
         assert!(
             !shares_layers || prompts == 0 && self.memory.rows.len() > 1,
             "one rank, or a prompt, shares no layers"
         );
         self.last_step = (prompts, shares_layers);
-        self.memory.execute(&passes);
-        for pass in &passes {
-            for (arrival, sequence) in pass.arrivals.iter().zip(&pass.step.sequences) {
-                let index = self.scheduler.find(*arrival).expect("it runs");
-                let end = sequence.start + sequence.tokens.len();
-                let text = self.memory.read(&sequence.pages, end, pass.adapter);
-                let one = &self.scheduler.running()[index];
-                assert_eq!(text, [one.tokens.as_slice(), &one.drafts].concat()[..end], "sequence {arrival}");
-                if let Some(lookback) = self.memory.lookback {
-                    let first = sequence.start.saturating_sub(lookback);
-                    let seen = self.memory.read_window(&sequence.window, first..end, pass.adapter);
-                    assert_eq!(seen, text[first..], "the window of sequence {arrival}");
-                }
+        self.memory.execute(&scheduled.step);
+        for (arrival, sequence) in scheduled.sequences() {
+            let index = self.scheduler.find(arrival).expect("it runs");
+            let end = sequence.start + sequence.tokens.len();
+            let text = self.memory.read(&sequence.pages, end, sequence.adapter);
+            let one = &self.scheduler.running()[index];
+            assert_eq!(text, [one.tokens.as_slice(), &one.drafts].concat()[..end], "sequence {arrival}");
+            if let Some(lookback) = self.memory.lookback {
+                let first = sequence.start.saturating_sub(lookback);
+                let seen = self.memory.read_window(&sequence.window, first..end, sequence.adapter);
+                assert_eq!(seen, text[first..], "the window of sequence {arrival}");
             }
         }
-        self.scheduler.computed(&passes);
+        self.scheduler.computed(&scheduled);
         self.scheduler.check();
-        for pass in &passes {
-            for (arrival, sequence) in pass.arrivals.iter().zip(&pass.step.sequences) {
-                let index = self.scheduler.find(*arrival).expect("it runs");
-                let one = &mut self.scheduler.running()[index];
-                let end = sequence.start + sequence.tokens.len();
-                if sequence.outputs == Outputs::All {
-                    for position in sequence.start..end.min(one.prompt - 1) {
-                        let token = one.tokens[position + 1];
-                        one.prompt_results.add_logprobs(TokenLogprobs {
-                            token,
-                            logprob: position as f32,
-                            top: Vec::new(),
-                        });
-                    }
+        for (arrival, sequence) in scheduled.sequences() {
+            let index = self.scheduler.find(arrival).expect("it runs");
+            let one = &mut self.scheduler.running()[index];
+            let end = sequence.start + sequence.tokens.len();
+            if sequence.outputs == Outputs::All {
+                for position in sequence.start..end.min(one.prompt - 1) {
+                    let token = one.tokens[position + 1];
+                    one.prompt_results.add_logprobs(TokenLogprobs { token, logprob: position as f32, top: Vec::new() });
                 }
-                if one.remaining() > 0 || self.scheduler.prompt_read(index) {
-                    continue;
-                }
-                // As long as a draft is drawn, one more token is.
-                loop {
-                    let one = &mut self.scheduler.running()[index];
-                    let draft = one.drafts.first().copied();
-                    let drawn = one.sampler.draw(&mut logits(&one.tokens, pass.adapter));
-                    let accepted = matches!(&drawn, Ok(drawn) if draft == Some(drawn.token));
-                    if self.scheduler.drawn(index, drawn) || !accepted {
-                        break;
-                    }
-                }
-                self.scheduler.check();
             }
+            if one.remaining() > 0 || self.scheduler.prompt_read(index) {
+                continue;
+            }
+            // As long as a draft is drawn, one more token is.
+            loop {
+                let one = &mut self.scheduler.running()[index];
+                let draft = one.drafts.first().copied();
+                let drawn = one.sampler.draw(&mut logits(&one.tokens, sequence.adapter));
+                let accepted = matches!(&drawn, Ok(drawn) if draft == Some(drawn.token));
+                if self.scheduler.drawn(index, drawn) || !accepted {
+                    break;
+                }
+            }
+            self.scheduler.check();
         }
         self.scheduler.check();
         self.collect();
-        !passes.is_empty()
+        true
     }
 
     pub(super) fn collect(&mut self) {

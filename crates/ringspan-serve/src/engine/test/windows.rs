@@ -19,8 +19,8 @@ fn windows_hold_as_many_pages_after_a_long_text_as_after_a_short_one() {
         let mut harness = harness.finish();
         let text = [harness.clients[0].prompt.clone(), harness.clients[0].answer.clone()].concat();
         harness.submit(request(&text, 1), None, None);
-        let passes = harness.scheduler.next();
-        let sequence = &passes[0].step.sequences[0];
+        let scheduled = harness.scheduler.next().expect("a step");
+        let sequence = &scheduled.step.sequences[0];
         assert_eq!(sequence.start, 289, "the end of the text is there");
         assert_eq!(sequence.window.first, (289 - 19) / 4);
     }
@@ -34,14 +34,14 @@ fn a_hit_ends_where_the_pages_of_its_window_are_gone() {
     let mut harness = harness.finish();
     // The beginning has lost its window to what came after it: nothing of it helps, except where the window begins the text.
     harness.submit(request(&text[..21], 1), None, None);
-    let start = harness.scheduler.next()[0].step.sequences[0].start;
+    let start = harness.scheduler.next().expect("a step").step.sequences[0].start;
     assert_eq!(start, 0);
     harness.scheduler.fail_all("over");
     let mut harness = Harness::with_window(1, 200, bounds(4), true, Some((7, 80)));
     harness.submit(request(&text, 1), None, None);
     let mut harness = harness.finish();
     harness.submit(request(&text[..21], 1), None, None);
-    assert_eq!(harness.scheduler.next()[0].step.sequences[0].start, 20);
+    assert_eq!(harness.scheduler.next().expect("a step").step.sequences[0].start, 20);
 }
 
 /// A hit in the middle of a page needs that page and a copy. Where there is no room for both, the page itself is continued: without its
