@@ -39,6 +39,9 @@ struct ServeArgs {
     /// Requests of each measurement, at least one per client [default: 4 per client]
     #[arg(long, value_name = "K", value_parser = clap::value_parser!(u32).range(1..))]
     requests: Option<u32>,
+    /// Models or adapters that requests ask for in turn [default: the server's first model]
+    #[arg(long, value_delimiter = ',', value_name = "NAME,NAME")]
+    model: Vec<String>,
     /// A file whose first line is the server's API key
     #[arg(long, value_name = "FILE")]
     api_key_file: Option<PathBuf>,
@@ -50,6 +53,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
     let load = Load {
         url: args.url.clone(),
         api_key: keys.into_iter().next(),
+        models: args.model.clone(),
         prompt_tokens: args.prompt_tokens as usize,
         output_tokens: args.output_tokens as usize,
         requests: args.requests.map(|requests| requests as usize),

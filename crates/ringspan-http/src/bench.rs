@@ -27,6 +27,8 @@ pub struct Load {
     pub url: String,
     /// Its key.
     pub api_key: Option<String>,
+    /// The models or adapters that requests ask for in turn; if there are none, the server's first model.
+    pub models: Vec<String>,
     /// Tokens of each prompt.
     pub prompt_tokens: usize,
     /// Tokens of each text.
@@ -113,7 +115,8 @@ impl Load {
 struct Target {
     authority: String,
     api_key: Option<String>,
-    model: String,
+    /// At least one.
+    models: Vec<String>,
     /// Ids of some tokens.
     tokens: Vec<u32>,
     /// Makes prompts different from those of earlier runs, which the server may have cached.
@@ -140,11 +143,14 @@ impl Target {
             None => format!("{authority}:80"),
         };
         let run = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |t| t.as_nanos() as u64);
-        let mut target =
-            Self { authority, api_key: load.api_key.clone(), model: String::new(), tokens: Vec::new(), run };
-        let models = target.json("GET", "/v1/models", None).await?;
-        target.model = models["data"][0]["id"].as_str().unwrap_or_default().to_owned();
-        let tokens = target.json("POST", "/tokenize", Some(json!({"model": target.model, "prompt": SAMPLE}))).await?;
+        let (api_key, models) = (load.api_key.clone(), load.models.clone());
+        let mut target = Self { authority, api_key, models, tokens: Vec::new(), run };
+        if target.models.is_empty() {
+            let models = target.json("GET", "/v1/models", None).await?;
+            target.models.push(models["data"][0]["id"].as_str().unwrap_or_default().to_owned());
+        }
+        let sample = json!({"model": target.models[0], "prompt": SAMPLE});
+        let tokens = target.json("POST", "/tokenize", Some(sample)).await?;
         let ids = tokens["tokens"].as_array().into_iter().flatten().filter_map(Value::as_u64);
         target.tokens = ids.map(|id| id as u32).collect();
         if target.tokens.is_empty() {
@@ -197,7 +203,8 @@ impl Target {
     }
 
     async fn complete(&self, load: &Load, request: usize) -> Result<Times> {
-        let body = json!({"model": self.model, "prompt": self.prompt(load.prompt_tokens, request),
+        let model = &self.models[request % self.models.len()];
+        let body = json!({"model": model, "prompt": self.prompt(load.prompt_tokens, request),
             "max_tokens": load.output_tokens, "ignore_eos": true, "temperature": 0, "stream": true,
             "stream_options": {"include_usage": true}});
         let lost = |problem: &str| BenchError::Connection(format!("{}: {problem}", self.authority));

@@ -11,6 +11,7 @@ fn each_number_of_clients_is_measured() {
     let load = Load {
         url: format!("http://{}", server.address),
         api_key: Some("k".into()),
+        models: Vec::new(),
         prompt_tokens: 30,
         output_tokens: 5,
         requests: None,
@@ -32,8 +33,14 @@ fn each_number_of_clients_is_measured() {
 #[test]
 fn a_server_that_refuses_is_named_with_its_reason() {
     let server = start();
-    let load =
-        |url: String, prompt_tokens| Load { url, api_key: None, prompt_tokens, output_tokens: 5, requests: None };
+    let load = |url: String, prompt_tokens| Load {
+        url,
+        api_key: None,
+        models: Vec::new(),
+        prompt_tokens,
+        output_tokens: 5,
+        requests: None,
+    };
     let url = format!("http://{}", server.address);
     match load(url, 5000).run(&[1], |_| ()) {
         Err(BenchError::Refused { status: 400, body, .. }) => assert!(body.contains("5000"), "{body}"),
@@ -41,4 +48,25 @@ fn a_server_that_refuses_is_named_with_its_reason() {
     }
     assert!(matches!(load("https://x".into(), 1).run(&[1], |_| ()), Err(BenchError::Url { .. })));
     assert!(matches!(load("http://127.0.0.1:1".into(), 1).run(&[1], |_| ()), Err(BenchError::Connection(_))));
+}
+
+#[test]
+fn requests_ask_for_models_in_turn() {
+    let server = start();
+    let url = format!("http://{}", server.address);
+    let load = |models: [&str; 2]| Load {
+        url: url.clone(),
+        api_key: None,
+        models: models.map(str::to_owned).to_vec(),
+        prompt_tokens: 3,
+        output_tokens: 2,
+        requests: Some(2),
+    };
+    load(["test", "test"]).run(&[1], |_| ()).expect("both are there");
+    for models in [["test", "verses"], ["verses", "test"]] {
+        match load(models).run(&[1], |_| ()) {
+            Err(BenchError::Refused { status: 404, body, .. }) => assert!(body.contains("verses"), "{body}"),
+            other => panic!("{other:?}"),
+        }
+    }
 }
