@@ -17,29 +17,30 @@ use tokenizers::Tokenizer;
 
 /// Makes the mesh that the flags describe. Call it before anything computes.
 pub(crate) fn mesh(args: &MeshArgs, model: &ModelArgs, processes: &ProcessGroup) -> Result<Mesh> {
-    mesh_sharing_model(args, ModelAxes { tp: 1, ep: 1, pp: 1 }, model, processes)
+    mesh_sharing_model(args, ModelAxes { tp: 1, ep: 1, pp: 1, attn_dp: 1 }, model, processes)
 }
 
-/// The axes of a mesh over which a model is distributed: layers' width, experts, layers.
+/// The axes of a mesh over which a model is distributed: layers' width, experts, layers; and the replicas of its attention.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ModelAxes {
     pub(crate) tp: usize,
     pub(crate) ep: usize,
     pub(crate) pp: usize,
+    pub(crate) attn_dp: usize,
 }
 
 /// Like [`mesh`], where ranks share the model as well.
 pub(crate) fn mesh_sharing_model(
     args: &MeshArgs,
-    ModelAxes { tp, ep, pp }: ModelAxes,
+    ModelAxes { tp, ep, pp, attn_dp }: ModelAxes,
     model: &ModelArgs,
     processes: &ProcessGroup,
 ) -> Result<Mesh> {
-    let (_, threads) = args.start_with(processes, &[(tp, "--tp"), (pp, "--pp")])?;
+    let (_, threads) = args.start_with(processes, &[(tp, "--tp"), (attn_dp, "--attn-dp"), (pp, "--pp")])?;
     let devices = Devices::open(model.device, processes.local_rank()).context("--device")?.computing_in(model.dtype);
     let devices = devices.rounding_activations(model.activation_dtype);
     let (ring, ulysses, processes) = (args.ring, args.ulysses, processes.clone());
-    Ok(Mesh { ring, ulysses, tp, ep, pp, threads, deadline: DEADLINE, devices, processes })
+    Ok(Mesh { ring, ulysses, tp, ep, pp, attn_dp, threads, deadline: DEADLINE, devices, processes })
 }
 
 /// Connects the mesh's ranks by NCCL if they are processes, compute on GPUs, and all of them can; prints how their blocks

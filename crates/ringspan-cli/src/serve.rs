@@ -22,8 +22,8 @@ const MOST_SPECULATIVE_TOKENS: usize = 64;
 /// Serve a model over HTTP, in the interfaces of OpenAI and Anthropic.
 ///
 /// The ranks of --ring and --ulysses prefill prompts together, and each caches the keys and values of its pages; those
-/// of --tp share the width of layers, and those of --pp have some of the layers each. Requests are computed together,
-/// step by step. The first line on standard output is `listening on http://HOST:PORT`. Ctrl-C or SIGTERM ends the
+/// of --tp share the width of layers, and those of --pp have some of the layers each; replicas of --attn-dp have requests of
+/// their own. Requests are computed together, step by step. The first line on standard output is `listening on http://HOST:PORT`. Ctrl-C or SIGTERM ends the
 /// server after the requests that run; a second one ends it at once.
 #[derive(Debug, clap::Args)]
 pub(crate) struct ServeArgs {
@@ -103,6 +103,10 @@ pub(crate) struct ServeArgs {
     /// Pipeline stages P, each of which holds some of the layers, with the keys and values of these
     #[arg(long, default_value_t = 1, value_name = "P")]
     pp: usize,
+    /// Attention replicas D: each has the ranks of --ring, --ulysses and --tp, and computes requests of its own; --ep shares experts over
+    /// all of them
+    #[arg(long, default_value_t = 1, value_name = "D")]
+    attn_dp: usize,
 }
 
 pub(crate) fn run(args: &ServeArgs, processes: &ProcessGroup) -> Result<()> {
@@ -117,7 +121,7 @@ pub(crate) fn run(args: &ServeArgs, processes: &ProcessGroup) -> Result<()> {
         ..Settings::default()
     };
     let path = &args.model.path;
-    let axes = ModelAxes { tp: args.tp, ep: args.ep, pp: args.pp };
+    let axes = ModelAxes { tp: args.tp, ep: args.ep, pp: args.pp, attn_dp: args.attn_dp };
     let mesh = model::mesh_sharing_model(&args.mesh, axes, &args.model, processes)?;
     let tokenizer = model::tokenizer(path)?;
     let template = ModelSource::at(path).and_then(|source| ChatTemplate::of(&source)).context("--model")?;
@@ -181,7 +185,11 @@ impl ServeArgs {
 /// memory, and are not counted.
 fn summary(limits: &Limits) -> String {
     let Limits { ranks, page, pages_per_rank, window_pages_per_rank, .. } = limits;
-    let ranks = if *ranks == 1 { "1 rank".to_owned() } else { format!("{ranks} ranks") };
+    let ranks = match (*ranks, limits.attn_dp) {
+        (1, _) => "1 rank".to_owned(),
+        (_, 1) => format!("{ranks} ranks"),
+        (_, replicas) => format!("{ranks} ranks in {replicas} attention replicas"),
+    };
     let window = limits.window_lookback.map_or(0, |lookback| lookback.saturating_add(1));
     let pages = match (limits.has_full_layers, window) {
         (true, 0) => format!("{pages_per_rank} pages of {page} tokens each"),
@@ -297,6 +305,7 @@ mod tests {
                 vocabulary: 10,
                 hidden_size: 4,
                 ranks: 1,
+                attn_dp: 1,
                 cp: 1,
                 pp: 1,
                 local_ranks: 1,

@@ -236,7 +236,7 @@ fn encode_cache(limits: &Limits, encoder: &mut DescriptorEncoder<'_>) -> fmt::Re
         ("cache_dtype", dtype.to_owned()),
         ("enable_prefix_caching", if limits.prefix_cache { "True" } else { "False" }.to_owned()),
         // Wherever the ranks are: with `block_size`, it says how many tokens the cache holds.
-        ("num_gpu_blocks", limits.pages_per_rank.saturating_mul(limits.cp).to_string()),
+        ("num_gpu_blocks", limits.pages_per_rank.saturating_mul(limits.attn_dp * limits.cp).to_string()),
         ("sliding_window", window.map_or("None".to_owned(), |lookback| (lookback + 1).to_string())),
     ];
     let help = "Settings of the cache of keys and values, as labels";

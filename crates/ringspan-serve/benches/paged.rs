@@ -132,7 +132,7 @@ fn rank(settings: &Settings, model: &Model, group: &Arc<Group>) -> Result<Vec<St
         let outputs = if end == settings.prompt { Outputs::Last } else { Outputs::None };
         let pages = pages(settings, 0, 1, end);
         let window = WindowPages { first: 0, pages: pages.clone() };
-        let sequence = StepSequence { start, tokens, pages, window, outputs, adapter: None };
+        let sequence = StepSequence { start, tokens, pages, window, outputs, adapter: None, replica: 0 };
         time += step(settings, group, model, &mut cache, vec![sequence])?;
     }
     let speed = settings.prompt as f64 / time.as_secs_f64();
@@ -148,6 +148,7 @@ fn rank(settings: &Settings, model: &Model, group: &Arc<Group>) -> Result<Vec<St
                     window: WindowPages { first: 0, pages: pages(settings, number, *streams, position + 1) },
                     outputs: Outputs::Last,
                     adapter: None,
+                    replica: 0,
                 };
                 let step = step(settings, group, model, &mut cache, (0..*streams).map(sequence).collect())?;
                 (shortest, time) = (shortest.min(step), time + step);

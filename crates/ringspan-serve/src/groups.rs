@@ -16,6 +16,8 @@ pub struct Groups {
     /// The ranks of this rank's pipeline stage, and those at its position in every stage; `None` if there is one stage.
     pipeline: Option<[Arc<dyn Communicator>; 2]>,
     cp: Arc<Group>,
+    /// This rank's attention replica, and the ranks at its position in each; `None` if there is one replica.
+    replicas: Option<(usize, Arc<dyn Communicator>)>,
     tensor: TensorParallel,
     /// The ranks over which whole experts are distributed, and those that share the width of an expert; `None` if each rank has all
     /// experts.
@@ -24,10 +26,11 @@ pub struct Groups {
 }
 
 impl Groups {
-    /// Splits the communicator of all ranks into groups: `grid` is ring x Ulysses, and `model_rank` says with which part of the
-    /// model this rank computes. All ranks must call this.
+    /// Splits the communicator of all ranks into groups: each of `attn_dp` attention replicas has a `grid` of ring x Ulysses, and
+    /// `model_rank` says with which part of the model this rank computes. All ranks must call this.
     pub(crate) fn new(
         world: Arc<dyn Communicator>,
+        attn_dp: usize,
         grid: (usize, usize),
         model_rank: ModelParallelRank,
         kernel: Kernel,
@@ -39,9 +42,17 @@ impl Groups {
             _ => Some([world.split(rank / stage, rank)?, world.split(rank % stage, rank)?]),
         };
         let whole = tp == 1;
-        let cp = match whole && pipeline.is_none() {
+        let of_replica = grid.0 * grid.1 * tp;
+        let cp = match whole && pipeline.is_none() && attn_dp == 1 {
             true => world.clone(),
-            false => world.split(rank / stage * tp + rank % tp, rank)?,
+            false => world.split(rank / of_replica * tp + rank % tp, rank)?,
+        };
+        let replicas = match attn_dp {
+            1 => None,
+            _ => {
+                let position = rank / stage * of_replica + rank % of_replica;
+                Some((rank % stage / of_replica, world.split(position, rank)?))
+            }
         };
         let tensor = if whole { TensorParallel::default() } else { TensorParallel::new(world.split(rank / tp, rank)?) };
         let experts = match ep * moe_tp {
@@ -50,7 +61,7 @@ impl Groups {
             each => Some([world.split(rank / each * moe_tp + rank % moe_tp, rank)?, world.split(rank / moe_tp, rank)?]),
         };
         let cp = Arc::new(Group::new(cp, grid, kernel)?);
-        Ok(Self { world, pipeline, cp, tensor, experts, model_rank })
+        Ok(Self { world, pipeline, cp, replicas, tensor, experts, model_rank })
     }
 
     /// All ranks.
@@ -73,9 +84,19 @@ impl Groups {
         &self.cp
     }
 
+    /// This rank's attention replica, and the ranks at its position in each; `None` if there is one replica.
+    pub(crate) fn replicas(&self) -> Option<(usize, &dyn Communicator)> {
+        self.replicas.as_ref().map(|(replica, ranks)| (*replica, &**ranks))
+    }
+
     /// The tensor-parallel ranks, which share the width of layers.
     pub fn tensor(&self) -> &TensorParallel {
         &self.tensor
+    }
+
+    /// Whether experts are distributed over several ranks.
+    pub(crate) fn shares_experts(&self) -> bool {
+        self.experts.is_some()
     }
 
     /// The implementation of expert layers for a model with `experts` experts, or without any.
@@ -103,7 +124,8 @@ impl Groups {
         Ok(stage.broadcast(0, crossed)?)
     }
 
-    /// The ranks that have parts of the pages of a context-parallel rank: stage by stage, the tensor-parallel ranks.
+    /// The ranks that have parts of the pages of a context-parallel rank, which is counted over attention replicas: stage by stage, the
+    /// tensor-parallel ranks.
     pub(crate) fn sharing_pages(&self, cp_rank: usize) -> impl Iterator<Item = usize> + use<> {
         let (stages, tp) = (self.model_rank.stage.1.max(1), self.model_rank.shard.tp.1.max(1));
         let stage_size = self.world.size() / stages;
@@ -137,6 +159,7 @@ impl From<Arc<Group>> for Groups {
             world,
             pipeline: None,
             cp,
+            replicas: None,
             tensor: TensorParallel::default(),
             experts: None,
             model_rank: ModelParallelRank::default(),

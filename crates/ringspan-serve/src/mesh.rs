@@ -15,7 +15,7 @@ use std::fmt::{self, Display, Formatter};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A mesh of `pp x ring x ulysses x tp` ranks, and the devices and threads or processes that run them.
+/// A mesh of `pp x attn_dp x ring x ulysses x tp` ranks, and the devices and threads or processes that run them.
 ///
 /// The axis tp varies fastest. Experts divide the ranks of a pipeline stage into `moe_dp x ep x moe_tp`, outermost first.
 #[derive(Debug, Clone)]
@@ -30,6 +30,9 @@ pub struct Mesh {
     pub ep: usize,
     /// Number of pipeline stages, each of which has some of the layers.
     pub pp: usize,
+    /// Number of attention replicas (attention data parallel), each of which computes sequences of its own; experts are shared over all
+    /// of them.
+    pub attn_dp: usize,
     /// Number of CPU threads of each rank.
     pub threads: usize,
     /// Upper limit on the time that a rank waits for another.
@@ -49,6 +52,7 @@ impl Mesh {
             tp: 1,
             ep: 1,
             pp: 1,
+            attn_dp: 1,
             threads: 1,
             deadline: Duration::from_secs(600),
             devices: Devices::CPU,
@@ -60,13 +64,13 @@ impl Mesh {
     /// process, in rank order.
     ///
     /// # Errors
-    /// Tensor, expert or pipeline parallelism, which only the engine has; a number of processes that is not the number of ranks; the error of
+    /// Tensor, expert or pipeline parallelism, or attention replicas, which only the engine has; a number of processes that is not the number of ranks; the error of
     /// the rank that failed first.
     pub fn run<T: Send>(&self, work: impl Fn(Arc<Group>) -> Result<T> + Sync) -> Result<Vec<T>> {
-        let Self { tp, ep, pp, .. } = *self;
-        if (tp, ep, pp) != (1, 1, 1) {
+        let Self { tp, ep, pp, attn_dp, .. } = *self;
+        if (tp, ep, pp, attn_dp) != (1, 1, 1, 1) {
             return Err(Error::Mesh(format!(
-                "tp {tp}, ep {ep}, pp {pp}: here ranks share tokens alone, so all must be 1"
+                "tp {tp}, ep {ep}, pp {pp}, attn_dp {attn_dp}: here ranks share tokens alone, so all must be 1"
             )));
         }
         self.run_with(|comm| self.on_rank(comm, |groups| work(groups.cp().clone())))
@@ -90,7 +94,14 @@ impl Mesh {
 
     /// Number of ranks of a pipeline stage.
     pub(crate) fn stage_size(&self) -> usize {
-        self.cp().saturating_mul(self.tp)
+        self.attn_dp.saturating_mul(self.cp()).saturating_mul(self.tp)
+    }
+
+    /// The sizes of the axes of a pipeline stage.
+    fn stage_axes(&self) -> String {
+        let Self { attn_dp, ring, ulysses, tp, .. } = *self;
+        let replicas = if attn_dp > 1 { format!("attn_dp {attn_dp} x ") } else { String::new() };
+        format!("{replicas}ring {ring} x ulysses {ulysses} x tp {tp}")
     }
 
     /// Number of ranks that share the tokens of a sequence (context parallel).
@@ -116,11 +127,11 @@ impl Mesh {
     /// # Errors
     /// Sizes that do not divide the ranks, the heads, the layers' width or the experts, with the numbers.
     pub(crate) fn check(&self, decoder: &Decoder) -> Result<()> {
-        let Self { ring, ulysses, tp, ep, pp, .. } = *self;
+        let Self { ring, ulysses, tp, ep, pp, attn_dp, .. } = *self;
         let (refuse, ranks) = (|problem: String| Err(Error::Mesh(problem)), self.stage_size());
         if ranks == 0 || ep == 0 || pp == 0 {
             return refuse(format!(
-                "pp {pp} x ring {ring} x ulysses {ulysses} x tp {tp}, ep {ep}: each must be at least 1"
+                "pp {pp} x attn_dp {attn_dp} x ring {ring} x ulysses {ulysses} x tp {tp}, ep {ep}: each must be at least 1"
             ));
         }
         let layers = decoder.config().num_hidden_layers;
@@ -134,8 +145,8 @@ impl Mesh {
         }
         if !ranks.is_multiple_of(ep) {
             return refuse(format!(
-                "ep {ep} does not divide the {ranks} ranks of a stage (ring {ring} x ulysses {ulysses} x tp {tp}), among which experts \
-                 are shared"
+                "ep {ep} does not divide the {ranks} ranks of a stage ({}), among which experts are shared",
+                self.stage_axes()
             ));
         }
         let moe_tp = if is_sparse { self.moe_tp() } else { 1 };
@@ -163,7 +174,7 @@ impl Mesh {
     fn on_rank<T: Send>(&self, world: Arc<dyn Communicator>, work: impl Fn(&Groups) -> Result<T> + Sync) -> Result<T> {
         let kernel = self.devices.of(world.rank()).kernel(self.threads)?;
         let model_rank = self.model_rank(world.rank());
-        let groups = Groups::new(world, (self.ring, self.ulysses), model_rank, kernel)?;
+        let groups = Groups::new(world, self.attn_dp, (self.ring, self.ulysses), model_rank, kernel)?;
         work(&groups)
     }
 }
@@ -175,8 +186,8 @@ fn greatest_common_divisor(a: usize, b: usize) -> usize {
 impl Display for Mesh {
     /// The axes and, if experts are distributed, how.
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let Self { ring, ulysses, tp, ep, pp, .. } = *self;
-        write!(f, "pp {pp} x ring {ring} x ulysses {ulysses} x tp {tp}")?;
+        let Self { ep, pp, .. } = *self;
+        write!(f, "pp {pp} x {}", self.stage_axes())?;
         if ep > 1 {
             let moe_tp = self.moe_tp();
             let moe_dp = self.stage_size() / (ep * moe_tp).max(1);
@@ -197,12 +208,21 @@ mod tests {
     /// Attention and experts divide the ranks as the topology that `ringspan mesh --serving` shows.
     #[test]
     fn ranks_are_where_the_topology_of_serving_has_them() {
-        let all =
-            [(1, 1, 1, 1, 1), (1, 2, 1, 2, 2), (2, 2, 2, 2, 4), (1, 3, 1, 4, 6), (3, 4, 1, 1, 2), (2, 1, 1, 6, 3)];
-        for (pp, ring, ulysses, tp, ep) in all {
-            let mesh = Mesh { ring, ulysses, tp, ep, pp, ..Mesh::single() };
+        let all = [
+            (1, 1, 1, 1, 1, 1),
+            (1, 1, 2, 1, 2, 2),
+            (2, 1, 2, 2, 2, 4),
+            (1, 1, 3, 1, 4, 6),
+            (3, 1, 4, 1, 1, 2),
+            (2, 1, 1, 1, 6, 3),
+            (1, 2, 1, 1, 1, 2),
+            (1, 3, 2, 1, 2, 4),
+            (2, 2, 1, 2, 3, 6),
+        ];
+        for (pp, attn_dp, ring, ulysses, tp, ep) in all {
+            let mesh = Mesh { attn_dp, ring, ulysses, tp, ep, pp, ..Mesh::single() };
             let (attn_cp, moe_dp) = (mesh.cp(), mesh.stage_size() / (ep * mesh.moe_tp()));
-            let sizes = Serving { tp: mesh.stage_size(), pp, attn_cp, ep, moe_dp, ..Serving::default() };
+            let sizes = Serving { tp: mesh.stage_size(), pp, attn_dp, attn_cp, ep, moe_dp, ..Serving::default() };
             let topology = sizes.topology().expect("sizes that divide");
             for rank in 0..mesh.size() {
                 let of: BTreeMap<_, _> = topology.coordinates(rank).into_iter().collect();
@@ -210,7 +230,12 @@ mod tests {
                     mesh.model_rank(rank);
                 let expected = [of["pp"], of["attn_tp"], of["moe_ep"], of["moe_tp"]];
                 assert_eq!([stage.0, of_tp.0, of_ep.0, moe_tp.0], expected, "{mesh}, rank {rank}");
-                assert_eq!(rank % mesh.stage_size() / tp, of["attn_cp"], "{mesh}, rank {rank}");
+                let cp_rank = rank % mesh.stage_size() / tp;
+                assert_eq!(
+                    [cp_rank / attn_cp, cp_rank % attn_cp],
+                    [of["attn_dp"], of["attn_cp"]],
+                    "{mesh}, rank {rank}"
+                );
             }
         }
     }
@@ -221,7 +246,7 @@ mod tests {
         let mesh = Mesh { pp: 3, ring: 2, tp: 2, ..Mesh::single() };
         let numbers = 1000;
         let run = mesh.run_with(|world| {
-            let groups = Groups::new(world.clone(), (2, 1), mesh.model_rank(world.rank()), Kernel::new(1))?;
+            let groups = Groups::new(world.clone(), 1, (2, 1), mesh.model_rank(world.rank()), Kernel::new(1))?;
             let before = world.bytes_sent();
             let message = groups.broadcast((world.rank() == 0).then(|| Buffer::F32(vec![1.0; numbers])))?;
             assert_eq!(message.f32()?.len(), numbers);

@@ -12,9 +12,19 @@ pub struct Step {
     pub shares_layers: bool,
 }
 
+impl Step {
+    /// What the ranks of an attention replica compute of the step.
+    #[must_use]
+    pub fn of_replica(&self, replica: usize) -> Self {
+        let copies = self.copies.iter().filter(|copy| copy.replica == replica).copied().collect();
+        let sequences = self.sequences.iter().filter(|sequence| sequence.replica == replica).cloned().collect();
+        Self { copies, sequences, ..*self }
+    }
+}
+
 /// New tokens of a sequence.
 ///
-/// Page i of a sequence has the positions `i * page` to `(i + 1) * page`, and is on rank `i mod P`.
+/// Page i of a sequence has the positions `i * page` to `(i + 1) * page`, and is on rank `i mod P` of its attention replica.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StepSequence {
     /// Position of the first new token: the number of tokens whose keys and values are in the cache.
@@ -31,6 +41,8 @@ pub struct StepSequence {
     pub outputs: Outputs,
     /// The slot of the adapter with which the tokens are computed; `None` for the base model.
     pub adapter: Option<u64>,
+    /// The attention replica that computes the sequence and has its pages.
+    pub replica: usize,
 }
 
 /// The last pages of a sequence in sliding-window layers, with all keys that its next tokens attend to. They are
@@ -64,6 +76,15 @@ impl StepSequence {
     pub fn is_chunk(&self) -> bool {
         self.tokens.len() > MOST_DECODED
     }
+
+    /// Number of hidden states that rank 0 needs.
+    pub(crate) fn output_rows(&self) -> usize {
+        match self.outputs {
+            Outputs::None => 0,
+            Outputs::Last => 1,
+            Outputs::All => self.tokens.len(),
+        }
+    }
 }
 
 /// A page of a rank, in full-attention and in sliding-window layers.
@@ -84,7 +105,9 @@ impl From<u32> for CachePage {
 /// Copies the first rows of a page to another page of the same rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PageCopy {
-    /// The rank that has both pages.
+    /// The attention replica of the rank that has both pages.
+    pub replica: usize,
+    /// The rank, among the context-parallel ranks of its replica.
     pub rank: usize,
     /// The page that is read.
     pub from: u32,

@@ -37,7 +37,8 @@ fn peak_without_cache(model: &Model, ranks: usize, context: usize) -> usize {
     let pages: Vec<u32> = (0..end.div_ceil(PAGE)).map(|index| (index / ranks) as u32).collect();
     let tokens = (0..CHUNK as u32).map(|token| token % 97).collect();
     let window = WindowPages { first: 0, pages: pages.clone() };
-    let sequence = StepSequence { start: context, tokens, pages, window, outputs: Outputs::Last, adapter: None };
+    let sequence =
+        StepSequence { start: context, tokens, pages, window, outputs: Outputs::Last, adapter: None, replica: 0 };
     let step = Step { sequences: vec![sequence], ..Step::default() };
     let cached = mesh
         .run(|group| {

@@ -67,6 +67,7 @@ fn answers_are_equal_on_every_mesh_and_a_signal_ends_the_server() {
         &["--ring", "2", "--ulysses", "2", "--prefill-chunk", "50"],
         &["--ring", "2", "--tp", "2", "--prefill-chunk", "50"],
         &["--pp", "2", "--ring", "2"],
+        &["--attn-dp", "2", "--ring", "2", "--prefill-chunk", "50"],
     ] {
         let mut served = Served::start(&bench, flags);
         assert_eq!(served.request("GET", "/health", &Value::Null).0, 200);

@@ -99,7 +99,9 @@ fn signal(signal: &str, process: &str) {
 
 #[test]
 fn a_server_on_processes_answers_as_on_one_and_a_signal_ends_all() {
-    answers_as_on_one(&bench(&json!({})), &[(1, &[]), (2, &["--ring", "2"]), (2, &["--tp", "2"]), (2, &["--pp", "2"])]);
+    let meshes: [(usize, &[&str]); 5] =
+        [(1, &[]), (2, &["--ring", "2"]), (2, &["--tp", "2"]), (2, &["--pp", "2"]), (2, &["--attn-dp", "2"])];
+    answers_as_on_one(&bench(&json!({})), &meshes);
 }
 
 /// Layers of 2 MiB and more, which context-parallel processes share when they decode.

@@ -196,6 +196,7 @@ impl EngineClient for TestEngine {
             max_running: 8,
             max_waiting: 8,
             ranks: 2,
+            attn_dp: 1,
             cp: 2,
             pp: 1,
             page: 16,

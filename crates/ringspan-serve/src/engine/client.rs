@@ -180,6 +180,7 @@ mod tests {
             max_running: 1,
             max_waiting: 1,
             ranks: 1,
+            attn_dp: 1,
             cp: 1,
             pp: 1,
             page: 4,

@@ -8,7 +8,7 @@ use super::scheduler::{ScheduledStep, Scheduler};
 use super::sequence::Sequence;
 use super::session;
 use super::shared::{Command, Ending, Shared};
-use super::step::{Outputs, Step, StepSequence, WindowPages};
+use super::step::{CachePage, Outputs, Step, StepSequence, WindowPages};
 use super::step_logits::{DrawnTokens, LogitRow, logit_rows, pool_hidden, read_logits};
 use crate::error::Result;
 use candle_core::Tensor;
@@ -136,34 +136,38 @@ impl<'a> EngineCore<'a> {
             }
             Command::Unload { slot } => self.unloading.push(slot),
             Command::SaveSession { file, model, reply } => {
-                let _ = reply.send(session::save(&file, model, self.scheduler.cache(), &self.adapters, ranks)?);
+                let _ = reply.send(session::save(&file, model, self.scheduler.caches(), &self.adapters, ranks)?);
             }
             Command::RestoreSession { file, model, reply } => {
                 let vocabulary = self.shared.limits.vocabulary;
-                let cache = self.scheduler.cache_mut();
-                let _ = reply.send(session::restore(&file, model, vocabulary, cache, &self.adapters, ranks)?);
+                let caches = self.scheduler.caches_mut();
+                let _ = reply.send(session::restore(&file, model, vocabulary, caches, &self.adapters, ranks)?);
                 self.publish();
             }
         }
         Ok(())
     }
 
-    /// Runs one token through every rank, in a page that nothing else uses, if there is one.
+    /// Runs one token through every rank: in each attention replica, in a page that nothing else uses, if there is one.
     fn compute_one_token(&mut self, ranks: &mut EngineRank) -> Result<()> {
-        // If all pages are in use, steps run through the ranks all the time.
-        let Some(page) = self.scheduler.spare_page() else { return Ok(()) };
-        let window = WindowPages { first: 0, pages: page.window.into_iter().collect() };
-        let sequence = StepSequence {
+        // If all pages of a replica are in use, steps run through its ranks all the time.
+        let replicas = 0..self.scheduler.caches().len();
+        let pages: Vec<_> =
+            replicas.filter_map(|replica| Some((replica, self.scheduler.spare_page(replica)?))).collect();
+        let sequence = |&(replica, page): &(usize, CachePage)| StepSequence {
             start: 0,
             tokens: vec![0],
             pages: vec![page.full],
-            window,
+            window: WindowPages { first: 0, pages: page.window.into_iter().collect() },
             outputs: Outputs::Last,
             adapter: None,
+            replica,
         };
-        let step = Step { sequences: vec![sequence], ..Step::default() };
-        ranks.command(&RankCommand::Compute { step, blocks: Vec::new() })?;
-        self.scheduler.give_back(page);
+        let step = Step { sequences: pages.iter().map(sequence).collect(), ..Step::default() };
+        if !pages.is_empty() {
+            ranks.command(&RankCommand::Compute { step, blocks: Vec::new() })?;
+        }
+        pages.into_iter().for_each(|(replica, page)| self.scheduler.give_back(replica, page));
         Ok(())
     }
 
@@ -190,13 +194,13 @@ impl<'a> EngineCore<'a> {
 
     /// Publishes the metrics of the engine.
     fn publish(&self) {
-        let pages = self.scheduler.cache().pages();
-        let window = self.scheduler.cache().window().map(|window| window.pages());
         let limits = &self.shared.limits;
         let of_rank = |rank: usize| {
             // Neighbouring ranks have the parts of the same pages that belong to their heads, other stages those of their layers.
-            let stage = limits.ranks / limits.pp;
-            let cp = rank % stage * limits.cp / stage;
+            let (stage, cp_ranks) = (limits.ranks / limits.pp, limits.attn_dp * limits.cp);
+            let cp_rank = rank % stage * cp_ranks / stage;
+            let (cache, cp) = (&self.scheduler.caches()[cp_rank / limits.cp], cp_rank % limits.cp);
+            let (pages, window) = (cache.pages(), cache.window().map(|window| window.pages()));
             let [transfer_bytes, waited] = self.counts.get(rank).copied().unwrap_or_default();
             RankMetrics {
                 pages_used: pages.used(cp),

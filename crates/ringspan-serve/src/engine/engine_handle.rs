@@ -53,6 +53,7 @@ impl Engine {
             vocabulary: model.vocabulary(),
             hidden_size: config.hidden_size,
             ranks: mesh.size(),
+            attn_dp: mesh.attn_dp,
             cp: mesh.cp(),
             pp: mesh.pp,
             local_ranks: mesh.processes.local().unwrap_or(mesh.size()),
@@ -78,14 +79,20 @@ impl Engine {
     {
         // Each process may see another amount of free memory.
         let limits = options.limits_with(sizes, |pages| Ok(mesh.processes.smallest(pages)?))?;
-        let pages = Pages::new(limits.cp, limits.pages_per_rank as u32);
-        let mut cache = PrefixCache::new(pages, limits.page, options.prefix_cache);
-        if let Some(lookback) = limits.window_lookback {
-            cache = cache.with_window(Pages::new(limits.cp, limits.window_pages_per_rank as u32), lookback);
-        }
+        let of_replica = |_| {
+            let pages = Pages::new(limits.cp, limits.pages_per_rank as u32);
+            let cache = PrefixCache::new(pages, limits.page, options.prefix_cache);
+            match limits.window_lookback {
+                Some(lookback) => {
+                    cache.with_window(Pages::new(limits.cp, limits.window_pages_per_rank as u32), lookback)
+                }
+                None => cache,
+            }
+        };
+        let caches = (0..limits.attn_dp.max(1)).map(of_replica).collect();
         let EngineOptions { page, max_running, prefill_chunk, mixed_chunk, num_speculative_tokens, .. } = *options;
         let bounds = Bounds { page, max_running, prefill_chunk, mixed_chunk, num_speculative_tokens };
-        let scheduler = Scheduler::new(cache, bounds);
+        let scheduler = Scheduler::new(caches, bounds);
         let shared = Arc::new(Shared::new(limits, options.deadline));
         if !mesh.processes.lead() {
             shared.stop("requests are taken by the process with rank 0, not by this one");

@@ -92,7 +92,9 @@ impl<'a> ModelExecutor<'a> {
 /// The part of a vocabulary whose logits a rank computes: of the rows of the output head that tensor and pipeline parallelism give it,
 /// the share that context-parallel ranks leave to it.
 fn share(vocabulary: usize, groups: &Groups, rank: usize) -> Range<usize> {
-    let (tp, pp, cp) = (groups.model_rank().shard.tp.1, groups.model_rank().stage.1, groups.cp().size());
+    let (tp, pp) = (groups.model_rank().shard.tp.1, groups.model_rank().stage.1);
+    // Those of all attention replicas.
+    let cp = groups.size() / (tp * pp);
     let of_tp = part(vocabulary, rank % tp, tp);
     within(within(of_tp, (rank / (tp * cp), pp)), (rank / tp % cp, cp))
 }

@@ -77,6 +77,8 @@ pub struct EngineSizes {
     pub hidden_size: usize,
     /// Number of ranks of the mesh.
     pub ranks: usize,
+    /// Number of attention replicas (attention data parallel), each of which has the pages of its own sequences.
+    pub attn_dp: usize,
     /// Number of ranks over which the pages of a sequence are distributed (context parallel). The ranks that share the width of
     /// layers each have their heads' part of the same pages.
     pub cp: usize,

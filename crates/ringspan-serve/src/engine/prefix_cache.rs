@@ -126,15 +126,8 @@ impl PrefixCache {
     /// in sliding-window layers, those that the next token sees.
     pub(super) fn hold_prefix(&mut self, namespace: &Namespace, tokens: &[u32]) -> Hit {
         let mut hit = Hit::default();
-        let Some(root) = self.tree.find_root(namespace) else { return hit };
+        let Some((path, end)) = self.find_prefix(namespace, tokens) else { return hit };
         self.clock += 1;
-        let mut path = self.tree.full_pages(root, tokens, self.page);
-        let full = path.len();
-        let rest = &tokens[full * self.page..];
-        let last = path.last().copied().unwrap_or(root);
-        let partial = self.tree.most_in_common(last, &rest[..rest.len().min(self.page)]);
-        path.extend(partial.map(|(child, _)| child));
-        let end = self.end_of_hit(&path, full * self.page + partial.map_or(0, |(_, rows)| rows));
         let (full, rows) = (end / self.page, end % self.page);
         hit.node = full.checked_sub(1).map(|last| path[last]);
         hit.pages = path[..full].iter().map(|node| self.hold_node(*node)).collect();
@@ -147,6 +140,24 @@ impl PrefixCache {
             hit.partial_window = self.hold_window(path[full]);
         }
         hit
+    }
+
+    /// The length of the longest beginning of `tokens` from whose end computation can go on.
+    pub(super) fn prefix_len(&self, namespace: &Namespace, tokens: &[u32]) -> usize {
+        self.find_prefix(namespace, tokens).map_or(0, |(_, end)| end)
+    }
+
+    /// The nodes of the longest beginning of `tokens` in the tree, and the number of tokens from whose end computation can go on.
+    fn find_prefix(&self, namespace: &Namespace, tokens: &[u32]) -> Option<(Vec<NodeId>, usize)> {
+        let root = self.tree.find_root(namespace)?;
+        let mut path = self.tree.full_pages(root, tokens, self.page);
+        let full = path.len();
+        let rest = &tokens[full * self.page..];
+        let last = path.last().copied().unwrap_or(root);
+        let partial = self.tree.most_in_common(last, &rest[..rest.len().min(self.page)]);
+        path.extend(partial.map(|(child, _)| child));
+        let end = self.end_of_hit(&path, full * self.page + partial.map_or(0, |(_, rows)| rows));
+        Some((path, end))
     }
 
     /// The number of first tokens of a path of nodes, up to `end`, after which all pages are there that the next token sees.

@@ -18,7 +18,7 @@ pub(super) enum RankCommand {
     /// Report how many bytes were sent, and how long the rank waited.
     Count,
     /// The ranks that have parts of a page of a context-parallel rank send its first rows to rank 0; of ranks with the same part, the
-    /// first.
+    /// first. Context-parallel ranks are counted over the attention replicas.
     ReadPage { cp_rank: usize, page: CachePage, rows: usize },
     /// Rank 0 sends the ranks that have parts of a page of a context-parallel rank its first rows.
     WritePage { cp_rank: usize, page: CachePage },
@@ -106,7 +106,7 @@ impl WordWriter {
 
     fn step(&mut self, step: &Step) {
         self.list(&step.copies, |words, copy| {
-            words.0.extend([copy.rank as u64, copy.from.into(), copy.to.into(), copy.rows as u64]);
+            words.0.extend([copy.replica as u64, copy.rank as u64, copy.from.into(), copy.to.into(), copy.rows as u64]);
             words.list(&copy.window.map_or(Vec::new(), Vec::from), |words, page| words.0.push(u64::from(*page)));
         });
         self.list(&step.sequences, |words, sequence| {
@@ -116,7 +116,7 @@ impl WordWriter {
                 Outputs::All => 2,
             };
             let adapter = [u64::from(sequence.adapter.is_some()), sequence.adapter.unwrap_or(0)];
-            words.0.extend([sequence.start as u64, outputs, adapter[0], adapter[1]]);
+            words.0.extend([sequence.start as u64, outputs, adapter[0], adapter[1], sequence.replica as u64]);
             words.list(&sequence.tokens, |words, token| words.0.push(u64::from(*token)));
             words.list(&sequence.pages, |words, page| words.0.push(u64::from(*page)));
             words.0.push(sequence.window.first as u64);
@@ -154,9 +154,10 @@ impl WordReader<'_> {
 
     fn step(&mut self) -> Option<Step> {
         let copies = self.list(|words| {
-            let (rank, from, to, rows) = (words.size()?, words.number()?, words.number()?, words.size()?);
+            let (replica, rank) = (words.size()?, words.size()?);
+            let (from, to, rows) = (words.number()?, words.number()?, words.size()?);
             let window = words.list(Self::number)?.try_into().ok();
-            Some(PageCopy { rank, from, to, window, rows })
+            Some(PageCopy { replica, rank, from, to, window, rows })
         })?;
         let sequences = self.list(|words| {
             let start = words.size()?;
@@ -168,9 +169,10 @@ impl WordReader<'_> {
             };
             let (is_adapted, slot) = (words.next()?, words.next()?);
             let adapter = (is_adapted == 1).then_some(slot);
+            let replica = words.size()?;
             let (tokens, pages) = (words.list(Self::number)?, words.list(Self::number)?);
             let window = WindowPages { first: words.size()?, pages: words.list(Self::number)? };
-            Some(StepSequence { start, tokens, pages, window, outputs, adapter })
+            Some(StepSequence { start, tokens, pages, window, outputs, adapter, replica })
         })?;
         Some(Step { copies, sequences, shares_layers: self.next()? == 1 })
     }
@@ -182,10 +184,13 @@ mod tests {
 
     #[test]
     fn commands_arrive_as_they_were_sent() {
-        let copies = [None, Some([8, 9])].map(|window| PageCopy { rank: 2, from: 3, to: 4, window, rows: 5 }).to_vec();
+        let copies = [None, Some([8, 9])]
+            .map(|window| PageCopy { replica: 1, rank: 2, from: 3, to: 4, window, rows: 5 })
+            .to_vec();
         let window = WindowPages { first: 1, pages: vec![6] };
         let sequence = |(outputs, adapter)| StepSequence {
             start: 9,
+            replica: 4,
             adapter,
             tokens: vec![1, 2, u32::MAX],
             pages: vec![7, 0],

@@ -243,6 +243,8 @@ pub struct Limits {
     pub max_waiting: usize,
     /// Number of ranks of the mesh.
     pub ranks: usize,
+    /// Number of attention replicas (attention data parallel), each of which has the pages of its own sequences.
+    pub attn_dp: usize,
     /// Number of ranks over which the pages of a sequence are distributed (context parallel).
     pub cp: usize,
     /// Number of pipeline stages, each of which has the pages of its layers.
@@ -271,7 +273,7 @@ pub struct Limits {
 impl Limits {
     /// Number of tokens that the pages of all ranks hold.
     pub fn cache_tokens(&self) -> usize {
-        self.pages_per_rank.saturating_mul(self.cp).saturating_mul(self.page)
+        self.pages_per_rank.saturating_mul(self.attn_dp).saturating_mul(self.cp).saturating_mul(self.page)
     }
 
     /// Share of the pages of all ranks that running requests hold, for the kind of layers of which fewer pages are

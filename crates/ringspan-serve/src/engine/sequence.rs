@@ -24,6 +24,8 @@ pub(super) struct Sequence {
     pub(super) namespace: Namespace,
     pub(super) sampler: TokenSampler,
     pub(super) prompt_results: PromptResults,
+    /// The attention replica that has its pages, while it runs.
+    pub(super) replica: usize,
     pub(super) page_table: PageTable,
     /// Guesses of the tokens after `tokens`, which the step under way computes; those that are drawn need not be computed again.
     pub(super) drafts: Vec<u32>,
@@ -117,6 +119,7 @@ impl Sequence {
                 last: Vec::new(),
                 done: prompt_logprobs.is_none() && embedding.is_none(),
             },
+            replica: 0,
             page_table: PageTable::default(),
             drafts: Vec::new(),
             cached: None,

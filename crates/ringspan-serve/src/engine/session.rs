@@ -7,6 +7,7 @@ use super::rank::EngineRank;
 use super::session_file::{RowFormat, SessionIndex, SessionPage, SessionReader, SessionWriter};
 use super::step::CachePage;
 use crate::error::Result;
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -25,11 +26,16 @@ fn row_format(model: String, ranks: &EngineRank) -> Result<(RowFormat, KvRowLayo
     Ok((RowFormat { model, dtype: rows.dtype, width: rows.width, full: rows.full.clone() }, rows))
 }
 
-/// Saves the prefix cache. The inner error is a sentence; the outer one ends the engine.
+/// The number of a context-parallel rank, counted over attention replicas.
+fn cp_rank(cache: &PrefixCache, replica: usize, rank: usize) -> usize {
+    replica * cache.pages().ranks() + rank
+}
+
+/// Saves the prefix caches of all attention replicas. The inner error is a sentence; the outer one ends the engine.
 pub(super) fn save(
     file: &Path,
     model: String,
-    cache: &PrefixCache,
+    caches: &[PrefixCache],
     adapters: &BTreeMap<u64, String>,
     ranks: &mut EngineRank,
 ) -> Result<Result<SessionSize, String>> {
@@ -44,20 +50,22 @@ pub(super) fn save(
     let is_saved = |namespace: &Namespace| {
         namespace.salt.is_none() && namespace.adapter.is_none_or(|slot| adapters.contains_key(&slot))
     };
-    let all = cache.cached_pages();
     let (mut index, mut places) =
         (SessionIndex { adapters: adapters.values().cloned().collect(), ..Default::default() }, Vec::new());
-    let mut number = vec![None; all.len()];
-    for (at, page) in all.iter().enumerate().filter(|(_, page)| is_saved(page.namespace)) {
-        number[at] = Some(index.pages.len());
-        index.pages.push(SessionPage {
-            parent: page.parent.and_then(|parent| number[parent]),
-            adapter: page.namespace.adapter.and_then(|slot| names.binary_search(&slot).ok()),
-            last_used: page.last_used,
-            in_window: page.page.window.is_some(),
-            tokens: page.tokens.to_vec(),
-        });
-        places.push((page.rank, page.page, page.tokens.len()));
+    for (replica, cache) in caches.iter().enumerate() {
+        let all = cache.cached_pages();
+        let mut number = vec![None; all.len()];
+        for (at, page) in all.iter().enumerate().filter(|(_, page)| is_saved(page.namespace)) {
+            number[at] = Some(index.pages.len());
+            index.pages.push(SessionPage {
+                parent: page.parent.and_then(|parent| number[parent]),
+                adapter: page.namespace.adapter.and_then(|slot| names.binary_search(&slot).ok()),
+                last_used: page.last_used,
+                in_window: page.page.window.is_some(),
+                tokens: page.tokens.to_vec(),
+            });
+            places.push((cp_rank(cache, replica, page.rank), page.page, page.tokens.len()));
+        }
     }
     let mut writer = match SessionWriter::create(file, &format, &index) {
         Ok(writer) => writer,
@@ -86,7 +94,7 @@ pub(super) fn restore(
     file: &Path,
     model: String,
     vocabulary: usize,
-    cache: &mut PrefixCache,
+    caches: &mut [PrefixCache],
     adapters: &BTreeMap<u64, String>,
     ranks: &mut EngineRank,
 ) -> Result<Result<SessionSize, String>> {
@@ -99,7 +107,7 @@ pub(super) fn restore(
     };
     let mut restored = SessionSize::default();
     for leaf in leaves(&reader.index) {
-        match restore_text(leaf, &mut reader, cache, adapters, (ranks, &parts))? {
+        match restore_text(leaf, &mut reader, caches, adapters, (ranks, &parts))? {
             Ok(text) => {
                 restored.tokens += text.tokens;
                 restored.bytes += text.numbers * format.dtype.size_in_bytes() as u64;
@@ -126,11 +134,11 @@ struct RestoredText {
     numbers: u64,
 }
 
-/// Restores the text that ends with a page.
+/// Restores the text that ends with a page, in the attention replica that has most of it, or else the most room.
 fn restore_text(
     leaf: usize,
     reader: &mut SessionReader,
-    cache: &mut PrefixCache,
+    caches: &mut [PrefixCache],
     adapters: &BTreeMap<u64, String>,
     (ranks, parts): (&mut EngineRank, &KvRowLayout),
 ) -> Result<Result<RestoredText, String>> {
@@ -152,6 +160,14 @@ fn restore_text(
         sources.extend((0..tokens.len()).map(|row| (page, row)));
         text.extend_from_slice(tokens);
     }
+    let suits = |(_, cache): &(usize, &mut PrefixCache)| {
+        let pages = cache.pages();
+        let cached: usize = (0..pages.ranks()).map(|rank| pages.cached(rank)).sum();
+        (cache.prefix_len(&namespace, &text), Reverse(cached))
+    };
+    let Some((replica, cache)) = caches.iter_mut().enumerate().max_by_key(suits) else {
+        return Ok(Ok(RestoredText::default()));
+    };
     let hit = cache.hold_prefix(&namespace, &text);
     if let Some((page, _)) = hit.partial {
         cache.release(hit.pages.len(), page);
@@ -183,7 +199,7 @@ fn restore_text(
         // The pages that were used last stay longest: those before them make room, if there is too little.
         let window = if has_window { cache.allocate_window(index) } else { None };
         let page = CachePage { window, ..page };
-        ranks.write_page(parts, cache.rank_of(index), page, &reader.message(&rows))?;
+        ranks.write_page(parts, cp_rank(cache, replica, cache.rank_of(index)), page, &reader.message(&rows))?;
         match cache.insert(&namespace, node, &text[range.clone()], page) {
             Some((inserted, kept)) => {
                 held.push(kept.full);

@@ -197,7 +197,7 @@ impl PagedCache {
     /// Checks that a step can be executed with this cache, in the same way on all ranks.
     pub(super) fn check(&self, map: &PageMap, step: &Step) -> Result<()> {
         for copy in &step.copies {
-            let &PageCopy { rank, from, to, window, rows } = copy;
+            let &PageCopy { rank, from, to, window, rows, .. } = copy;
             let Self { pages, page, .. } = self;
             let is_beyond = |[from, to]: [u32; 2], pages| pages <= from.max(to) as usize;
             if rank >= map.ranks

@@ -2,7 +2,7 @@
 
 use super::attention::PagedAttention;
 use super::cache::PagedCache;
-use super::hidden_states::{from_previous_stage, gather, to_next_stage};
+use super::hidden_states::{from_previous_stage, gather, gather_replicas, to_next_stage};
 use super::page_map::PageMap;
 use super::step_plan::StepPlan;
 use crate::error::Result;
@@ -16,14 +16,24 @@ use candle_core::Tensor;
 /// step asks for, in the order of sequences and tokens; the others get `None`, and so does that rank if there are no outputs.
 ///
 /// # Errors
-/// A step that does not fit the cache or the model, which all ranks refuse alike before they compute; failures of other ranks.
+/// A step that does not fit the cache or the model, which all ranks of a replica refuse alike before they compute; failures of other
+/// ranks.
 pub fn execute(groups: &Groups, model: &Model, cache: &mut PagedCache, step: &Step) -> Result<Option<Tensor>> {
+    let Some((replica, replicas)) = groups.replicas() else { return execute_here(groups, model, cache, step) };
+    let hidden = execute_here(groups, model, cache, &step.of_replica(replica))?;
+    gather_replicas(groups, replicas, step, hidden, (model.decoder().config().hidden_size, cache.computed()))
+}
+
+/// Executes a step whose sequences are all in this rank's attention replica; the first rank of the last pipeline stage of the replica
+/// gets the outputs.
+fn execute_here(groups: &Groups, model: &Model, cache: &mut PagedCache, step: &Step) -> Result<Option<Tensor>> {
     let group = groups.cp();
     let map = PageMap { rank: group.rank(), ranks: group.size(), page: cache.page() };
     cache.check(&map, step)?;
     step.sequences.iter().try_for_each(|sequence| model.check_tokens(&sequence.tokens))?;
     cache.copy(map.rank, &step.copies);
-    if step.sequences.is_empty() {
+    // A replica without sequences may have experts that others send tokens to.
+    if step.sequences.is_empty() && (groups.replicas().is_none() || !groups.shares_experts()) {
         return Ok(None);
     }
     let plan = StepPlan::new(&map, step, cache.kinds())?;

@@ -4,8 +4,9 @@ use super::cache::PagedCache;
 use super::elements::{Elements, of_tensor};
 use super::prefill_batch::received;
 use crate::error::{Error, Result};
+use crate::groups::Groups;
 use crate::model::Model;
-use crate::step::{Outputs, Step};
+use crate::step::{Step, StepSequence};
 use candle_core::{DType, Device, Tensor};
 use ringspan::attention::Group;
 use ringspan::comm::Communicator;
@@ -42,12 +43,7 @@ pub(crate) fn to_first_stage(
     model: &Model,
     cache: &PagedCache,
 ) -> Result<Option<Tensor>> {
-    let of_sequence = |sequence: &crate::step::StepSequence| match sequence.outputs {
-        Outputs::None => 0,
-        Outputs::Last => 1,
-        Outputs::All => sequence.tokens.len(),
-    };
-    let (rows, last) = (step.sequences.iter().map(of_sequence).sum(), stages.size() - 1);
+    let (rows, last) = (step.sequences.iter().map(StepSequence::output_rows).sum(), stages.size() - 1);
     if let (Some(hidden), true) = (&hidden, stages.rank() == last) {
         send(stages, 0, hidden)?;
     }
@@ -55,6 +51,50 @@ pub(crate) fn to_first_stage(
         true => receive(stages, last, (rows, model.decoder().config().hidden_size), cache.computed()).map(Some),
         false => Ok(None),
     }
+}
+
+/// Brings the outputs that the first rank of each attention replica has to that of the first replica, in the order of the step's
+/// sequences: `[n, C]` of width and type `(C, type)`. In a pipeline, the ranks of the last stage have them. Other ranks get `None`.
+pub(super) fn gather_replicas(
+    groups: &Groups,
+    replicas: &dyn Communicator,
+    step: &Step,
+    hidden: Option<Tensor>,
+    (width, dtype): (usize, DType),
+) -> Result<Option<Tensor>> {
+    let is_last_stage = groups.stages().is_none_or(|stages| stages.rank() + 1 == stages.size());
+    let leads_replica = groups.cp().rank() == 0 && groups.tensor().rank_and_size().0 == 0;
+    if !is_last_stage || !leads_replica {
+        return Ok(None);
+    }
+    if replicas.rank() > 0 {
+        hidden.iter().try_for_each(|hidden| send(replicas, 0, hidden))?;
+        return Ok(None);
+    }
+    let (mut arrived, mut first_row) = (Vec::new(), vec![0; replicas.size()]);
+    let mut rows_before = 0;
+    for (replica, first_row) in first_row.iter_mut().enumerate() {
+        let of_replica = step.sequences.iter().filter(|sequence| sequence.replica == replica);
+        let rows: usize = of_replica.map(StepSequence::output_rows).sum();
+        (*first_row, rows_before) = (rows_before, rows_before + rows);
+        match replica {
+            _ if rows == 0 => {}
+            0 => arrived.extend(hidden.clone()),
+            _ => arrived.push(receive(replicas, replica, (rows, width), dtype)?),
+        }
+    }
+    if arrived.is_empty() {
+        return Ok(None);
+    }
+    let mut order: Vec<u32> = Vec::with_capacity(rows_before);
+    for sequence in &step.sequences {
+        let Some(next) = first_row.get_mut(sequence.replica) else {
+            return Err(Error::Step(format!("a sequence of replica {} of {}", sequence.replica, replicas.size())));
+        };
+        order.extend((*next..*next + sequence.output_rows()).map(|row| row as u32));
+        *next += sequence.output_rows();
+    }
+    Ok(Some(Tensor::cat(&arrived, 0)?.index_select(&Tensor::from_vec(order, rows_before, &Device::Cpu)?, 0)?))
 }
 
 fn send(stages: &dyn Communicator, to: usize, hidden: &Tensor) -> Result<()> {

@@ -34,7 +34,7 @@ pub(super) fn start_on(model: &Arc<Model>, mesh: Mesh, options: &EngineOptions) 
 }
 
 /// Texts and log-probabilities, of prompts as well, cold and from the cache, while other prompts are read in chunks.
-fn serves_as_one_rank(name: &str, model: &Arc<Model>, meshes: impl IntoIterator<Item = Mesh>) {
+pub(super) fn serves_as_one_rank(name: &str, model: &Arc<Model>, meshes: impl IntoIterator<Item = Mesh>) {
     let vocabulary = model.vocabulary() as u32;
     let of_seed = |n, seed| tokens(n, seed).into_iter().map(|token| token % vocabulary).collect::<Vec<u32>>();
     let (prompt, other) = (of_seed(23, 5), of_seed(47, 9));

@@ -10,6 +10,7 @@ mod engine_lifecycle;
 mod engine_metrics;
 mod engine_models;
 mod engine_parallel;
+mod engine_replicas;
 mod engine_salts;
 mod engine_sessions;
 mod engine_speculation;

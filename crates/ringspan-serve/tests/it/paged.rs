@@ -77,6 +77,7 @@ impl Text {
             window,
             outputs,
             adapter: None,
+            replica: 0,
         }
     }
 }
@@ -244,6 +245,7 @@ fn copied_and_shared_pages_continue_a_common_beginning() {
         pages.extend(&mut second.pages, 10);
         second.done = 10;
         let copy = PageCopy {
+            replica: 0,
             rank: 2 % ranks,
             from: first.pages[2],
             to: second.pages[2],
@@ -272,8 +274,15 @@ fn steps_that_do_not_fit_are_refused_on_all_ranks() {
     let model = qwen3();
     let refused = |change: Change| {
         let (tokens, window) = (vec![1, 2], WindowPages::default());
-        let sequence =
-            StepSequence { start: 5, tokens, pages: vec![0, 0], window, outputs: Outputs::Last, adapter: None };
+        let sequence = StepSequence {
+            start: 5,
+            tokens,
+            pages: vec![0, 0],
+            window,
+            outputs: Outputs::Last,
+            adapter: None,
+            replica: 0,
+        };
         let mut step = Step { sequences: vec![sequence], ..Step::default() };
         change(&mut step);
         let result = mesh(2, 1).run(|group| {
@@ -292,7 +301,7 @@ fn steps_that_do_not_fit_are_refused_on_all_ranks() {
         (&|step| step.sequences[0].start = usize::MAX, "possible are 20"),
         (&|step| step.sequences.push(step.sequences[0].clone()), "writes page 0 of rank 1, which is written already"),
         (
-            &|step| step.copies.push(PageCopy { rank: 1, from: 0, to: 4, window: None, rows: 1 }),
+            &|step| step.copies.push(PageCopy { replica: 0, rank: 1, from: 0, to: 4, window: None, rows: 1 }),
             "2 ranks of 4 pages of 4 tokens",
         ),
     ];

@@ -43,7 +43,8 @@ pub(super) struct Scheduler {
     bounds: Bounds,
     prefill_budget: PrefillBudget,
     last_step: StepSize,
-    cache: PrefixCache,
+    /// The cache of each attention replica.
+    caches: Vec<PrefixCache>,
     waiting: VecDeque<Sequence>,
     /// In the order of their arrival.
     running: Vec<Sequence>,
@@ -94,13 +95,13 @@ impl ScheduledStep {
 }
 
 impl Scheduler {
-    pub(super) fn new(cache: PrefixCache, bounds: Bounds) -> Self {
+    pub(super) fn new(caches: Vec<PrefixCache>, bounds: Bounds) -> Self {
         let prefill_budget = PrefillBudget::new(bounds.prefill_chunk, bounds.mixed_chunk);
         Self {
             bounds,
             prefill_budget,
             last_step: StepSize::default(),
-            cache,
+            caches,
             waiting: VecDeque::new(),
             running: Vec::new(),
             counts: Counts::default(),
@@ -109,12 +110,13 @@ impl Scheduler {
         }
     }
 
-    pub(super) fn cache(&self) -> &PrefixCache {
-        &self.cache
+    /// The cache of each attention replica.
+    pub(super) fn caches(&self) -> &[PrefixCache] {
+        &self.caches
     }
 
-    pub(super) fn cache_mut(&mut self) -> &mut PrefixCache {
-        &mut self.cache
+    pub(super) fn caches_mut(&mut self) -> &mut [PrefixCache] {
+        &mut self.caches
     }
 
     pub(super) fn counts(&self) -> Counts {
@@ -151,22 +153,25 @@ impl Scheduler {
         self.waiting.push_back(sequence);
     }
 
-    /// A page that no sequence has, on rank 0, if there is one; it is given back with [`give_back`](Self::give_back).
-    pub(super) fn spare_page(&mut self) -> Option<CachePage> {
-        let page = CachePage::from(self.cache.allocate(0)?);
-        if self.cache.window().is_none() {
+    /// A page that no sequence has, on the first rank of a replica, if there is one; it is given back with
+    /// [`give_back`](Self::give_back).
+    pub(super) fn spare_page(&mut self, replica: usize) -> Option<CachePage> {
+        let cache = &mut self.caches[replica];
+        let page = CachePage::from(cache.allocate(0)?);
+        if cache.window().is_none() {
             return Some(page);
         }
-        let window = self.cache.allocate_window(0);
+        let window = cache.allocate_window(0);
         if window.is_none() {
-            self.cache.release(0, page.full);
+            cache.release(0, page.full);
         }
         window.map(|window| CachePage { window: Some(window), ..page })
     }
 
-    pub(super) fn give_back(&mut self, page: CachePage) {
-        self.cache.release(0, page.full);
-        page.window.into_iter().for_each(|page| self.cache.release_window(0, page));
+    pub(super) fn give_back(&mut self, replica: usize, page: CachePage) {
+        let cache = &mut self.caches[replica];
+        cache.release(0, page.full);
+        page.window.into_iter().for_each(|page| cache.release_window(0, page));
     }
 
     /// Ends every request with a failure.
@@ -186,7 +191,7 @@ impl Scheduler {
         let allowed = self.prefill_budget.tokens(generating);
         let mut budget = allowed;
         // Tokens of a sequence for which it has pages in layers that see a window.
-        let (has_window, page) = (self.cache.window().is_some(), self.bounds.page);
+        let (has_window, page) = (self.caches.iter().any(|cache| cache.window().is_some()), self.bounds.page);
         let in_window = |sequence: &Sequence| match has_window {
             true => sequence.tokens.len().min(sequence.page_table.window.end() * page),
             false => sequence.tokens.len(),
@@ -202,10 +207,10 @@ impl Scheduler {
         chunks.extend(self.running.iter().map(|sequence| chunk_of(sequence, &mut budget)));
         while budget > 0 && self.running.len() < self.bounds.max_running {
             let Some(mut sequence) = self.waiting.pop_front() else { break };
-            match self.allocate(&sequence, budget) {
-                Some(page_table) => {
+            match self.place(&sequence, budget) {
+                Some((replica, page_table)) => {
                     self.count_found(&mut sequence, page_table.computed);
-                    sequence.page_table = page_table;
+                    (sequence.replica, sequence.page_table) = (replica, page_table);
                     let at = self.running.partition_point(|other| other.arrival < sequence.arrival);
                     chunks.insert(at, chunk_of(&sequence, &mut budget));
                     self.running.insert(at, sequence);
@@ -223,7 +228,7 @@ impl Scheduler {
         // that read the prompt, in which ranks cannot.
         let waits =
             self.running.iter().any(|sequence| sequence.remaining() > 1) || allowed == 0 && !self.waiting.is_empty();
-        let shares_layers = self.cache.pages().ranks() > 1 && !waits;
+        let shares_layers = self.caches.iter().any(|cache| cache.pages().ranks() > 1) && !waits;
         self.last_step = StepSize { generating, prompt_tokens, shares_layers };
         let scheduled = self.scheduled(&chunks, shares_layers);
         (!scheduled.arrivals.is_empty()).then_some(scheduled)
@@ -237,15 +242,16 @@ impl Scheduler {
             // Behind all drafts, one more token is drawn.
             let most = num_speculative_tokens.min(sequence.longest.saturating_sub(tokens + 1));
             let mut drafts = propose(&sequence.tokens, most).to_vec();
-            let PageTable { pages, window, .. } = &mut sequence.page_table;
+            let (cache, PageTable { pages, window, .. }) =
+                (&mut self.caches[sequence.replica], &mut sequence.page_table);
             while pages.len() * page < tokens + drafts.len() {
-                match self.cache.allocate(pages.len()) {
+                match cache.allocate(pages.len()) {
                     Some(page) => pages.push(page),
                     None => drafts.truncate(pages.len() * page - tokens),
                 }
             }
-            while self.cache.window().is_some() && window.end() * page < tokens + drafts.len() {
-                match self.cache.allocate_window(window.end()) {
+            while cache.window().is_some() && window.end() * page < tokens + drafts.len() {
+                match cache.allocate_window(window.end()) {
                     Some(page) => window.pages.push(page),
                     None => drafts.truncate(window.end() * page - tokens),
                 }
@@ -285,7 +291,7 @@ impl Scheduler {
     fn is_being_read(&self, sequence: &Sequence, cached: usize) -> bool {
         let known = &sequence.tokens[..sequence.tokens.len() - 1];
         let is_reading = |other: &&Sequence| other.namespace == sequence.namespace && other.remaining() > 1;
-        self.cache.is_enabled()
+        self.caches.iter().any(PrefixCache::is_enabled)
             && self.running.iter().filter(is_reading).any(|other| {
                 let common = known.iter().zip(&other.tokens).take_while(|(a, b)| a == b).count();
                 let full_pages = common / self.bounds.page * self.bounds.page;
@@ -301,7 +307,8 @@ impl Scheduler {
             let PageTable { computed: start, ref pages, ref window, copied_from, .. } = sequence.page_table;
             if let Some(CopiedFrom { index, page, window: from, rows }) = copied_from {
                 let window = from.zip(window.get(index)).map(|(from, to)| [from, to]);
-                copies.push(PageCopy { rank: self.cache.rank_of(index), from: page, to: pages[index], window, rows });
+                let (replica, rank) = (sequence.replica, self.caches[sequence.replica].rank_of(index));
+                copies.push(PageCopy { replica, rank, from: page, to: pages[index], window, rows });
             }
             let end = start + chunk;
             let drafts = sequence.drafts.as_slice();
@@ -321,6 +328,7 @@ impl Scheduler {
                 window: WindowPages { first: window.first, pages: window.pages[..in_window].to_vec() },
                 outputs,
                 adapter: sequence.namespace.adapter,
+                replica: sequence.replica,
             });
         }
         scheduled

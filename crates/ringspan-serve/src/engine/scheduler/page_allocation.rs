@@ -1,10 +1,12 @@
 //! Gives sequences the pages that they need for the next step, and takes those of the youngest if there are not enough.
 
 use super::Scheduler;
+use super::results::release_pages;
 use crate::engine::pages::Pages;
 use crate::engine::prefix_cache::{Hit, PrefixCache};
 use crate::engine::prefix_tree::Namespace;
 use crate::engine::sequence::{CopiedFrom, PageTable, Sequence};
+use crate::engine::window_pages::WindowPages;
 
 impl Scheduler {
     /// Gives every running sequence pages for all of its tokens, and in sliding-window layers for those that it may compute next; if
@@ -16,15 +18,17 @@ impl Scheduler {
         while index < self.running.len() {
             let sequence = &mut self.running[index];
             let next = sequence.page_table.computed + sequence.remaining().min(chunk);
-            match extend(&mut self.cache, &mut sequence.page_table, sequence.tokens.len(), next) {
+            let replica = sequence.replica;
+            match extend(&mut self.caches[replica], &mut sequence.page_table, sequence.tokens.len(), next) {
                 true => index += 1,
-                false => self.preempt_youngest(),
+                false => self.preempt_youngest(replica),
             }
         }
     }
 
-    fn preempt_youngest(&mut self) {
-        let Some(mut sequence) = self.running.pop() else { return };
+    fn preempt_youngest(&mut self, replica: usize) {
+        let Some(youngest) = self.running.iter().rposition(|sequence| sequence.replica == replica) else { return };
+        let mut sequence = self.running.remove(youngest);
         self.counts.preemptions += 1;
         self.release(&mut sequence);
         if sequence.needs_whole_prompt() {
@@ -34,94 +38,117 @@ impl Scheduler {
         self.waiting.insert(at, sequence);
     }
 
-    /// The pages that the prefix cache has of the longest prefix of `known`; they are held for the sequence that continues it.
-    fn prefix_pages(&mut self, namespace: &Namespace, known: &[u32]) -> PageTable {
-        let Hit { pages, node, partial, window, partial_window } = self.cache.hold_prefix(namespace, known);
-        let (index, rows) = (pages.len(), partial.map_or(0, |(_, rows)| rows));
-        PageTable {
-            computed: index * self.bounds.page + rows,
-            inserted: index,
-            node,
-            pages,
-            window,
-            copied_from: partial.map(|(page, rows)| CopiedFrom { index, page, window: partial_window, rows }),
+    /// The attention replica that computes a waiting sequence, and its pages there; `None` if it must wait. Replicas are tried in the order
+    /// of the time that the sequence takes there and that it takes from others.
+    pub(super) fn place(&mut self, sequence: &Sequence, chunk: usize) -> Option<(usize, PageTable)> {
+        let mut running = vec![0; self.caches.len()];
+        self.running.iter().for_each(|other| running[other.replica] += 1);
+        let known = &sequence.tokens[..sequence.tokens.len() - 1];
+        let cost = |replica: &usize| {
+            let found = match sequence.needs_whole_prompt() {
+                true => 0,
+                false => self.caches[*replica].prefix_len(&sequence.namespace, known),
+            };
+            known.len() - found + running[*replica] * TOKENS_OF_A_NEIGHBOUR
+        };
+        let mut order: Vec<usize> = (0..self.caches.len()).collect();
+        if order.len() > 1 {
+            order.sort_by_cached_key(cost);
         }
+        order.into_iter().find_map(|replica| {
+            let others = self.running.iter().filter(|other| other.replica == replica).count();
+            Some((replica, self.allocate(sequence, replica, chunk, others)?))
+        })
     }
 
-    /// The pages of a waiting sequence that computes up to `chunk` tokens next, those of the prefix cache first; `None` if there are not
-    /// enough, or it should wait.
-    pub(super) fn allocate(&mut self, sequence: &Sequence, chunk: usize) -> Option<PageTable> {
-        let page = self.bounds.page;
+    /// The pages of a waiting sequence that computes up to `chunk` tokens next in a replica where `others` run, those of the prefix cache
+    /// first; `None` if there are not enough, or it should wait.
+    fn allocate(&mut self, sequence: &Sequence, replica: usize, chunk: usize, others: usize) -> Option<PageTable> {
         let tokens = sequence.tokens.len();
         let mut page_table = PageTable::default();
         // The last token's hidden state is needed, so it is always computed.
         let known = &sequence.tokens[..tokens - 1];
         if !sequence.needs_whole_prompt() {
-            page_table = self.prefix_pages(&sequence.namespace, known);
+            page_table = prefix_pages(&mut self.caches[replica], &sequence.namespace, known);
             if self.is_being_read(sequence, page_table.computed) {
-                self.release_pages(&mut page_table);
+                release_pages(&mut self.caches[replica], &mut page_table);
                 return None;
             }
         }
+        let cache = &mut self.caches[replica];
         // While others run, a page of each rank is left to them, so that they do not have to be put back at once.
-        let spare = usize::from(!self.running.is_empty());
+        let spare = usize::from(others > 0);
         let next = |page_table: &PageTable| tokens.min(page_table.computed.saturating_add(chunk));
         let window_tokens = next(&page_table);
         if page_table.copied_from.is_some()
-            && !self.has_room(&page_table, tokens, window_tokens, spare)
-            && !self.take_copied_page(&mut page_table, tokens, window_tokens, spare)
+            && !has_room(cache, &page_table, tokens, window_tokens, spare)
+            && !take_copied_page(cache, &mut page_table, tokens, window_tokens, spare)
         {
             // Without the rows in that page, one page less is needed.
-            let whole = page_table.pages.len() * page;
-            self.release_pages(&mut page_table);
-            page_table = self.prefix_pages(&sequence.namespace, &known[..whole]);
+            let whole = page_table.pages.len() * cache.page();
+            release_pages(cache, &mut page_table);
+            page_table = prefix_pages(cache, &sequence.namespace, &known[..whole]);
         }
         let window_tokens = next(&page_table);
-        if self.has_room(&page_table, tokens, window_tokens, spare)
-            && extend(&mut self.cache, &mut page_table, tokens, window_tokens)
+        if has_room(cache, &page_table, tokens, window_tokens, spare)
+            && extend(cache, &mut page_table, tokens, window_tokens)
         {
             return Some(page_table);
         }
-        self.release_pages(&mut page_table);
+        release_pages(cache, &mut page_table);
         None
     }
+}
 
-    /// Makes the cached page of which a sequence would copy rows its own, since there is no room for both, if nobody else needs it and
-    /// there is room then; returns whether it did. The prefix cache loses what is after those rows.
-    fn take_copied_page(
-        &mut self,
-        page_table: &mut PageTable,
-        tokens: usize,
-        window_tokens: usize,
-        spare: usize,
-    ) -> bool {
-        let Some(copied) = page_table.copied_from.take() else { return false };
-        page_table.pages.push(copied.page);
-        page_table.window.pages.extend(copied.window);
-        if self.has_room(page_table, tokens, window_tokens, spare) && self.cache.give_away(copied.index, copied.page) {
-            return true;
-        }
-        page_table.pages.truncate(copied.index);
-        page_table.window.pages.truncate(copied.index - page_table.window.first);
-        page_table.copied_from = Some(copied);
-        false
-    }
+/// A sequence delays the others of its replica in every step; among replicas, it is taken to cost as much as reading so many tokens.
+const TOKENS_OF_A_NEIGHBOUR: usize = 256;
 
-    /// Whether the ranks have the pages that a sequence lacks for `tokens` tokens, and in sliding-window layers for `window_tokens`, and
-    /// `spare` more each.
-    fn has_room(&self, page_table: &PageTable, tokens: usize, window_tokens: usize, spare: usize) -> bool {
-        let page = self.bounds.page;
-        let have = |pages: &Pages, lacking: std::ops::Range<usize>| {
-            let mut needed = vec![0; pages.ranks()];
-            lacking.for_each(|index| needed[self.cache.rank_of(index)] += 1);
-            needed.iter().enumerate().all(|(rank, needed)| *needed == 0 || pages.available(rank) >= needed + spare)
-        };
-        have(self.cache.pages(), page_table.pages.len()..tokens.div_ceil(page))
-            && self
-                .cache
-                .window()
-                .is_none_or(|window| have(window.pages(), page_table.window.end()..window_tokens.div_ceil(page)))
+/// The pages that the prefix cache has of the longest prefix of `known`; they are held for the sequence that continues it.
+fn prefix_pages(cache: &mut PrefixCache, namespace: &Namespace, known: &[u32]) -> PageTable {
+    let Hit { pages, node, partial, window, partial_window } = cache.hold_prefix(namespace, known);
+    let (index, rows) = (pages.len(), partial.map_or(0, |(_, rows)| rows));
+    PageTable {
+        computed: index * cache.page() + rows,
+        inserted: index,
+        node,
+        pages,
+        window,
+        copied_from: partial.map(|(page, rows)| CopiedFrom { index, page, window: partial_window, rows }),
     }
+}
+
+/// Makes the cached page of which a sequence would copy rows its own, since there is no room for both, if nobody else needs it and
+/// there is room then; returns whether it did. The prefix cache loses what is after those rows.
+fn take_copied_page(
+    cache: &mut PrefixCache,
+    page_table: &mut PageTable,
+    tokens: usize,
+    window_tokens: usize,
+    spare: usize,
+) -> bool {
+    let Some(copied) = page_table.copied_from.take() else { return false };
+    page_table.pages.push(copied.page);
+    page_table.window.pages.extend(copied.window);
+    if has_room(cache, page_table, tokens, window_tokens, spare) && cache.give_away(copied.index, copied.page) {
+        return true;
+    }
+    page_table.pages.truncate(copied.index);
+    page_table.window.pages.truncate(copied.index - page_table.window.first);
+    page_table.copied_from = Some(copied);
+    false
+}
+
+/// Whether the ranks have the pages that a sequence lacks for `tokens` tokens, and in sliding-window layers for `window_tokens`, and
+/// `spare` more each.
+fn has_room(cache: &PrefixCache, page_table: &PageTable, tokens: usize, window_tokens: usize, spare: usize) -> bool {
+    let page = cache.page();
+    let have = |pages: &Pages, lacking: std::ops::Range<usize>| {
+        let mut needed = vec![0; pages.ranks()];
+        lacking.for_each(|index| needed[cache.rank_of(index)] += 1);
+        needed.iter().enumerate().all(|(rank, needed)| *needed == 0 || pages.available(rank) >= needed + spare)
+    };
+    let in_window = |window: &WindowPages| have(window.pages(), page_table.window.end()..window_tokens.div_ceil(page));
+    have(cache.pages(), page_table.pages.len()..tokens.div_ceil(page)) && cache.window().is_none_or(in_window)
 }
 
 /// Gives a sequence the pages that it lacks for `tokens` tokens, and in sliding-window layers for `window_tokens`, as long as there

@@ -1,5 +1,6 @@
 //! Applies the results of a step: the cache has new rows, sequences have new tokens, and requests end.
 
+use super::super::prefix_cache::PrefixCache;
 use super::super::request::{Event, FinishReason};
 use super::super::sequence::{CopiedFrom, PageTable, Sequence};
 use super::super::token_sampler::Drawn;
@@ -24,12 +25,12 @@ impl Scheduler {
         self.step_tokens = 0;
         for (arrival, sequence) in step.sequences() {
             let Some(index) = self.find(arrival) else { continue };
-            let Sequence { page_table, drafts, prompt, .. } = &mut self.running[index];
+            let Sequence { page_table, drafts, prompt, replica, .. } = &mut self.running[index];
             let copied = page_table.copied_from.take();
             let before = page_table.computed;
             page_table.computed += sequence.tokens.len() - drafts.len();
             self.step_tokens += page_table.computed.min(*prompt).saturating_sub(before);
-            copied.into_iter().for_each(|from| self.release_copied(from));
+            copied.into_iter().for_each(|from| release_copied(&mut self.caches[*replica], from));
             self.insert_full_pages(index);
         }
     }
@@ -37,20 +38,21 @@ impl Scheduler {
     /// Adds the pages of a running sequence that have become full to the prefix cache, and releases those that have left its windows.
     fn insert_full_pages(&mut self, index: usize) {
         let page = self.bounds.page;
-        let Sequence { page_table, tokens, namespace, .. } = &mut self.running[index];
+        let Sequence { page_table, tokens, namespace, replica, .. } = &mut self.running[index];
+        let cache = &mut self.caches[*replica];
         while (page_table.inserted + 1) * page <= page_table.computed {
             let at = page_table.inserted;
             let of_page = &tokens[at * page..(at + 1) * page];
-            let Some((node, kept)) = self.cache.insert(namespace, page_table.node, of_page, page_table.page(at)) else {
+            let Some((node, kept)) = cache.insert(namespace, page_table.node, of_page, page_table.page(at)) else {
                 break;
             };
             page_table.set_page(at, kept);
             (page_table.node, page_table.inserted) = (Some(node), at + 1);
         }
         let window = &mut page_table.window;
-        let left = self.cache.first_in_window(page_table.computed).saturating_sub(window.first).min(window.pages.len());
+        let left = cache.first_in_window(page_table.computed).saturating_sub(window.first).min(window.pages.len());
         for page in window.pages.drain(..left) {
-            self.cache.release_window(window.first, page);
+            cache.release_window(window.first, page);
             window.first += 1;
         }
     }
@@ -125,35 +127,34 @@ impl Scheduler {
     /// Releases the pages of a sequence; a page that is not full goes to the prefix cache with the rows that are computed.
     pub(super) fn release(&mut self, sequence: &mut Sequence) {
         let page = self.bounds.page;
-        let page_table = &mut sequence.page_table;
+        let (cache, page_table) = (&mut self.caches[sequence.replica], &mut sequence.page_table);
         let full = page_table.computed / page;
         // Not all full pages may be in the tree: then what follows them cannot be, either.
         if page_table.inserted == full && page_table.computed > full * page {
             let rows = &sequence.tokens[full * page..page_table.computed];
-            if let Some((_, kept)) =
-                self.cache.insert(&sequence.namespace, page_table.node, rows, page_table.page(full))
-            {
+            if let Some((_, kept)) = cache.insert(&sequence.namespace, page_table.node, rows, page_table.page(full)) {
                 page_table.set_page(full, kept);
             }
         }
-        self.release_pages(page_table);
+        release_pages(cache, page_table);
     }
+}
 
-    pub(super) fn release_pages(&mut self, page_table: &mut PageTable) {
-        let PageTable { pages, window, copied_from, .. } = std::mem::take(page_table);
-        copied_from.into_iter().for_each(|from| self.release_copied(from));
-        for (index, page) in (window.first..).zip(window.pages) {
-            self.cache.release_window(index, page);
-        }
-        for (index, page) in pages.into_iter().enumerate() {
-            self.cache.release(index, page);
-        }
+/// Releases the pages of a sequence in the cache that has them.
+pub(super) fn release_pages(cache: &mut PrefixCache, page_table: &mut PageTable) {
+    let PageTable { pages, window, copied_from, .. } = std::mem::take(page_table);
+    copied_from.into_iter().for_each(|from| release_copied(cache, from));
+    for (index, page) in (window.first..).zip(window.pages) {
+        cache.release_window(index, page);
     }
+    for (index, page) in pages.into_iter().enumerate() {
+        cache.release(index, page);
+    }
+}
 
-    fn release_copied(&mut self, from: CopiedFrom) {
-        if let Some(page) = from.window {
-            self.cache.release_window(from.index, page);
-        }
-        self.cache.release(from.index, from.page);
+fn release_copied(cache: &mut PrefixCache, from: CopiedFrom) {
+    if let Some(page) = from.window {
+        cache.release_window(from.index, page);
     }
+    cache.release(from.index, from.page);
 }

@@ -7,7 +7,7 @@ use super::super::prefix_tree::AdapterSlot;
 use super::super::request::{Event, Events, FinishReason, Request, TokenLogprobs};
 use super::super::scheduler::{Bounds, Scheduler};
 use super::super::sequence::Sequence;
-use super::super::step::{Outputs, Step, WindowPages};
+use super::super::step::{Outputs, Step, StepSequence};
 use std::ops::Range;
 use std::time::Instant;
 use tokio::sync::mpsc::error::TryRecvError;
@@ -15,9 +15,11 @@ use tokio::sync::mpsc::unbounded_channel;
 
 pub(super) const VOCABULARY: u32 = 5;
 
-/// The cache of all ranks.
+/// The caches of all ranks, those of an attention replica after each other.
 struct Memory {
     page: usize,
+    /// Ranks of a replica.
+    cp: usize,
     /// The largest number of tokens before its own that a token sees in layers with a window, and the rows of these layers.
     lookback: Option<usize>,
     window: Vec<Vec<Option<(u32, AdapterSlot)>>>,
@@ -28,14 +30,16 @@ struct Memory {
 impl Memory {
     fn execute(&mut self, step: &Step) {
         for copy in &step.copies {
+            assert!(copy.rank < self.cp);
+            let rank = copy.replica * self.cp + copy.rank;
             for row in 0..copy.rows {
-                let from = self.rows[copy.rank][copy.from as usize * self.page + row];
+                let from = self.rows[rank][copy.from as usize * self.page + row];
                 assert!(from.is_some(), "{copy:?} reads a row that nobody wrote");
-                self.rows[copy.rank][copy.to as usize * self.page + row] = from;
+                self.rows[rank][copy.to as usize * self.page + row] = from;
                 if let Some([from, to]) = copy.window {
-                    let from = self.window[copy.rank][from as usize * self.page + row];
+                    let from = self.window[rank][from as usize * self.page + row];
                     assert!(from.is_some(), "{copy:?} reads a row of a window that nobody wrote");
-                    self.window[copy.rank][to as usize * self.page + row] = from;
+                    self.window[rank][to as usize * self.page + row] = from;
                 }
             }
         }
@@ -43,7 +47,7 @@ impl Memory {
             for (index, token) in sequence.tokens.iter().enumerate() {
                 let position = sequence.start + index;
                 let page = sequence.pages[position / self.page];
-                let rank = (position / self.page) % self.rows.len();
+                let rank = self.rank_of(sequence.replica, position);
                 let row = Some((*token, sequence.adapter));
                 self.rows[rank][page as usize * self.page + position % self.page] = row;
                 if self.lookback.is_some() {
@@ -54,25 +58,32 @@ impl Memory {
         }
     }
 
-    /// The tokens of a text that is in these pages, all computed with this adapter.
-    fn read(&self, pages: &[u32], len: usize, adapter: AdapterSlot) -> Vec<u32> {
+    /// The rank that has a position of a sequence of this replica.
+    fn rank_of(&self, replica: usize, position: usize) -> usize {
+        replica * self.cp + (position / self.page) % self.cp
+    }
+
+    /// The tokens of the text of a sequence up to `len`, all computed with its adapter.
+    fn read(&self, sequence: &StepSequence, len: usize) -> Vec<u32> {
+        let StepSequence { pages, adapter, replica, .. } = sequence;
         let row = |position: usize| {
             let page = pages[position / self.page] as usize;
-            let row = self.rows[(position / self.page) % self.rows.len()][page * self.page + position % self.page];
+            let row = self.rows[self.rank_of(*replica, position)][page * self.page + position % self.page];
             let (token, of) = row.expect("a row that was written");
-            assert_eq!(of, adapter, "a row of another adapter");
+            assert_eq!(of, *adapter, "a row of another adapter");
             token
         };
         (0..len).map(row).collect()
     }
 
-    /// The tokens that layers with a window find at these positions.
-    fn read_window(&self, pages: &WindowPages, positions: Range<usize>, adapter: AdapterSlot) -> Vec<u32> {
+    /// The tokens that layers with a window find at these positions of a sequence.
+    fn read_window(&self, sequence: &StepSequence, positions: Range<usize>) -> Vec<u32> {
+        let StepSequence { window: pages, adapter, replica, .. } = sequence;
         let row = |position: usize| {
             let page = pages.get(position / self.page).expect("a page of the window") as usize;
-            let row = self.window[(position / self.page) % self.rows.len()][page * self.page + position % self.page];
+            let row = self.window[self.rank_of(*replica, position)][page * self.page + position % self.page];
             let (token, of) = row.expect("a row that was written");
-            assert_eq!(of, adapter, "a row of another adapter");
+            assert_eq!(of, *adapter, "a row of another adapter");
             token
         };
         positions.map(row).collect()
@@ -131,15 +142,36 @@ impl Harness {
         prefix_cache: bool,
         window: Option<(usize, u32)>,
     ) -> Self {
-        let mut cache = PrefixCache::new(Pages::new(ranks, pages), bounds.page, prefix_cache);
-        if let Some((lookback, pages)) = window {
-            cache = cache.with_window(Pages::new(ranks, pages), lookback);
-        }
-        let rows = |pages: u32| vec![vec![None; pages as usize * bounds.page]; ranks];
+        Self::with_replicas((1, ranks), pages, bounds, prefix_cache, window)
+    }
+
+    /// With a number of attention replicas, each of as many ranks.
+    pub(super) fn with_replicas(
+        (replicas, ranks): (usize, usize),
+        pages: u32,
+        bounds: Bounds,
+        prefix_cache: bool,
+        window: Option<(usize, u32)>,
+    ) -> Self {
+        let of_replica = |_| {
+            let cache = PrefixCache::new(Pages::new(ranks, pages), bounds.page, prefix_cache);
+            match window {
+                Some((lookback, pages)) => cache.with_window(Pages::new(ranks, pages), lookback),
+                None => cache,
+            }
+        };
+        let caches = (0..replicas).map(of_replica).collect();
+        let rows = |pages: u32| vec![vec![None; pages as usize * bounds.page]; replicas * ranks];
         let (lookback, window_pages) = window.unzip();
         Self {
-            scheduler: Scheduler::new(cache, bounds),
-            memory: Memory { page: bounds.page, lookback, window: rows(window_pages.unwrap_or(0)), rows: rows(pages) },
+            scheduler: Scheduler::new(caches, bounds),
+            memory: Memory {
+                page: bounds.page,
+                cp: ranks,
+                lookback,
+                window: rows(window_pages.unwrap_or(0)),
+                rows: rows(pages),
+            },
             clients: Vec::new(),
             max_model_len: ranks * pages as usize * bounds.page,
             bounds,
@@ -195,21 +227,18 @@ impl Harness {
             );
         }
         let shares_layers = scheduled.step.shares_layers;
-        assert!(
-            !shares_layers || prompts == 0 && self.memory.rows.len() > 1,
-            "one rank, or a prompt, shares no layers"
-        );
+        assert!(!shares_layers || prompts == 0 && self.memory.cp > 1, "one rank, or a prompt, shares no layers");
         self.last_step = (prompts, shares_layers);
         self.memory.execute(&scheduled.step);
         for (arrival, sequence) in scheduled.sequences() {
             let index = self.scheduler.find(arrival).expect("it runs");
             let end = sequence.start + sequence.tokens.len();
-            let text = self.memory.read(&sequence.pages, end, sequence.adapter);
+            let text = self.memory.read(sequence, end);
             let one = &self.scheduler.running()[index];
             assert_eq!(text, [one.tokens.as_slice(), &one.drafts].concat()[..end], "sequence {arrival}");
             if let Some(lookback) = self.memory.lookback {
                 let first = sequence.start.saturating_sub(lookback);
-                let seen = self.memory.read_window(&sequence.window, first..end, sequence.adapter);
+                let seen = self.memory.read_window(sequence, first..end);
                 assert_eq!(seen, text[first..], "the window of sequence {arrival}");
             }
         }
@@ -297,8 +326,10 @@ impl Harness {
                 assert_eq!(logprobs.len(), client.prompt.len());
             }
         }
-        let pages = self.scheduler.cache().pages();
-        assert!((0..pages.ranks()).all(|rank| pages.used(rank) == 0), "pages are still in use");
+        for cache in self.scheduler.caches() {
+            let pages = cache.pages();
+            assert!((0..pages.ranks()).all(|rank| pages.used(rank) == 0), "pages are still in use");
+        }
         self
     }
 }

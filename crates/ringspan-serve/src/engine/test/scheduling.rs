@@ -44,7 +44,7 @@ proptest! {
     #[test]
     fn every_request_ends_with_its_own_text_however_many_there_are(
         arrivals in proptest::collection::vec(arrival(), 1..24),
-        ranks in 1usize..5,
+        (replicas, ranks) in (1usize..4, 1usize..5),
         page in 1usize..5,
         extra in 0u32..6,
         max_running in 1usize..6,
@@ -62,7 +62,7 @@ proptest! {
             let one = ((lookback + prefill_chunk).div_ceil(page) + 1).div_ceil(ranks) as u32;
             (lookback, one.min(pages) + extra)
         });
-        let mut harness = Harness::with_window(ranks, pages, bounds, prefix_cache, window);
+        let mut harness = Harness::with_replicas((replicas, ranks), pages, bounds, prefix_cache, window);
         let beginning: Vec<u32> = (0..12).map(|i| i * i % VOCABULARY).collect();
         for at in 0..60 {
             for one in arrivals.iter().filter(|one| one.at == at) {
@@ -74,10 +74,12 @@ proptest! {
             harness.step();
         }
         let harness = harness.finish();
-        let pages = harness.scheduler.cache().pages();
-        prop_assert!(prefix_cache || (0..ranks).all(|rank| pages.cached(rank) == 0));
-        if let Some(pages) = harness.scheduler.cache().window().map(|window| window.pages()) {
-            prop_assert!((0..ranks).all(|rank| pages.used(rank) == 0 && (prefix_cache || pages.cached(rank) == 0)));
+        for cache in harness.scheduler.caches() {
+            let pages = cache.pages();
+            prop_assert!(prefix_cache || (0..ranks).all(|rank| pages.cached(rank) == 0));
+            if let Some(pages) = cache.window().map(|window| window.pages()) {
+                prop_assert!((0..ranks).all(|rank| pages.used(rank) == 0 && (prefix_cache || pages.cached(rank) == 0)));
+            }
         }
         let logprobs = harness.clients.iter().zip(arrivals.iter().filter(|one| one.at < 60));
         prop_assert!(logprobs.count() == arrivals.len());
@@ -134,7 +136,7 @@ fn a_client_that_leaves_frees_its_pages_at_the_next_step() {
     while harness.clients[0].events.is_some() {
         harness.step();
     }
-    let used = |harness: &Harness| (0..2).map(|rank| harness.scheduler.cache().pages().used(rank)).sum::<usize>();
+    let used = |harness: &Harness| (0..2).map(|rank| harness.scheduler.caches()[0].pages().used(rank)).sum::<usize>();
     assert!(used(&harness) > 5);
     harness.step();
     let own = harness.scheduler.running()[0].tokens.len();
@@ -160,7 +162,7 @@ fn requests_with_a_common_beginning_share_its_pages_while_they_run() {
         harness.step();
     }
     // 4 common pages, and one to three of each request, of which the first has generated most.
-    assert!(harness.scheduler.cache().pages().used(0) <= 4 + 3 + 2 + 2 + 1);
+    assert!(harness.scheduler.caches()[0].pages().used(0) <= 4 + 3 + 2 + 2 + 1);
     assert_eq!(harness.scheduler.sizes().0, 4);
     harness.finish();
 }
@@ -238,5 +240,49 @@ fn a_prompt_is_not_read_slower_where_ranks_share_layers() {
     // Then the time of a token is measured, and a step that takes 3 times as long has 400 of them.
     assert!(chunks[2..chunks.len() - 1].iter().all(|tokens| tokens.abs_diff(400) < 4), "{chunks:?}");
     assert!((0..20).all(|_| step(&mut harness) == (0, true)), "the prompt is read");
+    harness.finish();
+}
+
+/// Requests go to the replica with the fewest, unless another has so much of their beginning that it costs less to join others there.
+#[test]
+fn replicas_share_requests_and_keep_what_they_have_read() {
+    let bounds =
+        Bounds { page: 16, max_running: 16, prefill_chunk: 4096, mixed_chunk: Some(4096), num_speculative_tokens: 0 };
+    let mut harness = Harness::with_replicas((3, 2), 100, bounds, true, None);
+    let replicas = |harness: &mut Harness| {
+        harness.step();
+        harness.scheduler.running().iter().map(|sequence| sequence.replica).collect::<Vec<_>>()
+    };
+    for first in 0..4 {
+        harness.submit(request(&[first; 40], 50), None, None);
+    }
+    assert_eq!(replicas(&mut harness), [0, 1, 2, 0]);
+    let long: Vec<u32> = (0..600).map(|i| (i * i + i / 7) % VOCABULARY).collect();
+    harness.submit(request(&long, 1), None, None);
+    assert_eq!(replicas(&mut harness), [0, 1, 2, 0], "it has ended, and replica 1 or 2 has its pages");
+    let hits = harness.scheduler.counts().prefix_hits;
+    harness.submit(request(&[&long[..], &[1, 2]].concat(), 50), None, None);
+    let joined = replicas(&mut harness);
+    assert_eq!(harness.scheduler.counts().prefix_hits - hits, 600);
+    // Of a short text, too little is saved to join two others instead of one.
+    harness.submit(request(&[joined[4] as u32; 30], 50), None, None);
+    assert_eq!(replicas(&mut harness)[5], 3 - joined[4]);
+    harness.finish();
+}
+
+/// A sequence that lacks a page takes those of the youngest in its own replica; those of others would not help it.
+#[test]
+fn a_full_replica_puts_back_its_own_sequences_only() {
+    let bounds = Bounds { page: 2, max_running: 8, prefill_chunk: 8, mixed_chunk: None, num_speculative_tokens: 0 };
+    let mut harness = Harness::with_replicas((2, 1), 9, bounds, false, None);
+    for (first, length) in [(0, 2), (1, 16), (2, 2)] {
+        harness.submit(request(&[first; 2], length), None, None);
+    }
+    while harness.step() {
+        let running = harness.scheduler.running();
+        assert!(
+            running.iter().all(|sequence| sequence.replica == sequence.arrival as usize % 2 || sequence.arrival == 2)
+        );
+    }
     harness.finish();
 }

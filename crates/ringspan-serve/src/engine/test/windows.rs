@@ -13,7 +13,7 @@ fn windows_hold_as_many_pages_after_a_long_text_as_after_a_short_one() {
         harness.submit(request(&[2; 90], 200), None, None);
         let most = (20usize.div_ceil(4)).div_ceil(ranks) + 2;
         while harness.step() {
-            let pages = harness.scheduler.cache().window().expect("windows").pages();
+            let pages = harness.scheduler.caches()[0].window().expect("windows").pages();
             assert!((0..ranks).all(|rank| pages.used(rank) <= most), "{ranks} ranks");
         }
         let mut harness = harness.finish();
