@@ -6,7 +6,7 @@ use candle_core::{Result, bail};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The adapter that each row asks for, by the number under which it was joined with others.
+/// The adapter that each row asks for, by its slot among several.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AdapterSelection(Arc<[Option<u64>]>);
 
@@ -29,7 +29,7 @@ impl AdapterSelection {
 pub enum AdapterRows {
     /// Elements of the input are dropped in training.
     Dropout(InputDropout),
-    /// Each row asks for one of several joined adapters.
+    /// Each row asks for one of several adapters.
     Selection(AdapterSelection),
 }
 
@@ -108,9 +108,9 @@ impl AdapterRows {
         match rows {
             Some(Self::Selection(selection)) if selection.0.len() == expected => Ok(selection),
             Some(Self::Selection(selection)) => {
-                bail!("{expected} rows ask for joined adapters, but a selection of {} is at hand", selection.0.len())
+                bail!("{expected} rows ask for adapters, but a selection of {} is at hand", selection.0.len())
             }
-            _ => bail!("{expected} rows for several joined adapters do not say which of them they ask for"),
+            _ => bail!("{expected} rows do not say which of several adapters they ask for"),
         }
     }
 }

@@ -70,8 +70,8 @@ pub trait Attend {
     /// forget to pass it on: a model would then train without dropout, and nobody would notice.
     fn input_dropout(&self) -> Option<&InputDropout>;
 
-    /// Which of several joined adapters each of the T tokens asks for; `None` if adapters are not joined. Layers whose adapters are
-    /// joined refuse to compute without it.
+    /// Which of several adapters each of the T tokens asks for; `None` if there is one for all. Layers with several refuse to compute
+    /// without it.
     fn adapter_selection(&self) -> Option<&AdapterSelection> {
         None
     }

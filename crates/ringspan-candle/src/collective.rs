@@ -12,7 +12,7 @@ mod on_gpu;
 
 use crate::device_ops;
 use crate::gpu;
-use crate::number;
+use crate::number::{self, with_number};
 use crate::tape::{self, Reads};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
@@ -47,6 +47,27 @@ pub fn all_gather_of(comm: &Arc<dyn Communicator>, x: &Tensor, counts: Vec<usize
         return on_gpu::all_gather(comm, x, counts);
     }
     device_ops::on_host(x, AllGather { comm: comm.clone(), counts })
+}
+
+/// All-gathers columns of several matrices by one exchange: this rank has `[T, n]` of each, and gets the columns of all ranks side by
+/// side, `[T, sum of n]`; `columns` says how many of each matrix a rank has. The matrices are on the CPU, and results have no gradients.
+///
+/// # Errors
+/// Other types than f32 and bf16, matrices of other numbers of columns, failures of other ranks.
+pub(crate) fn all_gather_columns(
+    comm: &dyn Communicator,
+    own: &[Tensor],
+    columns: &dyn Fn(usize) -> Vec<usize>,
+) -> Result<Vec<Tensor>> {
+    let Some(dtype) = own.first().map(Tensor::dtype) else { return Ok(Vec::new()) };
+    let rows = own[0].dim(0)?;
+    let expected = columns(comm.rank());
+    for (matrix, columns) in own.iter().zip(&expected) {
+        if matrix.dims() != [rows, *columns] || matrix.dtype() != dtype || own.len() != expected.len() {
+            bail!("rank {} gives {matrix:?} of matrices of {rows} rows and {expected:?} columns", comm.rank());
+        }
+    }
+    with_number!(dtype, T => on_cpu::gather_columns::<T>(comm, own, rows, columns))
 }
 
 /// Sums x over the ranks and distributes the rows of the sum: `[sum of n_r, ..]` to `[n_r, ..]`, where rank r receives

@@ -5,6 +5,7 @@
 
 use crate::cast::wide_values;
 use crate::gated_mlp::TILE;
+use crate::layer_adapter::AdaptedRows;
 use crate::matmul::{Accumulate, Matrix, product};
 use crate::number::{self, Number, with_number};
 use crate::slices::{elements, elements_of};
@@ -58,6 +59,54 @@ impl<'a> FrozenLinear<'a> {
         let shape = [x.dim(0)?, b.dim(0)?];
         let known = known.map_or_else(|| Ok(vec![0.0; shape[0] * shape[1]]), |known| known.values(&shape))?;
         self.apply(x, narrow, b, Some(known))
+    }
+
+    /// `x weight^T + bias`, and for some rows the contributions of adapters: x `[T, in]` to `[T, out]`, f32 or bf16; sums are f32 and are
+    /// rounded once. It has no gradients.
+    ///
+    /// # Errors
+    /// Shapes that do not fit.
+    pub(crate) fn with_adapted_rows(self, x: &Tensor, adapted: &[AdaptedRows]) -> Result<Tensor> {
+        with_number!(x.dtype(), T => self.adapted_rows::<T>(&x.contiguous()?, adapted))
+    }
+
+    fn adapted_rows<T: Number>(self, x: &Tensor, adapted: &[AdaptedRows]) -> Result<Tensor> {
+        let ((tokens, width), outs) = (x.dims2()?, self.weight.dims()[0]);
+        let mut deltas = Vec::new();
+        for AdaptedRows { rows, delta } in adapted {
+            if delta.dims() != [rows.len(), outs] {
+                bail!("an adapter's {:?} for {} rows of a layer with {outs} outputs", delta.dims(), rows.len());
+            }
+            deltas.push((rows, delta.flatten_all()?.to_vec1::<f32>()?));
+        }
+        let bias = self.bias.map(|bias| wide_values(bias, |bias| Ok(bias.to_vec()))).transpose()?;
+        let mut out = vec![T::ZERO; tokens * outs];
+        let step = if T::DTYPE == DType::F32 { tokens } else { TILE };
+        elements_of::<T, _>(x, |x| {
+            let x = Matrix::new(x, tokens, width);
+            WeightMatrix::read(self.weight, |weight| {
+                for (block, out) in out.chunks_mut((step * outs).max(1)).enumerate() {
+                    let rows = block * step..tokens.min((block + 1) * step);
+                    T::write_sums(out, |sums| {
+                        weight.forward(x.rows(rows.clone()), sums);
+                        for (of_delta, delta) in &deltas {
+                            let of_block = of_delta.iter().zip(delta.chunks_exact(outs.max(1)));
+                            for (row, delta) in of_block.filter(|(row, _)| rows.contains(&(**row as usize))) {
+                                let first = (*row as usize - rows.start) * outs;
+                                let sums = sums[first..first + outs].iter_mut();
+                                sums.zip(delta).for_each(|(sum, delta)| *sum += delta);
+                            }
+                        }
+                        if let Some(bias) = &bias {
+                            let rows = sums.chunks_exact_mut(outs.max(1));
+                            rows.for_each(|row| row.iter_mut().zip(bias).for_each(|(out, bias)| *out += bias));
+                        }
+                    });
+                }
+                Ok(())
+            })
+        })?;
+        Tensor::from_vec(out, (tokens, outs), x.device())
     }
 
     fn apply(self, x: &Tensor, narrow: &Tensor, b: &Tensor, known: Option<Vec<f32>>) -> Result<Tensor> {
@@ -182,5 +231,55 @@ impl CustomOp3 for AdaptedLinear {
         d_out: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
         with_number!(x.dtype(), T => self.backward::<T>([x, narrow, b], d_out))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::quantized::{Format, QuantizedMatrix};
+    use candle_core::Device;
+
+    fn numbers(shape: (usize, usize), dtype: DType, pace: f32) -> Result<Tensor> {
+        let values = (0..shape.0 * shape.1).map(|i| (i as f32 * pace).sin()).collect();
+        Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)
+    }
+
+    /// Rows of two adapters and of none, in more rows than are computed at a time, have what each adapter alone gives them.
+    #[test]
+    fn rows_of_several_adapters_have_the_outputs_of_each_alone() -> Result<()> {
+        let (tokens, width, outs) = (2 * TILE + 3, 64, 48);
+        let blocks =
+            (0..outs * width / 32).flat_map(|at| [0, 0x2c].into_iter().chain((0..32).map(move |i| (at * 7 + i) as u8)));
+        let quantized = QuantizedMatrix::new(Format::Q8_0, outs, width, blocks.collect::<Vec<u8>>().into())?;
+        for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::BF16, 1e-2)] {
+            for weight in [Weight::from(numbers((outs, width), dtype, 0.3)?), quantized.clone().into()] {
+                let (x, bias) = (numbers((tokens, width), dtype, 0.7)?, numbers((1, outs), dtype, 0.9)?.squeeze(0)?);
+                let frozen = FrozenLinear::new(&weight, Some(&bias)).expect("a frozen layer");
+                let adapters = [(numbers((tokens, 3), dtype, 0.2)?, numbers((outs, 3), dtype, 0.5)?, 0), {
+                    (numbers((tokens, 5), dtype, 0.4)?, numbers((outs, 5), dtype, 0.6)?, 1)
+                }];
+                let mut expected = weight.linear(&x, Some(&bias))?.to_dtype(DType::F32)?.to_vec2::<f32>()?;
+                let mut adapted = Vec::new();
+                for (narrow, b, first) in &adapters {
+                    let rows: Vec<u32> = (*first..tokens as u32).step_by(3).collect();
+                    let alone = frozen.with_adapter(&x, narrow, b)?.to_dtype(DType::F32)?.to_vec2::<f32>()?;
+                    rows.iter().for_each(|row| expected[*row as usize].clone_from(&alone[*row as usize]));
+                    let of_rows = narrow.index_select(&Tensor::new(rows.as_slice(), &Device::Cpu)?, 0)?;
+                    adapted.push(AdaptedRows { rows, delta: crate::linear::linear_wide(&of_rows, b)? });
+                }
+                let both = frozen.with_adapted_rows(&x, &adapted)?;
+                assert_eq!(both.dtype(), dtype);
+                let both = both.to_dtype(DType::F32)?.to_vec2::<f32>()?;
+                for (row, (both, expected)) in both.iter().zip(&expected).enumerate() {
+                    let apart =
+                        both.iter().zip(expected).map(|(a, b)| (a - b).abs() / (1.0 + b.abs())).fold(0.0, f32::max);
+                    assert!(apart < tolerance, "row {row} in {dtype:?}: {apart}");
+                }
+                let wrong = AdaptedRows { rows: vec![0], delta: Tensor::zeros((2, outs), DType::F32, &Device::Cpu)? };
+                assert!(frozen.with_adapted_rows(&x, &[wrong]).is_err());
+            }
+        }
+        Ok(())
     }
 }

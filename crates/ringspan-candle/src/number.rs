@@ -10,6 +10,9 @@ use crate::rounding::{round_to_bf16, rounded, widened};
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, DType, Result, Storage, Tensor, WithDType, bail};
 use half::bf16;
+use half::slice::HalfBitsSliceExt;
+use half::vec::HalfFloatVecExt;
+use ringspan::comm::Buffer;
 
 /// A type of numbers with which layers compute: f32 or bf16.
 pub(crate) trait Number: Element + WithDType {
@@ -47,6 +50,12 @@ pub(crate) trait Number: Element + WithDType {
     /// Mutable access to the numbers of a storage; `None` if it has another type.
     fn of_storage(storage: &mut CpuStorage) -> Option<&mut [Self]>;
 
+    /// A message of these numbers; bf16 is sent as 16-bit words.
+    fn into_buffer(values: Vec<Self>) -> Buffer;
+
+    /// The numbers of a message; `None` if it has another type.
+    fn of_buffer(buffer: &Buffer) -> Option<&[Self]>;
+
     /// The f32 numbers in this type: `wide` itself for f32, otherwise rounded into `buffer`.
     fn rounded_or_same<'a>(wide: &'a [f32], buffer: &'a mut Vec<Self>) -> &'a [Self];
 
@@ -81,6 +90,17 @@ impl Number for f32 {
     #[inline(always)]
     fn round_from(x: f32) -> Self {
         x
+    }
+
+    fn into_buffer(values: Vec<Self>) -> Buffer {
+        Buffer::F32(values)
+    }
+
+    fn of_buffer(buffer: &Buffer) -> Option<&[Self]> {
+        match buffer {
+            Buffer::F32(values) => Some(values),
+            _ => None,
+        }
     }
 
     fn of_storage(storage: &mut CpuStorage) -> Option<&mut [Self]> {
@@ -154,6 +174,17 @@ impl Number for bf16 {
         match stored {
             StoredValues::F32(values) => rounded(&values),
             StoredValues::Bf16(values) => values,
+        }
+    }
+
+    fn into_buffer(values: Vec<Self>) -> Buffer {
+        Buffer::U16(values.reinterpret_into())
+    }
+
+    fn of_buffer(buffer: &Buffer) -> Option<&[Self]> {
+        match buffer {
+            Buffer::U16(words) => Some(words.reinterpret_cast()),
+            _ => None,
         }
     }
 

@@ -1,9 +1,11 @@
 //! Linear layers of rows that several ranks have, each of which computes a share of the outputs.
 
+use crate::activation::Activation;
 use crate::collective;
+use crate::swiglu::gated;
 use crate::tensor_parallel::part;
 use crate::weight::Weight;
-use candle_core::{Result, Tensor};
+use candle_core::{Error, Result, Tensor};
 use ringspan::comm::Communicator;
 use std::fmt::{self, Debug, Formatter};
 use std::ops::Range;
@@ -59,30 +61,41 @@ impl ReplicatedRows {
     /// # Errors
     /// Shapes and types that do not fit, and failures of other ranks.
     pub(crate) fn linear<const N: usize>(&self, x: &Tensor, layers: [WeightAndBias<'_>; N]) -> Result<[Tensor; N]> {
-        let (rank, ranks, rows) = (self.comm.rank(), self.comm.size(), x.dim(0)?);
         let widths = layers.map(|(weight, _)| weight.dims()[0]);
-        let mut own = Vec::with_capacity(N);
-        for ((weight, bias), width) in layers.into_iter().zip(widths) {
-            let range = share_of(width, rank, ranks);
-            let bias = bias.map(|bias| bias.narrow(0, range.start, range.len())).transpose()?;
-            own.push(weight.row_range(range)?.linear(x, bias.as_ref())?.flatten_all()?);
-        }
-        // A rank's outputs of one layer, `[T, share]`, follow those of the layer before.
-        let of_rank = |rank: usize| widths.map(|width| rows * share_of(width, rank, ranks).len());
-        let counts = (0..ranks).map(|rank| of_rank(rank).iter().sum()).collect();
-        let all = collective::all_gather_of(&self.comm, &Tensor::cat(&own, 0)?, counts)?;
-        let (mut outputs, mut start) = (widths.map(|_| Vec::with_capacity(ranks)), 0);
-        for count_of_layer in (0..ranks).map(of_rank) {
-            for (output, count) in outputs.iter_mut().zip(count_of_layer) {
-                output.push(all.narrow(0, start, count)?.reshape((rows, count / rows.max(1)))?);
-                start += count;
-            }
-        }
-        let mut joined = widths.map(|_| x.clone());
-        for (joined, shares) in joined.iter_mut().zip(outputs) {
-            *joined = Tensor::cat(&shares, 1)?;
-        }
-        Ok(joined)
+        let own = layers.into_iter().map(|layer| self.share_of_outputs(x, layer)).collect::<Result<Vec<_>>>()?;
+        let outputs = self.gathered(&own, &widths)?;
+        outputs.try_into().map_err(|outputs: Vec<_>| Error::msg(format!("{} outputs of {N} layers", outputs.len())))
+    }
+
+    /// `act(x gate^T) * (x up^T)` of layers with the same input x `[T, in]`, with their biases, by one exchange of what a rank has after
+    /// the activation: `[T, out]`.
+    ///
+    /// # Errors
+    /// As for [`linear`](Self::linear).
+    pub(crate) fn gated(
+        &self,
+        x: &Tensor,
+        [gate, up]: [WeightAndBias<'_>; 2],
+        activation: Activation,
+    ) -> Result<Tensor> {
+        let width = gate.0.dims()[0];
+        let own = gated(&self.share_of_outputs(x, gate)?, &self.share_of_outputs(x, up)?, activation)?;
+        let mut outputs = self.gathered(&[own], &[width])?;
+        outputs.pop().ok_or_else(|| Error::msg("no output of a gated layer"))
+    }
+
+    /// This rank's share of a layer's outputs.
+    fn share_of_outputs(&self, x: &Tensor, (weight, bias): WeightAndBias<'_>) -> Result<Tensor> {
+        let range = share_of(weight.dims()[0], self.comm.rank(), self.comm.size());
+        let bias = bias.map(|bias| bias.narrow(0, range.start, range.len())).transpose()?;
+        weight.row_range(range)?.linear(x, bias.as_ref())
+    }
+
+    /// All outputs of layers of these widths, of which each rank has its share.
+    fn gathered(&self, own: &[Tensor], widths: &[usize]) -> Result<Vec<Tensor>> {
+        let ranks = self.comm.size();
+        let of_rank = |rank: usize| widths.iter().map(|width| share_of(*width, rank, ranks).len()).collect();
+        collective::all_gather_columns(&*self.comm, own, &of_rank)
     }
 }
 
@@ -134,6 +147,34 @@ mod tests {
             });
             for outputs in shared.unwrap() {
                 assert_eq!(bits(&outputs), bits(std::slice::from_ref(&alone)), "{rows} rows");
+            }
+        }
+    }
+
+    /// A gated layer sends half of what its two layers would.
+    #[test]
+    fn ranks_that_share_a_gated_layer_have_the_bits_of_one_rank() {
+        for (ranks, rows, dtype) in [(2, 1, DType::F32), (3, 5, DType::F32), (2, 16, DType::BF16)] {
+            let [gate, up] = [(133, 0), (133, 1)].map(|(width, odd)| {
+                let all = numbers(&[2 * width, 64], dtype);
+                Weight::Dense(all.narrow(0, odd * width, width).unwrap())
+            });
+            let (x, bias) = (numbers(&[rows, 64], dtype), numbers(&[133], dtype));
+            let both = || [(&gate, None), (&up, Some(&bias))];
+            let [of_gate, of_up] = both().map(|(weight, bias)| weight.linear(&x, bias).unwrap());
+            let alone = gated(&of_gate, &of_up, Activation::GeluTanh).unwrap();
+            let shared = threads::run(ranks, Options::default(), |comm| -> Done<_> {
+                let ranks = ReplicatedRows::new(comm.clone(), 1).unwrap();
+                Ok((ranks.gated(&x, both(), Activation::GeluTanh).unwrap(), comm.bytes_sent()))
+            });
+            for (rank, (output, sent)) in shared.unwrap().into_iter().enumerate() {
+                assert_eq!(
+                    bits(&[output]),
+                    bits(std::slice::from_ref(&alone)),
+                    "{ranks} ranks, {rows} rows of {dtype:?}"
+                );
+                let own = share_of(133, rank, ranks).len();
+                assert_eq!(sent, ((ranks - 1) * rows * own * dtype.size_in_bytes()) as u64);
             }
         }
     }

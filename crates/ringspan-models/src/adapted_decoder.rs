@@ -51,11 +51,12 @@ impl Decoder {
     }
 
     /// Attaches the adapters of several decoders of the same model, each under the slot by which rows ask for it
-    /// ([`AdapterSelection`](ringspan_candle::AdapterSelection)), so that one pass computes rows of all of them. They are not trained.
+    /// ([`AdapterSelection`](ringspan_candle::AdapterSelection)), so that one pass computes rows of all of them. They are not trained, and
+    /// their matrices are not among the model's parameters.
     #[must_use]
-    pub fn with_joined_adapters(&self, adapted: &[(u64, &Self)]) -> Self {
-        let adapters: Vec<_> = adapted.iter().map(|(slot, decoder)| (*slot, decoder.adapter_sizes())).collect();
-        self.clone().with_adapters(None, Adapters::joined(&adapters))
+    pub fn with_adapters_by_slot<'a>(&self, adapted: impl IntoIterator<Item = (u64, &'a Self)>) -> Self {
+        let by_slot = adapted.into_iter().map(|(slot, decoder)| (slot, decoder.adapter_sizes().clone())).collect();
+        self.clone().with_adapters(None, Adapters::by_slot(by_slot))
     }
 
     /// The adapters' settings, if the model has adapters.

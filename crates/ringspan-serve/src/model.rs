@@ -4,7 +4,7 @@ use crate::error::{Error, Result};
 use crate::mesh::Mesh;
 use crate::model_parallel_rank::ModelParallelRank;
 use candle_core::{DType, Tensor};
-use ringspan_candle::lora::weight_names;
+use ringspan_candle::lora::{weight_names, weight_names_by_slot};
 use ringspan_candle::quantized::Format;
 use ringspan_candle::{Attend, Devices, StoredWeights, Unit, Weight, model::on_device};
 use ringspan_models::{Decoder, StoredModel};
@@ -126,31 +126,25 @@ impl Model {
         Ok(Self { decoder, weights, stored, vocabulary, model_rank, key_value_heads, head })
     }
 
-    /// The same shard of the model with several adapters joined, each under its slot, from this shard with each of them: for rows that
-    /// ask for different ones.
-    ///
-    /// # Errors
-    /// Matrices that do not fit each other.
-    pub(crate) fn joined(&self, adapted: &[(u64, Arc<Self>)]) -> Result<Self> {
-        let decoders: Vec<_> = adapted.iter().map(|(slot, model)| (*slot, model.decoder())).collect();
-        let decoder = self.decoder.with_joined_adapters(&decoders);
+    /// The same shard of the model with several adapters, each under its slot, from this shard with each of them: for rows that ask for
+    /// different ones. All share their matrices.
+    pub(crate) fn with_adapters_by_slot(&self, adapted: &[(u64, Arc<Self>)]) -> Self {
+        let decoder = self.decoder.with_adapters_by_slot(adapted.iter().map(|(slot, model)| (*slot, model.decoder())));
         let mut weights = self.weights.clone();
         for (device, weights) in weights.iter_mut().enumerate() {
-            for (layer, _) in decoder.adapters() {
-                // A below each other, B side by side.
-                for (name, dim) in weight_names(layer).into_iter().zip([0, 1]) {
-                    let of_adapters = adapted.iter().filter_map(|(_, model)| model.weights[device].get(&name));
-                    let parts = of_adapters.map(Weight::tensor).collect::<candle_core::Result<Vec<_>>>()?;
+            for (slot, model) in adapted {
+                for (layer, _) in model.decoder.adapters() {
+                    let names = weight_names(layer).into_iter().zip(weight_names_by_slot(layer, *slot));
                     // This shard may lack the layer.
-                    if !parts.is_empty() {
-                        weights.insert(name, Tensor::cat(&parts, dim)?.into());
-                    }
+                    let matrices = names
+                        .filter_map(|(alone, by_slot)| Some((by_slot, model.weights[device].get(&alone)?.clone())));
+                    weights.extend(matrices);
                 }
             }
         }
         let Self { vocabulary, model_rank, key_value_heads, .. } = *self;
         let (stored, head) = (self.stored.clone(), self.head.clone());
-        Ok(Self { decoder, weights, stored, vocabulary, model_rank, key_value_heads, head })
+        Self { decoder, weights, stored, vocabulary, model_rank, key_value_heads, head }
     }
 
     /// Which part of the model this is.

@@ -3,6 +3,7 @@
 use crate::cast::cast;
 use crate::number::Number;
 use crate::rounding::rounded;
+use crate::slices::elements_of;
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, DType, Layout, Result, Storage, Tensor, bail};
 use half::bf16;
@@ -55,6 +56,51 @@ pub(super) fn made(
 pub(super) fn gather(comm: &dyn Communicator, own: Buffer) -> Result<CpuStorage> {
     let dtype = dtype(&own)?;
     joined(&comm.all_gather(own).map_err(candle_core::Error::wrap)?, dtype)
+}
+
+/// All-gather of columns: the matrices `[rows, n]` of all ranks, each with the columns of all ranks side by side.
+pub(super) fn gather_columns<T: Number>(
+    comm: &dyn Communicator,
+    own: &[Tensor],
+    rows: usize,
+    columns: &dyn Fn(usize) -> Vec<usize>,
+) -> Result<Vec<Tensor>> {
+    let mut sent: Vec<T> = Vec::with_capacity(own.iter().map(Tensor::elem_count).sum());
+    for matrix in own {
+        elements_of::<T, _>(&matrix.contiguous()?, |elements| {
+            sent.extend_from_slice(elements);
+            Ok(())
+        })?;
+    }
+    let arrived = comm.all_gather(T::into_buffer(sent)).map_err(candle_core::Error::wrap)?;
+    let columns: Vec<Vec<usize>> = (0..comm.size()).map(columns).collect();
+    // What is left of each rank's message, which has one matrix after the other.
+    let mut rest = Vec::with_capacity(arrived.len());
+    for (rank, (buffer, columns)) in arrived.iter().zip(&columns).enumerate() {
+        let expected = rows * columns.iter().sum::<usize>();
+        match T::of_buffer(buffer) {
+            Some(elements) if elements.len() == expected => rest.push(elements),
+            _ => bail!("rank {rank} sent {} elements of columns instead of {expected} of its own type", buffer.len()),
+        }
+    }
+    let mut whole = Vec::with_capacity(own.len());
+    for (index, matrix) in own.iter().enumerate() {
+        let mut shares = Vec::with_capacity(rest.len());
+        for (rest, columns) in rest.iter_mut().zip(&columns) {
+            let (share, behind) = rest.split_at(rows * columns[index]);
+            *rest = behind;
+            shares.push((share, columns[index]));
+        }
+        let width: usize = shares.iter().map(|(_, columns)| columns).sum();
+        let mut elements: Vec<T> = Vec::with_capacity(rows * width);
+        for row in 0..rows {
+            for (share, columns) in &shares {
+                elements.extend_from_slice(&share[row * columns..(row + 1) * columns]);
+            }
+        }
+        whole.push(Tensor::from_vec(elements, (rows, width), matrix.device())?);
+    }
+    Ok(whole)
 }
 
 /// Reduce-scatter: this rank's elements of the sum over ranks; rank r receives `counts[r]` elements.

@@ -1,7 +1,7 @@
 //! The parameters of experts: with matrices for each expert, or with all experts stacked in one tensor.
 
 use crate::activation::ClampedSwiglu;
-use crate::lora::Adapter;
+use crate::layer_adapter::LayerAdapter;
 use crate::weight::Weight;
 use candle_core::Tensor;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ pub struct GatedExpert {
     /// The down matrix `[C, I]`.
     pub down: Weight,
     /// The adapters of gate, up and down.
-    pub adapters: [Option<Adapter>; 3],
+    pub adapters: [Option<LayerAdapter>; 3],
 }
 
 impl From<GatedExpert> for Expert {
@@ -48,13 +48,13 @@ impl GatedExpert {
 
     /// All trainable tensors: gate, up and down if they are dense, followed by the two matrices of each adapter.
     pub(crate) fn parameters(&self) -> impl Iterator<Item = &Tensor> {
-        let adapters = self.adapters.iter().flatten().flat_map(|adapter| [&adapter.a, &adapter.b]);
+        let adapters = self.adapters.iter().flatten().filter_map(LayerAdapter::matrices).flatten();
         self.weights().into_iter().filter_map(Weight::dense).chain(adapters)
     }
 
     /// The same parameters without the graphs that computed them.
     pub(crate) fn detach(&self) -> Self {
-        let adapters = self.adapters.each_ref().map(|adapter| adapter.as_ref().map(Adapter::detach));
+        let adapters = self.adapters.each_ref().map(|adapter| adapter.as_ref().map(LayerAdapter::detach));
         Self { gate: self.gate.detach(), up: self.up.detach(), down: self.down.detach(), adapters }
     }
 }

@@ -8,7 +8,7 @@ use super::GatedExpert;
 use super::product::{back_through, through};
 use crate::adapter_rows::AdapterRows;
 use crate::cast::cast;
-use crate::lora::Adapter;
+use crate::layer_adapter::LayerAdapter;
 use crate::slices::values;
 use crate::stored_activation::StoredActivation;
 use crate::tensor_product::product_of;
@@ -63,7 +63,7 @@ impl RoutedGatedExpert {
     }
 
     /// `x weight^T` and the contribution of the adapter, in f32.
-    fn adapted(&self, x: &Tensor, weight: &Weight, adapter: Option<&Adapter>) -> Result<Tensor> {
+    fn adapted(&self, x: &Tensor, weight: &Weight, adapter: Option<&LayerAdapter>) -> Result<Tensor> {
         let y = through(x, weight)?;
         match adapter {
             Some(adapter) => y + adapter.delta(x, self.adapter_rows.as_ref())?,
@@ -71,7 +71,7 @@ impl RoutedGatedExpert {
         }
     }
 
-    fn adapters(&self) -> [Option<&Adapter>; 3] {
+    fn adapters(&self) -> [Option<&LayerAdapter>; 3] {
         self.expert.adapters.each_ref().map(Option::as_ref)
     }
 
@@ -88,7 +88,9 @@ impl RoutedGatedExpert {
     ) -> Result<Vec<Option<Tensor>>> {
         let ([of_gate, of_up, of_down], adapter_rows) = (self.adapters(), self.adapter_rows.as_ref());
         let (x, d_out) = (gathered(x, &self.tokens)?, gathered(d_out, &self.tokens)?);
-        let back = |adapter: Option<&Adapter>, dy: &Tensor| adapter.map(|it| it.backward(dy, adapter_rows)).transpose();
+        let back = |adapter: Option<&LayerAdapter>, dy: &Tensor| {
+            adapter.map(|it| it.trained()?.backward(dy, adapter_rows)).transpose()
+        };
         // The routing weights are not included yet, so that the gradient of these weights can be computed from this product.
         let mut unscaled = back_through(&d_out, &self.expert.down)?;
         let down_back = back(of_down, &d_out)?;
@@ -115,7 +117,7 @@ impl RoutedGatedExpert {
         }
         for ((adapter, back), (dy, x)) in self.adapters().into_iter().zip([gate_back, up_back, down_back]).zip(pairs) {
             if let (Some(adapter), Some([_, d_narrow])) = (adapter, back) {
-                gradients.extend(adapter.d_matrices(x, dy, &d_narrow, adapter_rows)?.map(Some));
+                gradients.extend(adapter.trained()?.d_matrices(x, dy, &d_narrow, adapter_rows)?.map(Some));
             }
         }
         Ok(gradients)

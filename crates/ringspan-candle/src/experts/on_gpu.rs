@@ -7,8 +7,8 @@ use crate::adapter_rows::AdapterRows;
 use crate::cast::cast;
 use crate::device_ops;
 use crate::gated_mlp::gated_mlp;
+use crate::layer_adapter::LayerAdapter;
 use crate::linear::{linear, linear_wide};
-use crate::lora::Adapter;
 use crate::swiglu::swiglu;
 use candle_core::{DType, Result, Tensor};
 use std::collections::BTreeMap;
@@ -48,7 +48,7 @@ fn output(x: &Tensor, expert: &GatedExpert, rows: Option<&AdapterRows>) -> Resul
     if adapters.iter().all(Option::is_none) {
         return gated_mlp(x, gate, up, down, Activation::Silu);
     }
-    let through = |x: &Tensor, weight: &Tensor, adapter: &Option<Adapter>| match adapter {
+    let through = |x: &Tensor, weight: &Tensor, adapter: &Option<LayerAdapter>| match adapter {
         Some(adapter) => cast(&(linear_wide(x, weight)? + adapter.delta(x, rows)?)?, x.dtype()),
         None => linear(x, weight, None),
     };

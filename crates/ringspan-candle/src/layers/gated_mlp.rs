@@ -133,11 +133,45 @@ impl GatedMlp {
 
     /// The output, computed with the intermediate tensors of all rows.
     fn whole(&self, x: &Tensor, needs_values: bool, pass: &ForwardPass) -> Result<Tensor> {
-        let [gate, up] = match &self.inner {
-            Inner::Separate(both) => Projection::forward_all(both.each_ref(), x, pass)?,
-            Inner::Stacked(both) => halves(&both.forward(x, pass)?, 1)?,
+        let hidden = match self.shared_inner(x, pass)? {
+            Some(hidden) => hidden,
+            None => {
+                let [gate, up] = match &self.inner {
+                    Inner::Separate(both) => Projection::forward_all(both.each_ref(), x, pass)?,
+                    Inner::Stacked(both) => halves(&both.forward(x, pass)?, 1)?,
+                };
+                gated(&gate, &up, self.activation)?
+            }
         };
-        reduced(&self.down, &gated(&gate, &up, self.activation)?, needs_values, pass)
+        reduced(&self.down, &hidden, needs_values, pass)
+    }
+
+    /// The input of the outer projection, `[T, width]`, if several ranks have the rows of this pass and share the inner projections: each
+    /// applies the activation to its share, so that half as much is exchanged as by two layers.
+    fn shared_inner(&self, x: &Tensor, pass: &ForwardPass) -> Result<Option<Tensor>> {
+        let inner: Vec<&Projection> = self.inner().iter().collect();
+        let Some(ranks) = pass.replicated_rows().filter(|_| x.dim(0).is_ok_and(|rows| rows > 0)) else {
+            return Ok(None);
+        };
+        if !Projection::are_shared(&inner, pass)? {
+            return Ok(None);
+        }
+        match &self.inner {
+            Inner::Separate([gate, up]) => {
+                let both = [(gate.weight(pass)?, gate.bias(pass)?), (up.weight(pass)?, up.bias(pass)?)];
+                ranks.gated(x, both, self.activation).map(Some)
+            }
+            Inner::Stacked(both) => {
+                let (weight, bias) = (both.weight(pass)?, both.bias(pass)?);
+                let width = weight.dims()[0] / 2;
+                let half = |first: usize| {
+                    let bias = bias.map(|bias| bias.narrow(0, first, width)).transpose()?;
+                    Ok::<_, candle_core::Error>((weight.row_range(first..first + width)?, bias))
+                };
+                let [gate, up] = [half(0)?, half(width)?];
+                ranks.gated(x, [(&gate.0, gate.1.as_ref()), (&up.0, up.1.as_ref())], self.activation).map(Some)
+            }
+        }
     }
 
     /// The output, computed with the intermediate tensors of one tile of rows at a time.
@@ -171,7 +205,7 @@ impl GatedMlp {
     }
 
     fn has_biases_or_adapters(&self, pass: &ForwardPass) -> bool {
-        let is_more = |linear: &Projection| linear.has_bias() || pass.adapters().adapter_of(linear.name()).is_some();
+        let is_more = |linear: &Projection| linear.has_bias() || pass.adapters().adapt(linear.name());
         self.inner().iter().any(is_more) || is_more(&self.down)
     }
 

@@ -170,9 +170,7 @@ impl MixtureOfExperts {
     /// Whether any expert has an adapter.
     fn has_adapters(&self, pass: &ForwardPass) -> bool {
         match &self.experts {
-            Experts::Separate(all) => {
-                all.iter().flatten().any(|linear| pass.adapters().adapter_of(linear.name()).is_some())
-            }
+            Experts::Separate(all) => all.iter().flatten().any(|linear| pass.adapters().adapt(linear.name())),
             Experts::Stacked(_) => false,
         }
     }

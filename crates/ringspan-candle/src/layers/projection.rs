@@ -2,8 +2,9 @@
 
 use super::ForwardPass;
 use crate::adapter_rows::AdapterRows;
+use crate::layer_adapter::{LayerAdapter, adapted_rows};
 use crate::linear_adapted::FrozenLinear;
-use crate::lora::{Adapter, weight_names};
+use crate::lora::{weight_names, weight_names_by_slot};
 use crate::parameters::{Init, Scope};
 use crate::residual::residual;
 use crate::shard::{ShardSpec, Split};
@@ -107,12 +108,18 @@ impl Projection {
             return Ok(out);
         }
         let adapter = self.adapter(pass)?;
-        if let (Some(adapter), Some(frozen)) = (&adapter, FrozenLinear::new(weight, bias)) {
-            let narrow = adapter.down(x, self.adapter_rows(pass).as_ref())?;
-            return match pass.store() {
-                Some(store) => store.adapted(&self.name, x, frozen, [&narrow, &adapter.b], needs_values),
-                None => frozen.with_adapter(x, &narrow, &adapter.b),
-            };
+        match (&adapter, FrozenLinear::new(weight, bias)) {
+            (Some(LayerAdapter::One(adapter)), Some(frozen)) => {
+                let narrow = adapter.down(x, self.adapter_rows(pass).as_ref())?;
+                return match pass.store() {
+                    Some(store) => store.adapted(&self.name, x, frozen, [&narrow, &adapter.b], needs_values),
+                    None => frozen.with_adapter(x, &narrow, &adapter.b),
+                };
+            }
+            (Some(LayerAdapter::BySlot(adapters)), Some(frozen)) => {
+                return frozen.with_adapted_rows(x, &adapted_rows(adapters, x, self.adapter_rows(pass).as_ref())?);
+            }
+            _ => {}
         }
         let out = match pass.store() {
             Some(store) => store.linear(&self.name, x, weight, bias, needs_values)?,
@@ -148,7 +155,7 @@ impl Projection {
     /// shared: their sums are rounded once, after the adapter's part is added.
     pub(super) fn are_shared(projections: &[&Self], pass: &ForwardPass) -> Result<bool> {
         let Some(ranks) = pass.replicated_rows() else { return Ok(false) };
-        if projections.iter().any(|projection| pass.adapters().adapter_of(&projection.name).is_some()) {
+        if projections.iter().any(|projection| pass.adapters().adapt(&projection.name)) {
             return Ok(false);
         }
         let weights = projections.iter().map(|projection| projection.weight(pass)).collect::<Result<Vec<_>>>()?;
@@ -180,11 +187,21 @@ impl Projection {
         })
     }
 
-    /// The adapter of the layer, if it has one.
-    pub(super) fn adapter(&self, pass: &ForwardPass) -> Result<Option<Adapter>> {
-        let [a, b] = &self.adapter;
-        let Some(settings) = pass.adapters().adapter_of(&self.name) else { return Ok(None) };
-        Ok(Some(settings.adapter(pass.tensor(a)?, pass.tensor(b)?, self.first_column(pass)?)))
+    /// The adapter of the layer, if it has one, or its adapters by slot.
+    pub(super) fn adapter(&self, pass: &ForwardPass) -> Result<Option<LayerAdapter>> {
+        let all = pass.adapters();
+        if let Some(settings) = all.adapter_of(&self.name) {
+            let [a, b] = &self.adapter;
+            let adapter = settings.adapter(pass.tensor(a)?, pass.tensor(b)?, self.first_column(pass)?);
+            return Ok(Some(LayerAdapter::One(adapter)));
+        }
+        let mut by_slot = Vec::new();
+        for (slot, adapters) in &all.by_slot {
+            let Some(settings) = adapters.adapter_of(&self.name) else { continue };
+            let [a, b] = weight_names_by_slot(&self.name, *slot);
+            by_slot.push((*slot, settings.adapter(pass.tensor(&a)?, pass.tensor(&b)?, self.first_column(pass)?)));
+        }
+        Ok((!by_slot.is_empty()).then_some(LayerAdapter::BySlot(by_slot)))
     }
 
     /// The layer with the values of its parameters.
@@ -218,7 +235,7 @@ impl Projection {
 pub(super) struct LinearWithWeights {
     pub(super) weight: Weight,
     pub(super) bias: Option<Tensor>,
-    pub(super) adapter: Option<Adapter>,
+    pub(super) adapter: Option<LayerAdapter>,
 }
 
 impl LinearWithWeights {
@@ -228,18 +245,27 @@ impl LinearWithWeights {
             Weight::Dense(weight) => Some(weight),
             Weight::Quantized(_) | Weight::Stack(_) => None,
         };
-        let adapter = self.adapter.iter_mut().flat_map(|adapter| [&mut adapter.a, &mut adapter.b]);
+        let adapter = self.adapter.iter_mut().flat_map(|adapter| match adapter {
+            LayerAdapter::One(adapter) => vec![&mut adapter.a, &mut adapter.b],
+            LayerAdapter::BySlot(_) => Vec::new(),
+        });
         weight.into_iter().chain(&mut self.bias).chain(adapter)
     }
 
     /// x `[T, in]` to `[T, out]`. Unless `needs_values`, nothing reads the output values, only gradients.
     pub(super) fn forward(&self, x: &Tensor, adapter_rows: Option<&AdapterRows>, needs_values: bool) -> Result<Tensor> {
-        if let (Some(adapter), Some(frozen)) = (&self.adapter, FrozenLinear::new(&self.weight, self.bias.as_ref())) {
-            let narrow = adapter.down(x, adapter_rows)?;
-            return match needs_values {
-                true => frozen.with_adapter(x, &narrow, &adapter.b),
-                false => frozen.with_adapter_recomputed(x, &narrow, &adapter.b, None),
-            };
+        match (&self.adapter, FrozenLinear::new(&self.weight, self.bias.as_ref())) {
+            (Some(LayerAdapter::One(adapter)), Some(frozen)) => {
+                let narrow = adapter.down(x, adapter_rows)?;
+                return match needs_values {
+                    true => frozen.with_adapter(x, &narrow, &adapter.b),
+                    false => frozen.with_adapter_recomputed(x, &narrow, &adapter.b, None),
+                };
+            }
+            (Some(LayerAdapter::BySlot(adapters)), Some(frozen)) => {
+                return frozen.with_adapted_rows(x, &adapted_rows(adapters, x, adapter_rows)?);
+            }
+            _ => {}
         }
         let out = match needs_values {
             true => self.weight.linear(x, self.bias.as_ref())?,

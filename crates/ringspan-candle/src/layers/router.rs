@@ -7,6 +7,7 @@ use super::projection::Projection;
 use crate::adapter_rows::AdapterRows;
 use crate::cast::cast;
 use crate::experts::{ExpertLoad, RouterGradient, with_router_gradient};
+use crate::layer_adapter::LayerAdapter;
 use crate::linear::linear;
 use crate::lora::Adapter;
 use crate::parameters::{Init, Scope};
@@ -190,7 +191,8 @@ impl RouterLayer {
         }
         match self.gate.adapter(pass)? {
             // The products of the weight and of the adapter are stored separately, and neither is rounded.
-            Some(adapter) => {
+            Some(adapters @ LayerAdapter::BySlot(_)) => logits + adapters.delta(x, adapter_rows)?,
+            Some(LayerAdapter::One(adapter)) => {
                 let adapter = Adapter { a: exact(&adapter.a)?, b: exact(&adapter.b)?, ..adapter };
                 let name = format!("{}.lora_B", self.gate.name());
                 logits + product(&name, &adapter.down(x, adapter_rows)?, adapter.b.clone())?

@@ -185,7 +185,7 @@ fn mixture(adapted: bool) {
             let adapter = |which: usize| {
                 let at = 2 + 3 * experts + 6 * index + 2 * which;
                 let (a, b) = (x[at].clone(), x[at + 1].clone());
-                Adapter { a, b, scale: 0.7, dropout: 0.4, layer: 10 * index + which, first: which, joined: None }
+                Adapter { a, b, scale: 0.7, dropout: 0.4, layer: 10 * index + which, first: which }.into()
             };
             // One matrix of one expert has no adapter.
             let adapters = [0, 1, 2].map(|which| (adapted && (which != 1 || index != 3)).then(|| adapter(which)));

@@ -206,7 +206,7 @@ fn expert(x: &[Tensor], index: usize) -> Result<Expert> {
     let [gate, up, down] = [0, 1, 2].map(|which| x[7 * index + which].clone());
     let adapter = |which: usize, at: usize| {
         let (a, b) = (x[7 * index + at].clone(), x[7 * index + at + 1].clone());
-        Some(Adapter { a, b, scale: 0.7, dropout: 0.4, layer: 10 * index + which, first: 0, joined: None })
+        Some(Adapter { a, b, scale: 0.7, dropout: 0.4, layer: 10 * index + which, first: 0 }.into())
     };
     Ok(GatedExpert { adapters: [adapter(0, 3), None, adapter(2, 5)], ..GatedExpert::plain(gate, up, down) }.into())
 }

@@ -5,7 +5,7 @@ use ringspan_candle::activation::ClampedSwiglu;
 use ringspan_candle::experts::{ExpertStack, StackedExpert};
 use ringspan_candle::experts::{Local, RouterGradient, SavedExperts, mixed, mixed_saving, with_router_gradient};
 use ringspan_candle::stored_activation::Storage;
-use ringspan_candle::{Adapter, Expert, Experts, GatedExpert, InputDropout, Routing};
+use ringspan_candle::{Adapter, Expert, Experts, GatedExpert, InputDropout, LayerAdapter, Routing};
 
 pub(crate) fn random(shape: &[usize], seed: usize) -> Tensor {
     let count: usize = shape.iter().product();
@@ -90,9 +90,9 @@ fn adapted(x: &[Tensor], index: usize) -> Result<GatedExpert> {
     let adapter = |which: usize| {
         let at = 14 + 6 * index + 2 * which;
         let (a, b) = (x[at].clone(), x[at + 1].clone());
-        Adapter { a, b, scale: 0.7, dropout: 0.4, layer: 10 * index + which, first: 8 * which, joined: None }
+        Adapter { a, b, scale: 0.7, dropout: 0.4, layer: 10 * index + which, first: 8 * which }
     };
-    expert.adapters = [0, 1, 2].map(|which| (which != 1 || index != 3).then(|| adapter(which)));
+    expert.adapters = [0, 1, 2].map(|which| (which != 1 || index != 3).then(|| adapter(which).into()));
     Ok(expert)
 }
 
@@ -109,9 +109,9 @@ fn adapted_inputs() -> Vec<Tensor> {
 fn a_mixture_of_experts_with_adapters_equals_its_definition() {
     // The numbers of the tokens among all tokens of a step.
     let dropout = InputDropout::new(7, vec![40, 3, 11, 12, 29]);
-    let through = |x: &Tensor, token: usize, weight: &Tensor, adapter: &Option<Adapter>| -> Result<Tensor> {
+    let through = |x: &Tensor, token: usize, weight: &Tensor, adapter: &Option<LayerAdapter>| -> Result<Tensor> {
         let y = x.matmul(&weight.t()?)?;
-        let Some(adapter) = adapter else { return Ok(y) };
+        let Some(LayerAdapter::One(adapter)) = adapter else { return Ok(y) };
         let ones = Tensor::ones(x.shape(), DType::F32, &Device::Cpu)?;
         let mask = dropout.of_rows(&[token as u32]).apply(&ones, adapter.dropout, adapter.layer, adapter.first)?;
         let narrow = (x * mask.to_dtype(DType::F64)?)?.matmul(&adapter.a.t()?)?;

@@ -104,15 +104,7 @@ fn experts_with_matrices_of_their_own_learn_adapters_beside_what_is_stored() {
             let at = 2 + 2 * (3 * expert + which);
             let (a, b) = (x[at].clone(), x[at + 1].clone());
             // One matrix of each expert has no adapter.
-            (which != expert % 3).then_some(Adapter {
-                a,
-                b,
-                scale: 0.2,
-                dropout: 0.0,
-                layer: 0,
-                first: 0,
-                joined: None,
-            })
+            (which != expert % 3).then_some(Adapter { a, b, scale: 0.2, dropout: 0.0, layer: 0, first: 0 })
         };
         let plain = |x: &[Tensor]| {
             mixture(x, |row, expert| {
@@ -131,7 +123,7 @@ fn experts_with_matrices_of_their_own_learn_adapters_beside_what_is_stored() {
             let routing = Routing { chosen: chosen(), weights: x[1].clone(), adapter_rows: None };
             let expert = |index: usize| {
                 let [gate, up, down] = weights[index].clone();
-                let adapters = [0, 1, 2].map(|which| beside(x, index, which));
+                let adapters = [0, 1, 2].map(|which| beside(x, index, which).map(Into::into));
                 Ok(Expert::from(GatedExpert { gate, up, down, adapters }))
             };
             mixed_saving(&x[0], &routing, &expert, memory)

@@ -9,13 +9,13 @@
 //! finished sequences stay in the prefix cache until other sequences need them, so a prompt with the same prefix is not computed
 //! again.
 
+mod adapter_sets;
 mod client;
 mod engine_core;
 mod engine_handle;
 mod executor;
 mod fingerprint;
 mod histogram;
-mod joined_adapters;
 mod limits;
 mod logprobs;
 mod model_executor;

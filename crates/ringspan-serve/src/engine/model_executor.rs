@@ -1,7 +1,7 @@
 //! Steps over the paged cache of a model, with any of its adapters.
 
+use super::adapter_sets::AdapterSets;
 use super::executor::{Executor, KvRowLayout};
-use super::joined_adapters::JoinedAdapters;
 use super::model_shards::AdaptedModels;
 use super::request::Limits;
 use super::row_parts::{RowPart, row_parts};
@@ -29,7 +29,7 @@ pub(super) struct ModelExecutor<'a> {
     /// This rank's shard of the model.
     model: Arc<Model>,
     adapted: Arc<AdaptedModels>,
-    joined: JoinedAdapters<Model>,
+    adapter_sets: AdapterSets<Model>,
     devices: Devices,
     cache: PagedCache,
     /// The output head's rows for this rank's share of the vocabulary, under the head's name.
@@ -56,8 +56,18 @@ impl<'a> ModelExecutor<'a> {
         let head = model.head_rows(groups.rank(), own)?;
         let head = StoredWeights::from([(model.decoder().head_name().to_owned(), head)]);
         let row_parts = row_parts(&model, groups.model_rank().stage.1, groups.model_rank().shard.tp.1)?;
-        let joined = JoinedAdapters::default();
-        Ok(Self { groups, adapted, joined, devices, cache, head, vocabulary: limits.vocabulary, model, row_parts })
+        let adapter_sets = AdapterSets::default();
+        Ok(Self {
+            groups,
+            adapted,
+            adapter_sets,
+            devices,
+            cache,
+            head,
+            vocabulary: limits.vocabulary,
+            model,
+            row_parts,
+        })
     }
 
     /// The model with the adapters that the sequences of a step ask for.
@@ -67,7 +77,7 @@ impl<'a> ModelExecutor<'a> {
         match (asked.first(), asked.len()) {
             (None, _) => Ok(self.model.clone()),
             (Some(slot), 1) if all_have_one => self.adapted.get(*slot, self.groups.model_rank()),
-            _ => self.joined.model(&asked, |slots| self.adapted.joined(slots, &self.model)),
+            _ => self.adapter_sets.get(&asked, || self.adapted.by_slot(&asked, &self.model)),
         }
     }
 
@@ -93,7 +103,7 @@ impl<'a> ModelExecutor<'a> {
 /// the share that context-parallel ranks leave to it.
 fn share(vocabulary: usize, groups: &Groups, rank: usize) -> Range<usize> {
     let (tp, pp) = (groups.model_rank().shard.tp.1, groups.model_rank().stage.1);
-    // Those of all attention replicas.
+    // Context-parallel ranks of all attention replicas.
     let cp = groups.size() / (tp * pp);
     let of_tp = part(vocabulary, rank % tp, tp);
     within(within(of_tp, (rank / (tp * cp), pp)), (rank / tp % cp, cp))
@@ -154,7 +164,7 @@ impl Executor for ModelExecutor<'_> {
     }
 
     fn unload_adapter(&mut self, slot: u64) {
-        self.joined.forget(slot);
+        self.adapter_sets.forget(slot);
         self.adapted.unload(slot);
     }
 

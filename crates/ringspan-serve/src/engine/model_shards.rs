@@ -9,7 +9,7 @@ use ringspan_models::adapter;
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The shards of a model by model-parallel rank. Context-parallel ranks of one process share a shard.
 #[derive(Debug)]
@@ -46,23 +46,16 @@ impl ModelShards {
 
 /// The shards of models with adapters that the ranks of this process share; all have the weights of the base model.
 #[derive(Debug, Default)]
-pub(super) struct AdaptedModels(Mutex<Adapted>);
-
-#[derive(Debug, Default)]
-struct Adapted {
-    single: BTreeMap<(u64, ModelParallelRank), Arc<Model>>,
-    /// Models with several adapters joined, as long as a rank uses them.
-    joined: BTreeMap<(BTreeSet<u64>, ModelParallelRank), Weak<Model>>,
-}
+pub(super) struct AdaptedModels(Mutex<BTreeMap<(u64, ModelParallelRank), Arc<Model>>>);
 
 impl AdaptedModels {
-    fn lock(&self) -> MutexGuard<'_, Adapted> {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<(u64, ModelParallelRank), Arc<Model>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Reads an adapter for a shard of the base model, unless another rank of this process has.
     pub(super) fn load(&self, slot: u64, folder: &Path, base: &Model, devices: &Devices) -> Result<()> {
-        let models = &mut self.lock().single;
+        let mut models = self.lock();
         let key = (slot, base.model_rank());
         if models.contains_key(&key) {
             return Ok(());
@@ -76,26 +69,17 @@ impl AdaptedModels {
     /// The shard of the model with an adapter.
     pub(super) fn get(&self, slot: u64, model_rank: ModelParallelRank) -> Result<Arc<Model>> {
         let missing = || Error::Step(format!("a step computes with adapter {slot}, which is not loaded"));
-        self.lock().single.get(&(slot, model_rank)).cloned().ok_or_else(missing)
+        self.lock().get(&(slot, model_rank)).cloned().ok_or_else(missing)
     }
 
-    /// A shard of the base model with several adapters joined.
-    pub(super) fn joined(&self, slots: &BTreeSet<u64>, base: &Model) -> Result<Arc<Model>> {
-        let model_rank = base.model_rank();
-        let each = slots.iter().map(|slot| Ok((*slot, self.get(*slot, model_rank)?))).collect::<Result<Vec<_>>>()?;
-        let joined = &mut self.lock().joined;
-        joined.retain(|_, model| model.strong_count() > 0);
-        let key = (slots.clone(), model_rank);
-        if let Some(model) = joined.get(&key).and_then(Weak::upgrade) {
-            return Ok(model);
-        }
-        let model = Arc::new(base.joined(&each)?);
-        joined.insert(key, Arc::downgrade(&model));
-        Ok(model)
+    /// A shard of the base model with several adapters.
+    pub(super) fn by_slot(&self, slots: &BTreeSet<u64>, base: &Model) -> Result<Model> {
+        let each = slots.iter().map(|slot| Ok((*slot, self.get(*slot, base.model_rank())?)));
+        Ok(base.with_adapters_by_slot(&each.collect::<Result<Vec<_>>>()?))
     }
 
     /// Forgets an adapter.
     pub(super) fn unload(&self, slot: u64) {
-        self.lock().single.retain(|(other, _), _| *other != slot);
+        self.lock().retain(|(other, _), _| *other != slot);
     }
 }

@@ -101,7 +101,9 @@ fn stages_that_share_the_layers_serve_as_one_rank() {
 #[test]
 fn layers_that_decoding_ranks_share_serve_as_on_one_rank() {
     let meshes = [(2, 1, 1, 1), (1, 2, 1, 1), (2, 1, 2, 1), (2, 2, 1, 1)].map(of_sizes);
-    for (name, model) in [("qwen3", wide()), ("qwen2", wide_of("qwen2")), ("llama, q4_0", wide_in_q4_0())] {
+    for (name, model) in
+        [("qwen3", wide()), ("qwen2", wide_of("qwen2")), ("phi3", wide_of("phi3")), ("llama, q4_0", wide_in_q4_0())]
+    {
         let meshes = meshes.iter().cloned().chain([staged(2, (2, 1, 1, 1))]);
         serves_as_one_rank(name, &Arc::new(model), meshes);
     }

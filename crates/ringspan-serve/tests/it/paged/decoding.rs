@@ -6,8 +6,8 @@ use ringspan_serve::Model;
 use ringspan_serve::engine::step::{Outputs, Step};
 
 /// Widths of the layers of [`wide`] that ranks share, which 16 outputs for each of 4 ranks divide: queries, keys and values; the output of
-/// attention; gate and up; the output of the feed-forward layer.
-const SHARED_WIDTHS: [usize; 7] = [512, 256, 256, 512, 1536, 1536, 512];
+/// attention; gate times up; the output of the feed-forward layer.
+const SHARED_WIDTHS: [usize; 6] = [512, 256, 256, 512, 1536, 512];
 
 /// The hidden states after a step that decodes one token of each of some sequences, `before` tokens long, and the bytes that each rank
 /// sends in it.
