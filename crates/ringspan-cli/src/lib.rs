@@ -76,7 +76,7 @@ fn keep_memory(command: &Command) {
     const PURGE_DELAY: libmimalloc_sys::mi_option_t = 15;
     let delay = match command {
         Command::Serve(_) => return,
-        Command::DecodeLatents(_) | Command::EncodeFrames(_) | Command::Video(_) => 400,
+        Command::Denoise(_) | Command::DecodeLatents(_) | Command::EncodeFrames(_) | Command::Video(_) => 400,
         _ => -1,
     };
     // SAFETY: sets an integer option, for which every value is valid.

@@ -4,6 +4,7 @@
 
 use crate::transformer::{WanConfig, WeightType};
 use ringspan::kernel::Isa;
+use ringspan::kernel::product::MOST_PACKED;
 use ringspan::mesh::Grid;
 
 /// Rows that a feed-forward layer computes at a time.
@@ -88,12 +89,14 @@ impl RunSizes {
         let rows = self.tokens * width;
         let control = if config.vace_layers.is_some() { 2 * rows * element } else { 0 };
         // The input, the attention output, the sum of both, its norm, and queries before and after their norm.
-        let to_prompt = 6 * rows * element;
+        // The product from which queries come packs some of its matrix before their norm is there.
+        let to_prompt = 5 * rows * element + (rows * element).max(packed_weights(width * width, weights));
         // The input, the attention output, the sum, its norm, the output, and the inner width of some rows, before and
-        // after the activation.
+        // after the activation, or what a product packs of a matrix instead of one of these.
         let some = self.tokens.min(FEED_FORWARD_ROWS);
-        let inner = some * config.ffn_dim as u64 * 2 * element;
-        let feed_forward = 5 * rows * element + inner + some * width * element;
+        let inner = some * config.ffn_dim as u64 * element;
+        let second = inner.max(packed_weights(width * config.ffn_dim as u64, weights));
+        let feed_forward = 5 * rows * element + inner + second + some * width * element;
         control + self.attention(config, element).max(to_prompt).max(feed_forward)
     }
 
@@ -153,6 +156,12 @@ impl RunSizes {
         let ends = width * (config.patch() * (config.in_channels + config.out_channels())) as f64;
         blocks(config) as f64 * (2.0 * tokens * of_token + 4.0 * width * pairs) + 2.0 * tokens * ends
     }
+}
+
+/// Bytes that a product with a matrix of so many elements packs of it at a time: in f32, or as pairs of bf16 if the processor multiplies these.
+fn packed_weights(elements: u64, weights: WeightType) -> u64 {
+    let pair = if weights == WeightType::Bf16 && Isa::best().multiplies_bf16() { 2 } else { 1 };
+    4 * elements.div_ceil(pair).min(MOST_PACKED as u64)
 }
 
 /// Blocks, VACE's control blocks included.

@@ -33,6 +33,8 @@ pub struct DenoisePlan {
     bytes: u64,
     /// Bytes that the busiest rank sends in a step beside attention.
     gathered: u64,
+    /// Bytes that rank 0 sends in a step to tell the others whether blocks are skipped.
+    decision: u64,
     /// Bytes of each transformer's weights.
     weights: Vec<u64>,
     /// What a process holds and sends of them where ranks shard them.
@@ -47,12 +49,15 @@ pub struct DenoisePlan {
     has_processes: bool,
 }
 
+/// Bytes of the number by which rank 0 tells another rank whether blocks are skipped.
+const DECISION_BYTES: u64 = 4;
+
 /// Bytes of weights that ranks shard.
 #[derive(Debug, Clone, Copy)]
 struct ShardedBytes {
     /// What the rank with most holds of the larger transformer.
     share: u64,
-    /// The largest unit, as a message and as the weights that are made of it.
+    /// The largest unit, and what the rank receives of the next one meanwhile.
     unit: u64,
     /// What the busiest rank sends in a step, and once more for the prompts where a transformer begins.
     sent: u64,
@@ -64,7 +69,7 @@ impl ShardedBytes {
         for stage in 0..folder.stages() {
             let (shares, adapters) = folder.shares(stage, mesh.size());
             most.share = most.share.max(shares.most() + adapters);
-            most.unit = most.unit.max(2 * shares.largest_unit());
+            most.unit = most.unit.max(shares.gathered());
             most.sent = most.sent.max(shares.most() * (mesh.size() as u64 - 1));
         }
         most
@@ -131,6 +136,7 @@ impl DenoisePlan {
             alternative: cost.alternative(&all),
             bytes: cost.bytes * (blocks * branches) as u64,
             gathered: sizes.gathered(config, mesh.cfg_parallel),
+            decision: if settings.cache_threshold > 0.0 { DECISION_BYTES * (mesh.size() as u64 - 1) } else { 0 },
             weights: (0..folder.stages()).map(|stage| folder.bytes(stage)).collect(),
             sharded: mesh.shard_weights.then(|| ShardedBytes::new(folder, mesh)),
             activations: sizes.activations(config, weights),
@@ -140,14 +146,15 @@ impl DenoisePlan {
         })
     }
 
-    /// Bytes that the busiest rank sends in a step: in attention, for the velocity, and of weights where ranks shard them.
+    /// Bytes that the busiest rank sends in a step: in attention, for the velocity, to decide whether blocks are skipped, and of weights where
+    /// ranks shard them.
     #[must_use]
     pub fn sent(&self) -> u64 {
-        self.bytes + self.gathered + self.sharded.map_or(0, |sharded| sharded.sent)
+        self.bytes + self.gathered + self.decision + self.sharded.map_or(0, |sharded| sharded.sent)
     }
 
     /// Bytes of the largest transformer's weights in the memory of a process: all of them, or where ranks shard them the largest share and
-    /// the largest unit, which is gathered to compute with it.
+    /// the largest unit, which is gathered to compute with it, with what is received of the next one.
     #[must_use]
     pub fn most_weights(&self) -> u64 {
         let all = self.weights.iter().copied().max().unwrap_or(0);
@@ -212,7 +219,7 @@ impl DenoisePlan {
         }
     }
 
-    /// Bytes that attention of the busiest rank sends in a step.
+    /// Bytes that attention of the busiest rank sends in a step whose blocks are computed.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.bytes
@@ -252,11 +259,15 @@ impl fmt::Display for DenoisePlan {
                 "sharded   a rank holds {share} of the weights, and {unit} while it computes; it sends {sent} a step"
             )?;
         }
-        writeln!(
+        write!(
             f,
             "sent      up to {} bytes a rank and step in attention, {} for the velocity",
             self.bytes, self.gathered
         )?;
+        match self.decision {
+            0 => writeln!(f)?,
+            bytes => writeln!(f, ", {bytes} to decide whether blocks are skipped")?,
+        }
         writeln!(
             f,
             "memory    activations up to {} a rank, weights {}",

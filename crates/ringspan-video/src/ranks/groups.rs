@@ -1,6 +1,6 @@
 //! The groups of a rank.
 
-use super::VideoMesh;
+use super::{VideoMesh, WrapCommunicator};
 use crate::error::{Error, Result};
 use ringspan::Rank;
 use ringspan::attention::Group;
@@ -24,8 +24,8 @@ pub struct RankGroups {
 
 impl RankGroups {
     /// Makes the groups of a rank; all ranks of the mesh must call this.
-    pub(super) fn new(own: &Rank, mesh: &VideoMesh) -> Result<Self> {
-        let (world, rank, size) = (own.communicator(), own.index(), mesh.branch_size());
+    pub(super) fn new(own: &Rank, mesh: &VideoMesh, wrap: WrapCommunicator) -> Result<Self> {
+        let (world, rank, size) = (wrap(own.communicator().clone()), own.index(), mesh.branch_size());
         let sent_before = world.bytes_sent();
         let alone = Group::new(world.split(rank, 0)?, (1, 1), own.kernel())?;
         let (of_branch, across) = match mesh.cfg_parallel {
@@ -35,7 +35,7 @@ impl RankGroups {
         let video = Arc::new(Group::new(of_branch, (mesh.ring, mesh.ulysses), own.kernel())?);
         let sharing_weights = if mesh.shard_weights { Some(world.split(0, rank)?) } else { None };
         let (alone, head_chunks) = (Arc::new(alone), mesh.head_chunks);
-        Ok(Self { rank, world: world.clone(), video, alone, across, head_chunks, sharing_weights, sent_before })
+        Ok(Self { rank, world, video, alone, across, head_chunks, sharing_weights, sent_before })
     }
 
     /// This rank's number among all.

@@ -60,13 +60,19 @@ impl VideoMesh {
     /// # Errors
     /// The sizes.
     pub fn check(&self) -> Result<()> {
-        if self.size() == 0 {
-            return Err(Error::Mesh(format!("{self}: each size must be at least 1")));
-        }
+        self.check_sizes()?;
         if self.shard_weights && (self.size() == 1 || self.processes.local().is_none()) {
             return Err(Error::Mesh(format!(
                 "{self}: sharding weights has no effect, because the ranks of a process share its weights, and there is one process"
             )));
+        }
+        Ok(())
+    }
+
+    /// Like [`check`](Self::check), but lets ranks of one process shard weights.
+    pub(super) fn check_sizes(&self) -> Result<()> {
+        if self.size() == 0 {
+            return Err(Error::Mesh(format!("{self}: each size must be at least 1")));
         }
         match self.head_chunks {
             0 => Err(Error::Mesh("heads are exchanged in 0 parts: there must be at least 1".into())),

@@ -8,7 +8,7 @@ pub use mesh::VideoMesh;
 
 use crate::error::Result;
 use ringspan::comm::process_group::ProcessGroup;
-use ringspan::comm::{Buffer, threads};
+use ringspan::comm::{Buffer, Communicator, threads};
 use ringspan::{Rank, World, world};
 use std::sync::Arc;
 
@@ -31,7 +31,12 @@ use std::sync::Arc;
 pub struct VideoRanks {
     mesh: VideoMesh,
     world: World,
+    /// Makes the communicator through which a rank computes a video of the one that it has.
+    wrap: WrapCommunicator,
 }
+
+/// Makes a communicator that wraps another one.
+pub type WrapCommunicator = fn(Arc<dyn Communicator>) -> Arc<dyn Communicator>;
 
 impl VideoRanks {
     /// Starts the ranks of a mesh.
@@ -40,9 +45,19 @@ impl VideoRanks {
     /// What [`VideoMesh::check`] refuses, a number of processes that is not the number of ranks, more threads than the system allows.
     pub fn start(mesh: &VideoMesh) -> Result<Self> {
         mesh.check()?;
+        Self::start_with(mesh, |comm| comm)
+    }
+
+    /// Like [`start`](Self::start), and each rank computes a video through what `wrap` makes of its communicator, which has the same ranks: so
+    /// messages can be measured, or be treated as another transport would. Ranks that are threads may shard weights, as processes do.
+    ///
+    /// # Errors
+    /// As for [`start`](Self::start).
+    pub fn start_with(mesh: &VideoMesh, wrap: WrapCommunicator) -> Result<Self> {
+        mesh.check_sizes()?;
         let ranks = threads::Options { deadline: mesh.deadline, ..Default::default() };
         let options = world::Options { threads_per_rank: mesh.threads, ranks };
-        Ok(Self { mesh: mesh.clone(), world: World::start(&mesh.processes, mesh.size(), options)? })
+        Ok(Self { mesh: mesh.clone(), world: World::start(&mesh.processes, mesh.size(), options)?, wrap })
     }
 
     /// The mesh.
@@ -67,8 +82,8 @@ impl VideoRanks {
     /// # Errors
     /// The error of the rank that failed first, or of ranks that are processes, one of which failed in an earlier call.
     pub fn run<T: Send>(&mut self, work: impl Fn(&RankGroups) -> Result<T> + Sync) -> Result<Vec<T>> {
-        let Self { mesh, world } = self;
-        world.run(|rank| work(&RankGroups::new(rank, mesh)?))
+        let Self { mesh, world, wrap } = self;
+        world.run(|rank| work(&RankGroups::new(rank, mesh, *wrap)?))
     }
 
     /// Runs `work` on every rank, and gathers its numbers in the process of rank 0, in rank order; `None` in other processes.

@@ -181,7 +181,7 @@ impl fmt::Display for VideoTraining<'_> {
         writeln!(f, "adapters  rank {rank}, alpha {alpha}: {} layers, {parameters} parameters", shapes.len() / 2)?;
         writeln!(f, "data      {}", self.data)?;
         let shared = match self.mesh.shard_weights {
-            true => "a process: its share, and twice the largest block while it computes",
+            true => "a process: its share, and while it computes the largest block with what it receives of the next",
             false => "once for the ranks of a process",
         };
         writeln!(f, "weights   {}, frozen, {shared}", bytes_text(self.memory.weights))?;
@@ -202,7 +202,7 @@ fn predicted_memory(
     let weights = match mesh.shard_weights {
         true => {
             let shares = folder.shares(WeightType::AsStored, mesh.size());
-            shares.most() + 2 * shares.largest_unit()
+            shares.most() + shares.gathered()
         }
         false => folder.bytes(WeightType::AsStored) - 4 * adapters as u64,
     };

@@ -309,11 +309,12 @@ impl WanTransformer {
         patches.pop().ok_or_else(|| Error::Input("a pass of no branch".into()))
     }
 
-    /// The embedding of a time step, C numbers.
+    /// The embedding of a time step, C numbers. The unit with which it is computed is put back, since a pass takes it first.
     pub(crate) fn embedded_time(&self, weights: &dyn UnitWeights, time: f32, video: &VideoContext) -> Result<Vec<f32>> {
         let times = Timesteps { values: vec![time], rows: TableRows::one() };
         let embedding = weights.unit(Unit::Embedding)?;
         let embedded = self.condition_embedder.embedded_times(&times, &self.pass(&embedding, video))?;
+        weights.put_back(Unit::Embedding, embedding);
         Ok(embedded.flatten_all()?.to_vec1()?)
     }
 

@@ -22,8 +22,16 @@ pub struct ShardedWeights {
     units: BTreeMap<Unit, ShardedUnit>,
     /// Weights that every rank holds: the matrices of adapters.
     replicated: StoredWeights,
-    /// The unit whose weights are travelling.
-    prefetched: RefCell<Option<(Unit, PendingAllToAll)>>,
+    /// The unit that is taken next, if that is known.
+    ahead: RefCell<Option<(Unit, UnitAhead)>>,
+}
+
+/// Weights of a unit that is taken next.
+enum UnitAhead {
+    /// They are travelling.
+    Travelling(PendingAllToAll),
+    /// They were put back.
+    Here(StoredWeights),
 }
 
 struct ShardedUnit {
@@ -45,15 +53,17 @@ impl ShardedWeights {
         read: impl Fn(&str) -> Result<Weight>,
     ) -> Result<Self> {
         let mut units = BTreeMap::new();
-        for (unit, names) in shares.names() {
-            let mut own = Vec::new();
-            for name in names.get(comm.rank()).into_iter().flatten() {
+        for (unit, shares) in shares.units() {
+            let share = shares.get(comm.rank());
+            // Room for all of it from the beginning: allocators leave a block that is made smaller later where it is.
+            let mut own = Vec::with_capacity(share.map_or(0, |share| share.bytes as usize));
+            for name in share.into_iter().flat_map(|share| &share.names) {
                 encode(&read(name)?, &mut own)?;
             }
-            own.shrink_to_fit();
-            units.insert(*unit, ShardedUnit { names: names.clone(), own: Arc::new(Buffer::U8(own)) });
+            let names = shares.iter().map(|share| share.names.clone()).collect();
+            units.insert(*unit, ShardedUnit { names, own: Arc::new(Buffer::U8(own)) });
         }
-        Ok(Self { comm, units, replicated, prefetched: RefCell::default() })
+        Ok(Self { comm, units, replicated, ahead: RefCell::default() })
     }
 
     /// Bytes that this rank holds, adapters apart.
@@ -71,14 +81,15 @@ impl ShardedWeights {
 impl UnitWeights for ShardedWeights {
     fn unit(&self, unit: Unit) -> Result<Cow<'_, StoredWeights>> {
         let Some(sharded) = self.units.get(&unit) else { return Ok(Cow::Borrowed(&self.replicated)) };
-        let mut messages = match self.prefetched.take() {
-            Some((announced, messages)) if announced == unit => messages,
+        let mut messages = match self.ahead.take() {
+            Some((ahead, UnitAhead::Here(weights))) if ahead == unit => return Ok(Cow::Owned(weights)),
+            Some((ahead, UnitAhead::Travelling(messages))) if ahead == unit => messages,
             // What was announced and is not taken has been sent all the same.
-            Some((_, other)) => {
+            Some((_, UnitAhead::Travelling(other))) => {
                 other.wait()?;
                 self.start(sharded)?
             }
-            None => self.start(sharded)?,
+            Some((_, UnitAhead::Here(_))) | None => self.start(sharded)?,
         };
         let mut weights = self.replicated.clone();
         // Each message is freed before the weights of the next one are made.
@@ -104,11 +115,23 @@ impl UnitWeights for ShardedWeights {
     }
 
     fn prefetch(&self, unit: Unit) -> Result<()> {
-        let mut ahead = self.prefetched.borrow_mut();
-        if let (Some(sharded), None) = (self.units.get(&unit), &*ahead) {
-            *ahead = Some((unit, self.start(sharded)?));
+        let mut ahead = self.ahead.borrow_mut();
+        let is_wanted = match &*ahead {
+            Some((_, UnitAhead::Travelling(_))) => false,
+            Some((here, UnitAhead::Here(_))) => *here != unit,
+            None => true,
+        };
+        if let Some(sharded) = self.units.get(&unit).filter(|_| is_wanted) {
+            *ahead = Some((unit, UnitAhead::Travelling(self.start(sharded)?)));
         }
         Ok(())
+    }
+
+    fn put_back(&self, unit: Unit, weights: Cow<'_, StoredWeights>) {
+        let mut ahead = self.ahead.borrow_mut();
+        if let (Cow::Owned(weights), None) = (weights, &*ahead) {
+            *ahead = Some((unit, UnitAhead::Here(weights)));
+        }
     }
 }
 

@@ -20,6 +20,9 @@ pub trait UnitWeights {
     fn prefetch(&self, _unit: Unit) -> Result<()> {
         Ok(())
     }
+
+    /// Takes back the weights of a unit that is taken next again, so that ranks which gather it do so once.
+    fn put_back(&self, _unit: Unit, _weights: Cow<'_, StoredWeights>) {}
 }
 
 /// The units of a pass, one after the other, each of which is announced while the one before computes.

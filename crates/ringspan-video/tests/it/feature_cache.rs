@@ -4,11 +4,14 @@ use crate::denoise::{inputs, pipeline, settings};
 use crate::support::{distance, fixture, message, on_ranks, reference};
 use candle_core::Tensor;
 use ringspan_candle::StoredWeights;
+use ringspan_candle::model::Unit;
 use ringspan_video::Result;
 use ringspan_video::denoise::{DenoiseFolder, DenoiseInputs, DenoisePlan, DenoiseSettings, denoise};
 use ringspan_video::ranks::{VideoMesh, VideoRanks};
 use ringspan_video::scheduler::Scheduler;
-use ringspan_video::transformer::{BlockPass, Branch, Conditions, TokenGrid, VideoContext, WanFolder, WeightType};
+use ringspan_video::transformer::{
+    BlockPass, Branch, Conditions, TokenGrid, UnitWeights, VideoContext, WanFolder, WeightType,
+};
 use std::sync::Mutex;
 
 /// The latents of a run, and for each step whether its blocks were skipped.
@@ -160,6 +163,49 @@ fn skipped_blocks_add_what_they_added_in_the_first_step() -> Result<()> {
     let all = DenoiseSettings { cache_threshold: 0.0, ..settings };
     let far = distance(&latents, &run(&folder, &VideoMesh::single(), &inputs, &all)?.0);
     assert!(far > 1e-3, "skipping changes the latents by {far}");
+    Ok(())
+}
+
+/// A step whose blocks are computed sends what is planned, and one whose blocks are skipped the weights of the first and of the last unit
+/// alone; the velocity and the decision are sent in both.
+#[test]
+fn a_step_that_decides_gathers_each_unit_once() -> Result<()> {
+    let (tensors, path) = (reference("loops"), fixture("t2v"));
+    let (inputs, folder) = (inputs(&tensors, false), DenoiseFolder::open(&path, WeightType::F32)?);
+    for (ring, ulysses, cfg_parallel) in [(2, 1, false), (1, 2, false), (2, 2, false), (2, 1, true)] {
+        let mesh = VideoMesh { ring, ulysses, cfg_parallel, shard_weights: true, ..VideoMesh::single() };
+        let others = mesh.size() as u64 - 1;
+        // Bytes of weights that rank 0 sends in a step with all units, and in one with two.
+        let of_units = on_ranks((mesh.size(), 1), |group, _| {
+            let share = WanFolder::open(&path)?.load_share(WeightType::F32, group.cp().split(0, group.rank())?)?;
+            let before = group.cp().bytes_sent();
+            share.unit(Unit::Embedding)?;
+            share.unit(Unit::Head)?;
+            Ok([share.bytes() * others, group.cp().bytes_sent() - before])
+        })?;
+        let most = of_units.iter().map(|[all, _]| *all).max().unwrap_or(0);
+        let [all, two] = of_units[0];
+        for (threshold, wanted_skipped) in [(1e-12, [false; 4]), (1e6, [false, true, true, false])] {
+            let settings = DenoiseSettings { cache_threshold: threshold, ..settings("euler", [5.0; 2])? };
+            let plan = DenoisePlan::new(&folder, &mesh, &inputs, &settings)?;
+            let sent = Mutex::new(Vec::new());
+            let mut ranks = VideoRanks::start_with(&mesh, |comm| comm)?;
+            denoise(&folder, &mut ranks, &inputs, &settings, |step| {
+                sent.lock().expect("no panic").push((step.sent, step.skipped));
+                Ok(())
+            })?;
+            let sent = sent.into_inner().expect("no panic");
+            assert_eq!(sent.iter().map(|(_, skipped)| *skipped).collect::<Vec<_>>(), wanted_skipped, "{mesh}");
+            let of_attention = plan.bytes();
+            for (step, pair) in sent.windows(2).enumerate() {
+                let of_step = pair[1].0 - pair[0].0;
+                // The rank that holds most need not be rank 0, which counts.
+                let computed = plan.sent() - most + all;
+                let wanted = if pair[1].1 { computed - of_attention - all + two } else { computed };
+                assert_eq!(of_step, wanted, "{mesh}, threshold {threshold}, step {}", step + 2);
+            }
+        }
+    }
     Ok(())
 }
 
