@@ -66,13 +66,13 @@ pub(crate) struct ServeArgs {
     /// Longest sequence, prompt and text [default: what the model is made for and the cache holds]
     #[arg(long, value_name = "N", help_heading = "Engine")]
     max_model_len: Option<usize>,
-    /// Most requests that are computed together
+    /// Most requests that are computed together, in each attention replica
     #[arg(long, default_value_t = 64, value_name = "N", help_heading = "Engine")]
     max_running: usize,
     /// Most requests that wait; further ones are told to come later
     #[arg(long, default_value_t = 1024, value_name = "N", help_heading = "Engine")]
     max_waiting: usize,
-    /// Most prompt tokens in one step: fewer shorten the time between other requests' tokens, more prefill prompts
+    /// Most prompt tokens in one step, in each attention replica: fewer shorten the time between other requests' tokens, more prefill prompts
     /// faster
     #[arg(long, default_value_t = 512, value_name = "N", help_heading = "Engine")]
     prefill_chunk: usize,
@@ -103,8 +103,8 @@ pub(crate) struct ServeArgs {
     /// Pipeline stages P, each of which holds some of the layers, with the keys and values of these
     #[arg(long, default_value_t = 1, value_name = "P")]
     pp: usize,
-    /// Attention replicas D: each has the ranks of --ring, --ulysses and --tp, and computes requests of its own; --ep shares experts over
-    /// all of them
+    /// Attention replicas D: each has the ranks of --ring, --ulysses and --tp, and computes requests of its own; --ep may share experts over
+    /// several of them
     #[arg(long, default_value_t = 1, value_name = "D")]
     attn_dp: usize,
 }

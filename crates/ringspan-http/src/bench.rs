@@ -101,8 +101,12 @@ impl Load {
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(failed)?;
         runtime.block_on(async {
             let server = Arc::new(Target::find(self).await?);
-            // The first request of a server may be slow for reasons of its own.
-            server.complete(self, usize::MAX).await?;
+            // The first request for a model may be slow for reasons of its own.
+            let models = server.models.len();
+            let beyond_all = usize::MAX / 2 / models * models;
+            for model in 0..models {
+                server.complete(self, beyond_all + model).await?;
+            }
             for &clients in clients {
                 report(&server.measure(self, clients.max(1)).await?);
             }

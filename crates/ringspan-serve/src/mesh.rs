@@ -30,8 +30,8 @@ pub struct Mesh {
     pub ep: usize,
     /// Number of pipeline stages, each of which has some of the layers.
     pub pp: usize,
-    /// Number of attention replicas (attention data parallel), each of which computes sequences of its own; experts are shared over all
-    /// of them.
+    /// Number of attention replicas (attention data parallel), each of which computes sequences of its own; experts may be shared
+    /// over several of them.
     pub attn_dp: usize,
     /// Number of CPU threads of each rank.
     pub threads: usize,

@@ -150,7 +150,7 @@ impl<'a> EngineCore<'a> {
 
     /// Runs one token through every rank: in each attention replica, in a page that nothing else uses, if there is one.
     fn compute_one_token(&mut self, ranks: &mut EngineRank) -> Result<()> {
-        // If all pages of a replica are in use, steps run through its ranks all the time.
+        // A replica all of whose pages are in use has requests, whose steps run through its ranks.
         let replicas = 0..self.scheduler.caches().len();
         let pages: Vec<_> =
             replicas.filter_map(|replica| Some((replica, self.scheduler.spare_page(replica)?))).collect();

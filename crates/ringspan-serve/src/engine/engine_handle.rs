@@ -89,7 +89,7 @@ impl Engine {
                 None => cache,
             }
         };
-        let caches = (0..limits.attn_dp.max(1)).map(of_replica).collect();
+        let caches = (0..limits.attn_dp).map(of_replica).collect();
         let EngineOptions { page, max_running, prefill_chunk, mixed_chunk, num_speculative_tokens, .. } = *options;
         let bounds = Bounds { page, max_running, prefill_chunk, mixed_chunk, num_speculative_tokens };
         let scheduler = Scheduler::new(caches, bounds);

@@ -22,6 +22,7 @@ impl EngineOptions {
         let Self { page, max_running, max_waiting, prefill_chunk, .. } = *self;
         let wrong = |option, given: String, possible| Err(Error::Sampling { option, given, possible });
         for (option, given) in [
+            ("attn-dp", sizes.attn_dp),
             ("page", page),
             ("max-model-len", self.max_model_len.unwrap_or(1)),
             ("max-running", max_running),
@@ -55,7 +56,9 @@ impl EngineOptions {
         let asked = if is_alone && holds > 0 { asked.min(holds) } else { asked };
         let needed = asked.div_ceil(page).div_ceil(sizes.cp);
         if holds < asked {
-            let EngineSizes { ranks, page_bytes, .. } = *sizes;
+            let EngineSizes { page_bytes, attn_dp, .. } = *sizes;
+            // A sequence has pages of the ranks of one replica.
+            let ranks = sizes.ranks / attn_dp;
             let (pages_per_rank, window_bytes) = (longest as usize, pages.window_bytes(needed as u64));
             return Err(Error::CacheTooSmall {
                 asked,

@@ -15,11 +15,11 @@ pub struct EngineOptions {
     pub kv_dtype: Option<KvDtype>,
     /// Largest number of tokens of a sequence, prompt and text; `None` for as many as the model is made for and the cache holds.
     pub max_model_len: Option<usize>,
-    /// Largest number of requests in one step.
+    /// Largest number of requests of an attention replica in one step.
     pub max_running: usize,
     /// Largest number of requests that wait.
     pub max_waiting: usize,
-    /// Largest number of prompt tokens in one step.
+    /// Largest number of prompt tokens of an attention replica in one step.
     pub prefill_chunk: usize,
     /// Largest number of prompt tokens in a step in which other requests decode: a larger number prefills prompts
     /// faster, a smaller one shortens the time between the tokens of decoding requests. With `None`, the engine

@@ -108,6 +108,11 @@ impl PrefixCache {
         pages
     }
 
+    /// Number of uses so far, by which pages are ordered.
+    pub(super) fn clock(&self) -> u64 {
+        self.clock
+    }
+
     pub(super) fn pages(&self) -> &Pages {
         &self.pages
     }

@@ -237,7 +237,7 @@ pub struct Limits {
     pub vocabulary: usize,
     /// Width of a hidden state, and so of an embedding.
     pub hidden_size: usize,
-    /// Largest number of requests in one step.
+    /// Largest number of requests of an attention replica in one step.
     pub max_running: usize,
     /// Largest number of requests that wait.
     pub max_waiting: usize,
@@ -276,12 +276,23 @@ impl Limits {
         self.pages_per_rank.saturating_mul(self.attn_dp).saturating_mul(self.cp).saturating_mul(self.page)
     }
 
-    /// Share of the pages of all ranks that running requests hold, for the kind of layers of which fewer pages are
-    /// left.
+    /// The attention replica of a rank.
+    pub fn replica_of(&self, rank: usize) -> usize {
+        let stage = (self.ranks / self.pp.max(1)).max(1);
+        rank % stage * self.attn_dp / stage
+    }
+
+    /// Share of the pages that running requests hold, in the attention replica and for the kind of layers of which fewest are left.
     pub fn usage(&self, ranks: &[RankMetrics]) -> f64 {
-        let share = |used: usize, each: usize| used as f64 / each.saturating_mul(ranks.len()).max(1) as f64;
-        let used = share(ranks.iter().map(|rank| rank.pages_used).sum(), self.pages_per_rank);
-        used.max(share(ranks.iter().map(|rank| rank.window_pages_used).sum(), self.window_pages_per_rank))
+        let share = |used: usize, each: usize, of: usize| used as f64 / each.saturating_mul(of).max(1) as f64;
+        let of_replica = |replica: usize| {
+            let own = || ranks.iter().enumerate().filter(move |(rank, _)| self.replica_of(*rank) == replica);
+            let full = own().map(|(_, rank)| rank.pages_used).sum();
+            let window = own().map(|(_, rank)| rank.window_pages_used).sum();
+            let of = own().count();
+            share(full, self.pages_per_rank, of).max(share(window, self.window_pages_per_rank, of))
+        };
+        (0..self.attn_dp).map(of_replica).fold(0.0, f64::max)
     }
 }
 

@@ -8,7 +8,7 @@ use super::session_file::{RowFormat, SessionIndex, SessionPage, SessionReader, S
 use super::step::CachePage;
 use crate::error::Result;
 use std::cmp::Reverse;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
 /// The size of a session.
@@ -52,18 +52,26 @@ pub(super) fn save(
     };
     let (mut index, mut places) =
         (SessionIndex { adapters: adapters.values().cloned().collect(), ..Default::default() }, Vec::new());
+    let latest = caches.iter().map(PrefixCache::clock).max().unwrap_or(0);
+    // Beginnings that several replicas have are saved once.
+    let mut numbers = HashMap::new();
     for (replica, cache) in caches.iter().enumerate() {
         let all = cache.cached_pages();
         let mut number = vec![None; all.len()];
         for (at, page) in all.iter().enumerate().filter(|(_, page)| is_saved(page.namespace)) {
+            let in_window = page.page.window.is_some();
+            let parent = page.parent.and_then(|parent| number[parent]);
+            let adapter = page.namespace.adapter.and_then(|slot| names.binary_search(&slot).ok());
+            let key = (parent, adapter, in_window, page.tokens);
+            if let Some(saved) = numbers.get(&key) {
+                number[at] = Some(*saved);
+                continue;
+            }
             number[at] = Some(index.pages.len());
-            index.pages.push(SessionPage {
-                parent: page.parent.and_then(|parent| number[parent]),
-                adapter: page.namespace.adapter.and_then(|slot| names.binary_search(&slot).ok()),
-                last_used: page.last_used,
-                in_window: page.page.window.is_some(),
-                tokens: page.tokens.to_vec(),
-            });
+            numbers.insert(key, index.pages.len());
+            // Each cache counts its own uses, and all end now.
+            let last_used = page.last_used + (latest - cache.clock());
+            index.pages.push(SessionPage { parent, adapter, last_used, in_window, tokens: page.tokens.to_vec() });
             places.push((cp_rank(cache, replica, page.rank), page.page, page.tokens.len()));
         }
     }
@@ -134,7 +142,7 @@ struct RestoredText {
     numbers: u64,
 }
 
-/// Restores the text that ends with a page, in the attention replica that has most of it, or else the most room.
+/// Restores the text that ends with a page, in the attention replica that has at least half of it, or else the one with most room.
 fn restore_text(
     leaf: usize,
     reader: &mut SessionReader,
@@ -163,7 +171,8 @@ fn restore_text(
     let suits = |(_, cache): &(usize, &mut PrefixCache)| {
         let pages = cache.pages();
         let cached: usize = (0..pages.ranks()).map(|rank| pages.cached(rank)).sum();
-        (cache.prefix_len(&namespace, &text), Reverse(cached))
+        let found = cache.prefix_len(&namespace, &text);
+        (if 2 * found >= text.len() { found } else { 0 }, Reverse(cached))
     };
     let Some((replica, cache)) = caches.iter_mut().enumerate().max_by_key(suits) else {
         return Ok(Ok(RestoredText::default()));

@@ -5,7 +5,7 @@ use super::cache::PagedCache;
 use super::hidden_states::{from_previous_stage, gather, gather_replicas, to_next_stage};
 use super::page_map::PageMap;
 use super::step_plan::StepPlan;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::groups::Groups;
 use crate::model::Model;
 use crate::step::Step;
@@ -19,6 +19,10 @@ use candle_core::Tensor;
 /// A step that does not fit the cache or the model, which all ranks of a replica refuse alike before they compute; failures of other
 /// ranks.
 pub fn execute(groups: &Groups, model: &Model, cache: &mut PagedCache, step: &Step) -> Result<Option<Tensor>> {
+    let attn_dp = groups.replicas().map_or(1, |(_, replicas)| replicas.size());
+    if let Some(sequence) = step.sequences.iter().find(|sequence| sequence.replica >= attn_dp) {
+        return Err(Error::Step(format!("a sequence of attention replica {} of {attn_dp}", sequence.replica)));
+    }
     let Some((replica, replicas)) = groups.replicas() else { return execute_here(groups, model, cache, step) };
     let hidden = execute_here(groups, model, cache, &step.of_replica(replica))?;
     gather_replicas(groups, replicas, step, hidden, (model.decoder().config().hidden_size, cache.computed()))
@@ -32,8 +36,9 @@ fn execute_here(groups: &Groups, model: &Model, cache: &mut PagedCache, step: &S
     cache.check(&map, step)?;
     step.sequences.iter().try_for_each(|sequence| model.check_tokens(&sequence.tokens))?;
     cache.copy(map.rank, &step.copies);
-    // A replica without sequences may have experts that others send tokens to.
-    if step.sequences.is_empty() && (groups.replicas().is_none() || !groups.shares_experts()) {
+    // A replica without sequences may have experts to which others send tokens.
+    let serves_others = groups.replicas().is_some() && groups.shares_experts() && model.decoder().experts() > 0;
+    if step.sequences.is_empty() && !serves_others {
         return Ok(None);
     }
     let plan = StepPlan::new(&map, step, cache.kinds())?;

@@ -67,8 +67,13 @@ pub(super) fn gather_replicas(
     if !is_last_stage || !leads_replica {
         return Ok(None);
     }
+    // Also without outputs, so that a step has ended where all replicas have computed their part.
+    let has_sequences = |replica: usize| step.sequences.iter().any(|sequence| sequence.replica == replica);
     if replicas.rank() > 0 {
-        hidden.iter().try_for_each(|hidden| send(replicas, 0, hidden))?;
+        if has_sequences(replicas.rank()) {
+            let none = || Tensor::zeros((0, width), dtype, &Device::Cpu);
+            send(replicas, 0, &hidden.map_or_else(none, Ok)?)?;
+        }
         return Ok(None);
     }
     let (mut arrived, mut first_row) = (Vec::new(), vec![0; replicas.size()]);
@@ -78,36 +83,37 @@ pub(super) fn gather_replicas(
         let rows: usize = of_replica.map(StepSequence::output_rows).sum();
         (*first_row, rows_before) = (rows_before, rows_before + rows);
         match replica {
-            _ if rows == 0 => {}
             0 => arrived.extend(hidden.clone()),
-            _ => arrived.push(receive(replicas, replica, (rows, width), dtype)?),
+            _ if has_sequences(replica) => arrived.push(receive(replicas, replica, (rows, width), dtype)?),
+            _ => {}
         }
     }
-    if arrived.is_empty() {
+    if rows_before == 0 {
         return Ok(None);
     }
     let mut order: Vec<u32> = Vec::with_capacity(rows_before);
     for sequence in &step.sequences {
-        let Some(next) = first_row.get_mut(sequence.replica) else {
-            return Err(Error::Step(format!("a sequence of replica {} of {}", sequence.replica, replicas.size())));
-        };
-        order.extend((*next..*next + sequence.output_rows()).map(|row| row as u32));
-        *next += sequence.output_rows();
+        let (next, rows) = (&mut first_row[sequence.replica], sequence.output_rows());
+        order.extend((*next..*next + rows).map(|row| row as u32));
+        *next += rows;
     }
     Ok(Some(Tensor::cat(&arrived, 0)?.index_select(&Tensor::from_vec(order, rows_before, &Device::Cpu)?, 0)?))
 }
 
-fn send(stages: &dyn Communicator, to: usize, hidden: &Tensor) -> Result<()> {
+fn send(line: &dyn Communicator, to: usize, hidden: &Tensor) -> Result<()> {
     let mut numbers = Elements::with_capacity(hidden.dtype(), hidden.elem_count());
     of_tensor(&hidden.contiguous()?, |all| numbers.extend(all))?;
-    stages.send(to, HIDDEN, Arc::new(numbers.into_message()))?.wait()?;
+    line.send(to, HIDDEN, Arc::new(numbers.into_message()))?.wait()?;
     Ok(())
 }
 
-fn receive(stages: &dyn Communicator, from: usize, shape: (usize, usize), dtype: DType) -> Result<Tensor> {
-    let message = stages.receive(from, HIDDEN)?.wait()?;
+fn receive(line: &dyn Communicator, from: usize, shape: (usize, usize), dtype: DType) -> Result<Tensor> {
+    let message = line.receive(from, HIDDEN)?.wait()?;
     let Some(message) = message else {
-        return Err(Error::Step(format!("stage {from} sent no hidden states")));
+        return Err(Error::Step(format!(
+            "of {} ranks at this position, rank {from} sent no hidden states",
+            line.size()
+        )));
     };
     Ok(match received(&message, dtype, shape.0 * shape.1, from)? {
         Data::Bf16(numbers) => Tensor::from_slice(numbers, shape, &Device::Cpu)?,

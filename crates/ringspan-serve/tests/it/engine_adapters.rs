@@ -136,6 +136,15 @@ fn adapters_of_one_step_are_joined_on_every_mesh() {
                 assert_eq!(text(events), expected[at].2, "{name} {sizes:?}: request {at}");
             }
         }
+        // What is left shares steps without the adapter that is gone.
+        engine.client().unload_adapter("tales").expect("unloaded");
+        let left = [2, 3, 4, 5].map(|at| {
+            let (adapter, prompt, _) = &expected[at];
+            engine.client().submit(request(prompt, *adapter)).expect("taken")
+        });
+        for (events, (_, _, expected)) in left.into_iter().zip(&expected[2..]) {
+            assert_eq!(&text(events), expected, "{name} {sizes:?}");
+        }
     }
 }
 

@@ -34,8 +34,8 @@ fn replicas_serve_as_one_rank() {
     ];
     for name in ["qwen3_moe", "deepseek_v3"] {
         let model = if name == "qwen3_moe" { qwen3_moe() } else { of_fixture(name) };
-        let heads = sparse.iter().filter(|(_, (.., ep))| name == "qwen3_moe" || *ep != 3);
-        serves_as_one_rank(name, &Arc::new(model), heads.map(|(outer, sizes)| replicated(*outer, *sizes)));
+        let meshes = sparse.iter().filter(|(_, (.., ep))| name == "qwen3_moe" || *ep != 3);
+        serves_as_one_rank(name, &Arc::new(model), meshes.map(|(outer, sizes)| replicated(*outer, *sizes)));
     }
 }
 
@@ -117,4 +117,24 @@ fn a_session_is_restored_on_another_number_of_replicas() {
             close(&answer.logprobs, &expected.logprobs);
         }
     }
+}
+
+/// A text that two replicas have is saved once.
+#[test]
+fn a_session_has_the_texts_of_all_replicas_once() {
+    let (model, folder) = (Arc::new(qwen3()), tempfile::tempdir().expect("a folder"));
+    let file = folder.path().join("session.safetensors");
+    let engine = start_on(&model, replicated((1, 2), (1, 1, 1, 1)), &small());
+    let prompt = tokens(40, 3);
+    let all: Vec<_> = (0..14).map(|_| engine.client().submit(greedy(&prompt, 20)).expect("taken")).collect();
+    let texts: Vec<Vec<u32>> = all.into_iter().map(|events| collect(events).tokens).collect();
+    assert!(texts.iter().all(|text| *text == texts[0]));
+    engine.client().check_health().expect("healthy");
+    let cached: Vec<usize> = engine.client().metrics().ranks.iter().map(|rank| rank.pages_cached).collect();
+    assert!(cached.iter().all(|pages| *pages >= 10), "more than eight requests crowd a replica: {cached:?}");
+    let saved = engine.client().save_session(&file, "a model").expect("saved");
+    // The health check leaves no text, and the last generated token never passed through the model.
+    assert_eq!(saved.tokens, 40 + 20 - 1);
+    let other = start_on(&model, replicated((1, 2), (1, 1, 1, 1)), &small());
+    assert_eq!(other.client().restore_session(&file, "a model").expect("restored"), saved);
 }

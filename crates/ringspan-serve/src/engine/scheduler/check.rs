@@ -20,13 +20,13 @@ impl Scheduler {
         assert!(self.running.is_sorted_by_key(|sequence| sequence.arrival));
     }
 
-    fn running_in(&self, replica: usize) -> impl Iterator<Item = &Sequence> {
+    fn sequences_in(&self, replica: usize) -> impl Iterator<Item = &Sequence> {
         self.running.iter().filter(move |sequence| sequence.replica == replica)
     }
 
     fn check_pages(&self, replica: usize, cache: &PrefixCache) {
         let mut holders: BTreeMap<(usize, u32), u32> = BTreeMap::new();
-        for sequence in self.running_in(replica) {
+        for sequence in self.sequences_in(replica) {
             let PageTable { pages, copied_from, computed, inserted, .. } = &sequence.page_table;
             assert!(pages.len() * self.bounds.page >= *computed && *computed <= sequence.tokens.len());
             assert!(inserted * self.bounds.page <= *computed);
@@ -47,7 +47,7 @@ impl Scheduler {
     /// Checks the page counts of sliding-window layers in the same way.
     fn check_window(&self, replica: usize, cache: &PrefixCache, pages: &Pages) {
         let mut holders: BTreeMap<(usize, u32), u32> = BTreeMap::new();
-        for sequence in self.running_in(replica) {
+        for sequence in self.sequences_in(replica) {
             let PageTable { window, copied_from, computed, .. } = &sequence.page_table;
             assert!(window.end() * self.bounds.page >= *computed && window.first <= cache.first_in_window(*computed));
             let copied = copied_from.and_then(|from| Some((from.index, from.window?)));

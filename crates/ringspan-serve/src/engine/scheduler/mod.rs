@@ -20,6 +20,7 @@ use super::prompt_lookup::propose;
 use super::request::Event;
 use super::sequence::{CopiedFrom, PageTable, Sequence};
 use super::step::{CachePage, Outputs, PageCopy, Step, StepSequence, WindowPages};
+use page_allocation::Placement;
 use std::collections::{BTreeSet, VecDeque};
 
 /// Sizes that bound a step.
@@ -27,9 +28,9 @@ use std::collections::{BTreeSet, VecDeque};
 pub(super) struct Bounds {
     /// Tokens of a page.
     pub(super) page: usize,
-    /// Largest number of sequences in a step.
+    /// Largest number of sequences of a replica in a step.
     pub(super) max_running: usize,
-    /// Largest number of prompts' tokens in a step.
+    /// Largest number of prompts' tokens of a replica in a step.
     pub(super) prefill_chunk: usize,
     /// The same for a step in which other requests generate; `None` if it follows from what steps take.
     pub(super) mixed_chunk: Option<usize>,
@@ -68,7 +69,10 @@ pub(super) struct Counts {
     pub(super) accepted_tokens: u64,
 }
 
-/// What a step computes, as far as its time depends on that.
+/// Largest number of waiting sequences that are tried in a step, where some must wait for a replica of their own.
+const MOST_TRIED: usize = 32;
+
+/// What the busiest replica computes in a step, as far as the step's time depends on that.
 #[derive(Debug, Clone, Copy, Default)]
 struct StepSize {
     /// Sequences that generate.
@@ -79,7 +83,7 @@ struct StepSize {
     shares_layers: bool,
 }
 
-/// A step, and whose tokens it computes.
+/// A step, and the requests whose tokens it computes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct ScheduledStep {
     pub(super) step: Step,
@@ -186,44 +190,64 @@ impl Scheduler {
         self.end_abandoned();
         self.running.iter_mut().for_each(|sequence| sequence.drafts.clear());
         self.grow();
-        let mut chunks: Vec<usize> = Vec::with_capacity(self.running.len());
-        let generating = self.running.iter().filter(|sequence| sequence.remaining() == 1).count();
-        let allowed = self.prefill_budget.tokens(generating);
-        let mut budget = allowed;
+        let allowed = self.prefill_budget.tokens(self.generating());
+        // The prompts' tokens that each replica may still compute in this step.
+        let mut budgets = vec![allowed; self.caches.len()];
         // Tokens of a sequence for which it has pages in layers that see a window.
         let (has_window, page) = (self.caches.iter().any(|cache| cache.window().is_some()), self.bounds.page);
         let in_window = |sequence: &Sequence| match has_window {
             true => sequence.tokens.len().min(sequence.page_table.window.end() * page),
             false => sequence.tokens.len(),
         };
-        let chunk_of = |sequence: &Sequence, budget: &mut usize| match sequence.remaining() {
+        let chunk_of = |sequence: &Sequence, budgets: &mut [usize]| match sequence.remaining() {
             1 => 1,
             remaining => {
+                let budget = &mut budgets[sequence.replica];
                 let chunk = remaining.min(*budget).min(in_window(sequence) - sequence.page_table.computed);
                 *budget -= chunk;
                 chunk
             }
         };
-        chunks.extend(self.running.iter().map(|sequence| chunk_of(sequence, &mut budget)));
-        while budget > 0 && self.running.len() < self.bounds.max_running {
-            let Some(mut sequence) = self.waiting.pop_front() else { break };
-            match self.place(&sequence, budget) {
-                Some((replica, page_table)) => {
+        let mut chunks: Vec<usize> = self.running.iter().map(|sequence| chunk_of(sequence, &mut budgets)).collect();
+        let (mut at, mut closed) = (0, vec![false; self.caches.len()]);
+        while at < self.waiting.len().min(MOST_TRIED) {
+            for (replica, closed) in closed.iter_mut().enumerate() {
+                *closed |= budgets[replica] == 0 || self.running_in(replica) >= self.bounds.max_running;
+            }
+            if closed.iter().all(|closed| *closed) {
+                break;
+            }
+            let Some(mut sequence) = self.waiting.remove(at) else { break };
+            match self.place(&sequence, &budgets, &closed) {
+                Placement::In(replica, page_table) => {
                     self.count_found(&mut sequence, page_table.computed);
                     (sequence.replica, sequence.page_table) = (replica, page_table);
-                    let at = self.running.partition_point(|other| other.arrival < sequence.arrival);
-                    chunks.insert(at, chunk_of(&sequence, &mut budget));
-                    self.running.insert(at, sequence);
+                    let place = self.running.partition_point(|other| other.arrival < sequence.arrival);
+                    chunks.insert(place, chunk_of(&sequence, &mut budgets));
+                    self.running.insert(place, sequence);
                 }
-                None => {
-                    self.waiting.push_front(sequence);
+                // Those that came later may not overtake it there.
+                Placement::WaitsFor(replica) => {
+                    closed[replica] = true;
+                    self.waiting.insert(at, sequence);
+                    at += 1;
+                }
+                Placement::Waits => {
+                    self.waiting.insert(at, sequence);
                     break;
                 }
             }
         }
         self.draft();
-        let generating = chunks.iter().filter(|tokens| **tokens == 1).count();
-        let prompt_tokens = chunks.iter().filter(|tokens| **tokens > 1).sum();
+        // Replicas compute at the same time, so the time of a step depends on the one with most to do.
+        let (mut generating, mut prompt_tokens) = (vec![0; self.caches.len()], vec![0; self.caches.len()]);
+        for (sequence, chunk) in self.running.iter().zip(&chunks) {
+            match chunk {
+                1 => generating[sequence.replica] += 1,
+                chunk => prompt_tokens[sequence.replica] += chunk,
+            }
+        }
+        let [generating, prompt_tokens] = [generating, prompt_tokens].map(|all| all.into_iter().max().unwrap_or(0));
         // While a prompt waits, ranks do not share the layers of steps that only generate, since their time is compared with that of steps
         // that read the prompt, in which ranks cannot.
         let waits =
@@ -286,17 +310,17 @@ impl Scheduler {
         }
     }
 
-    /// Whether a running sequence is reading more of this one's beginning than the `cached` first tokens, so that waiting for it costs
-    /// less than reading the same.
-    fn is_being_read(&self, sequence: &Sequence, cached: usize) -> bool {
-        let known = &sequence.tokens[..sequence.tokens.len() - 1];
-        let is_reading = |other: &&Sequence| other.namespace == sequence.namespace && other.remaining() > 1;
-        self.caches.iter().any(PrefixCache::is_enabled)
-            && self.running.iter().filter(is_reading).any(|other| {
-                let common = known.iter().zip(&other.tokens).take_while(|(a, b)| a == b).count();
-                let full_pages = common / self.bounds.page * self.bounds.page;
-                full_pages > cached && full_pages > other.page_table.computed
-            })
+    /// Number of running sequences of a replica.
+    fn running_in(&self, replica: usize) -> usize {
+        self.running.iter().filter(|sequence| sequence.replica == replica).count()
+    }
+
+    /// Number of running sequences that generate in the replica with most of them.
+    fn generating(&self) -> usize {
+        let of_replica = |replica: usize| {
+            self.running.iter().filter(|sequence| sequence.replica == replica && sequence.remaining() == 1).count()
+        };
+        (0..self.caches.len()).map(of_replica).max().unwrap_or(0)
     }
 
     /// The step in which each running sequence computes `chunks` tokens.

@@ -7,13 +7,13 @@ use crate::engine::prefix_cache::{Hit, PrefixCache};
 use crate::engine::prefix_tree::Namespace;
 use crate::engine::sequence::{CopiedFrom, PageTable, Sequence};
 use crate::engine::window_pages::WindowPages;
+use std::cmp::Reverse;
 
 impl Scheduler {
     /// Gives every running sequence pages for all of its tokens, and in sliding-window layers for those that it may compute next; if
     /// they do not suffice, the youngest sequences give theirs.
     pub(super) fn grow(&mut self) {
-        let generating = self.running.iter().filter(|sequence| sequence.remaining() == 1).count();
-        let chunk = self.prefill_budget.tokens(generating).max(1);
+        let chunk = self.prefill_budget.tokens(self.generating()).max(1);
         let mut index = 0;
         while index < self.running.len() {
             let sequence = &mut self.running[index];
@@ -38,31 +38,60 @@ impl Scheduler {
         self.waiting.insert(at, sequence);
     }
 
-    /// The attention replica that computes a waiting sequence, and its pages there; `None` if it must wait. Replicas are tried in the order
-    /// of the time that the sequence takes there and that it takes from others.
-    pub(super) fn place(&mut self, sequence: &Sequence, chunk: usize) -> Option<(usize, PageTable)> {
-        let mut running = vec![0; self.caches.len()];
-        self.running.iter().for_each(|other| running[other.replica] += 1);
+    /// Chooses the attention replica that computes a waiting sequence, among those that are not `closed`, and takes its pages there;
+    /// `budgets` are the tokens of prompts that each may still compute in this step. A replica that has at least half of the sequence in its
+    /// cache is worth waiting for, unless it is crowded; otherwise the one with the fewest sequences is first.
+    pub(super) fn place(&mut self, sequence: &Sequence, budgets: &[usize], closed: &[bool]) -> Placement {
         let known = &sequence.tokens[..sequence.tokens.len() - 1];
-        let cost = |replica: &usize| {
-            let found = match sequence.needs_whole_prompt() {
-                true => 0,
-                false => self.caches[*replica].prefix_len(&sequence.namespace, known),
-            };
-            known.len() - found + running[*replica] * TOKENS_OF_A_NEIGHBOUR
-        };
-        let mut order: Vec<usize> = (0..self.caches.len()).collect();
-        if order.len() > 1 {
-            order.sort_by_cached_key(cost);
+        let replicas = 0..self.caches.len();
+        let running: Vec<usize> = replicas.clone().map(|replica| self.running_in(replica)).collect();
+        let crowded = CROWDED + running.iter().min().copied().unwrap_or(0);
+        let is_worth = |tokens: usize| tokens > 0 && 2 * tokens >= known.len();
+        let mut cached = vec![0; self.caches.len()];
+        if !sequence.needs_whole_prompt() {
+            for (cached, cache) in cached.iter_mut().zip(&self.caches) {
+                *cached = cache.prefix_len(&sequence.namespace, known);
+            }
+            let at_hand = replicas.clone().filter(|at| running[*at] <= crowded).map(|at| cached[at]).max();
+            if let Some((reader, tokens)) = self.reader_of(sequence, at_hand.unwrap_or(0))
+                && (replicas.len() == 1 || is_worth(tokens) && running[reader] <= crowded)
+            {
+                return Placement::WaitsFor(reader);
+            }
         }
-        order.into_iter().find_map(|replica| {
-            let others = self.running.iter().filter(|other| other.replica == replica).count();
-            Some((replica, self.allocate(sequence, replica, chunk, others)?))
-        })
+        let preferred = replicas.clone().filter(|at| is_worth(cached[*at]) && running[*at] <= crowded);
+        let preferred = preferred.max_by_key(|at| (cached[*at], Reverse(running[*at])));
+        let mut order: Vec<usize> = preferred.map_or_else(|| replicas.collect(), |preferred| vec![preferred]);
+        order.sort_by_cached_key(|at| {
+            let pages = self.caches[*at].pages();
+            (running[*at], Reverse((0..pages.ranks()).map(|rank| pages.available(rank)).sum::<usize>()))
+        });
+        for replica in order.into_iter().filter(|replica| !closed[*replica]) {
+            if let Some(page_table) = self.allocate(sequence, replica, budgets[replica], running[replica]) {
+                return Placement::In(replica, page_table);
+            }
+        }
+        preferred.map_or(Placement::Waits, Placement::WaitsFor)
+    }
+
+    /// The replica of a running sequence that is reading more of this one's beginning than the `cached` first tokens, so that waiting for
+    /// it costs less than reading the same, and the number of tokens in the full pages that both have.
+    fn reader_of(&self, sequence: &Sequence, cached: usize) -> Option<(usize, usize)> {
+        let known = &sequence.tokens[..sequence.tokens.len() - 1];
+        let is_reading = |other: &&Sequence| other.namespace == sequence.namespace && other.remaining() > 1;
+        let readers =
+            self.running.iter().filter(is_reading).filter(|_| self.caches.iter().all(PrefixCache::is_enabled));
+        let in_common = readers.map(|other| {
+            let common = known.iter().zip(&other.tokens).take_while(|(a, b)| a == b).count();
+            let full_pages = common / self.bounds.page * self.bounds.page;
+            let is_ahead = full_pages > cached && full_pages > other.page_table.computed;
+            is_ahead.then_some((other.replica, full_pages))
+        });
+        in_common.flatten().max_by_key(|(_, tokens)| *tokens)
     }
 
     /// The pages of a waiting sequence that computes up to `chunk` tokens next in a replica where `others` run, those of the prefix cache
-    /// first; `None` if there are not enough, or it should wait.
+    /// first; `None` if there are not enough.
     fn allocate(&mut self, sequence: &Sequence, replica: usize, chunk: usize, others: usize) -> Option<PageTable> {
         let tokens = sequence.tokens.len();
         let mut page_table = PageTable::default();
@@ -70,10 +99,6 @@ impl Scheduler {
         let known = &sequence.tokens[..tokens - 1];
         if !sequence.needs_whole_prompt() {
             page_table = prefix_pages(&mut self.caches[replica], &sequence.namespace, known);
-            if self.is_being_read(sequence, page_table.computed) {
-                release_pages(&mut self.caches[replica], &mut page_table);
-                return None;
-            }
         }
         let cache = &mut self.caches[replica];
         // While others run, a page of each rank is left to them, so that they do not have to be put back at once.
@@ -100,8 +125,19 @@ impl Scheduler {
     }
 }
 
-/// A sequence delays the others of its replica in every step; among replicas, it is taken to cost as much as reading so many tokens.
-const TOKENS_OF_A_NEIGHBOUR: usize = 256;
+/// Where a waiting sequence is computed.
+pub(super) enum Placement {
+    /// In this replica, with these pages.
+    In(usize, PageTable),
+    /// It waits for this replica, which has its beginning or is reading it.
+    WaitsFor(usize),
+    /// No replica has room for it.
+    Waits,
+}
+
+/// A replica is crowded if it has so many more sequences than the one with the fewest: a few more in a step cost little, as weights are
+/// read once for all.
+const CROWDED: usize = 8;
 
 /// The pages that the prefix cache has of the longest prefix of `known`; they are held for the sequence that continues it.
 fn prefix_pages(cache: &mut PrefixCache, namespace: &Namespace, known: &[u32]) -> PageTable {

@@ -207,9 +207,10 @@ impl Harness {
             return false;
         };
         self.scheduler.check();
-        let (running, _) = self.scheduler.sizes();
-        assert!(running <= self.bounds.max_running);
-        let mut prompts = 0;
+        let replicas = self.scheduler.caches().len();
+        let (mut running, mut prompts) = (vec![0; replicas], vec![0; replicas]);
+        self.scheduler.running().iter().for_each(|sequence| running[sequence.replica] += 1);
+        assert!(running.iter().all(|running| *running <= self.bounds.max_running));
         for (arrival, sequence) in scheduled.sequences() {
             let index = self.scheduler.find(arrival).expect("it runs");
             let drafts = self.scheduler.running()[index].drafts.len();
@@ -217,10 +218,16 @@ impl Harness {
                 drafts <= self.bounds.num_speculative_tokens && (drafts == 0 || sequence.tokens.len() == drafts + 1)
             );
             let chunk = sequence.tokens.len() - drafts;
-            prompts += if chunk > 1 { chunk } else { 0 };
+            prompts[sequence.replica] += if chunk > 1 { chunk } else { 0 };
         }
+        let prompts = prompts.into_iter().max().unwrap_or(0);
         assert!(prompts <= self.bounds.prefill_chunk, "{prompts} tokens of prompts");
-        if scheduled.arrivals.iter().any(|arrival| generating.contains(arrival)) {
+        // One that was put back may be read again in another replica.
+        let still_generates = |arrival: &u64| {
+            let index = self.scheduler.find(*arrival).expect("it runs");
+            generating.contains(arrival) && self.scheduler.running()[index].remaining() == 1
+        };
+        if scheduled.arrivals.iter().any(still_generates) {
             assert!(
                 self.bounds.mixed_chunk.is_none_or(|most| prompts <= most),
                 "{prompts} tokens of prompts delay others"

@@ -243,31 +243,88 @@ fn a_prompt_is_not_read_slower_where_ranks_share_layers() {
     harness.finish();
 }
 
-/// Requests go to the replica with the fewest, unless another has so much of their beginning that it costs less to join others there.
+fn wide_bounds() -> Bounds {
+    Bounds { page: 16, max_running: 64, prefill_chunk: 4096, mixed_chunk: Some(4096), num_speculative_tokens: 0 }
+}
+
+/// The replicas of the sequences that run after a step.
+fn replicas_after_step(harness: &mut Harness) -> Vec<usize> {
+    harness.step();
+    harness.scheduler.running().iter().map(|sequence| sequence.replica).collect()
+}
+
+/// Requests go to the replica with the fewest, unless another has at least half of the prompt in its cache.
 #[test]
-fn replicas_share_requests_and_keep_what_they_have_read() {
-    let bounds =
-        Bounds { page: 16, max_running: 16, prefill_chunk: 4096, mixed_chunk: Some(4096), num_speculative_tokens: 0 };
-    let mut harness = Harness::with_replicas((3, 2), 100, bounds, true, None);
-    let replicas = |harness: &mut Harness| {
-        harness.step();
-        harness.scheduler.running().iter().map(|sequence| sequence.replica).collect::<Vec<_>>()
-    };
+fn replicas_share_requests_and_continue_what_they_have() {
+    let mut harness = Harness::with_replicas((3, 2), 100, wide_bounds(), true, None);
     for first in 0..4 {
         harness.submit(request(&[first; 40], 50), None, None);
     }
-    assert_eq!(replicas(&mut harness), [0, 1, 2, 0]);
+    assert_eq!(replicas_after_step(&mut harness), [0, 1, 2, 0]);
     let long: Vec<u32> = (0..600).map(|i| (i * i + i / 7) % VOCABULARY).collect();
     harness.submit(request(&long, 1), None, None);
-    assert_eq!(replicas(&mut harness), [0, 1, 2, 0], "it has ended, and replica 1 or 2 has its pages");
+    assert_eq!(replicas_after_step(&mut harness), [0, 1, 2, 0], "it has ended, and a replica has its pages");
     let hits = harness.scheduler.counts().prefix_hits;
     harness.submit(request(&[&long[..], &[1, 2]].concat(), 50), None, None);
-    let joined = replicas(&mut harness);
+    let joined = replicas_after_step(&mut harness)[4];
     assert_eq!(harness.scheduler.counts().prefix_hits - hits, 600);
-    // Of a short text, too little is saved to join two others instead of one.
-    harness.submit(request(&[joined[4] as u32; 30], 50), None, None);
-    assert_eq!(replicas(&mut harness)[5], 3 - joined[4]);
+    // Less than half of the next one is there.
+    harness.submit(request(&[&long[..200], &[4; 300]].concat(), 50), None, None);
+    assert_eq!(replicas_after_step(&mut harness)[5], 3 - joined);
     harness.finish();
+}
+
+/// Requests with the same prompt wait until one has read it, and join it; where too many do, another replica reads it as well.
+#[test]
+fn a_burst_of_equal_prompts_is_read_once_until_a_replica_is_crowded() {
+    let mut harness = Harness::with_replicas((3, 1), 400, wide_bounds(), true, None);
+    for _ in 0..40 {
+        harness.submit(request(&[3; 200], 30), None, None);
+    }
+    assert_eq!(replicas_after_step(&mut harness), [0], "the others wait for what it reads");
+    let mut running = vec![0; 3];
+    for _ in 0..8 {
+        running = vec![0; 3];
+        replicas_after_step(&mut harness).into_iter().for_each(|replica| running[replica] += 1);
+    }
+    assert_eq!(running.iter().sum::<usize>(), 40);
+    assert!(running.iter().all(|running| (8..=20).contains(running)), "{running:?}");
+    assert!(harness.scheduler.counts().prefix_hits >= 37 * 192, "{:?}", harness.scheduler.counts());
+    harness.finish();
+}
+
+/// Each replica reads prompts of its own in a step, and a request does not wait for the prompt that another replica reads.
+#[test]
+fn replicas_read_prompts_at_the_same_time() {
+    let bounds = Bounds { page: 4, max_running: 8, prefill_chunk: 16, mixed_chunk: None, num_speculative_tokens: 0 };
+    let mut harness = Harness::with_replicas((2, 1), 100, bounds, true, None);
+    for (first, length) in [(0, 64), (1, 64), (2, 10)] {
+        harness.submit(request(&[first; 64][..length], 1), None, None);
+    }
+    assert_eq!(replicas_after_step(&mut harness), [0, 1], "the third waits for budget, and the others read");
+    let computed: Vec<usize> = harness.scheduler.running().iter().map(|one| one.page_table.computed).collect();
+    assert_eq!(computed, [16, 16]);
+    harness.finish();
+}
+
+/// A continuation waits for the replica that has its beginning, and others pass by to replicas that are free.
+#[test]
+fn a_request_waits_for_a_full_replica_that_has_its_beginning() {
+    let bounds =
+        Bounds { page: 4, max_running: 1, prefill_chunk: 64, mixed_chunk: Some(64), num_speculative_tokens: 0 };
+    let mut harness = Harness::with_replicas((2, 1), 100, bounds, true, None);
+    harness.submit(request(&[0; 40], 1), None, None);
+    harness.step();
+    harness.submit(request(&[1; 8], 20), None, None);
+    harness.submit(request(&[2; 8], 5), None, None);
+    let first = replicas_after_step(&mut harness);
+    harness.submit(request(&[&[0; 40][..], &[3; 9]].concat(), 2), None, None);
+    harness.submit(request(&[4; 8], 2), None, None);
+    while !harness.clients[3].answer.is_empty() || harness.clients[4].answer.is_empty() {
+        assert!(harness.step());
+    }
+    assert!(harness.clients[3].answer.is_empty() || first[0] == 1, "the later one has passed, or there was no need");
+    assert_eq!(harness.finish().scheduler.counts().prefix_hits, 40);
 }
 
 /// A sequence that lacks a page takes those of the youngest in its own replica; those of others would not help it.
