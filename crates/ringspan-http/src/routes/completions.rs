@@ -140,6 +140,8 @@ struct Choice {
     generated: usize,
     /// Whether the echo of the prompt is in the text.
     echoed: bool,
+    /// Whether the prompt's tokens are reported already: a stream has them once.
+    prompt_reported: bool,
 }
 
 impl Completion {
@@ -197,7 +199,9 @@ impl Completion {
         }
         if request.sampling.return_token_ids {
             value["token_ids"] = std::mem::take(&mut choice.tokens).into();
-            value["prompt_token_ids"] = request.prompts[index / request.sampling.n].tokens.clone().into();
+            if !std::mem::replace(&mut choice.prompt_reported, true) {
+                value["prompt_token_ids"] = request.prompts[index / request.sampling.n].tokens.clone().into();
+            }
         }
         value
     }

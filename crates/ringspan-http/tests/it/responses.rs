@@ -93,6 +93,7 @@ fn a_response_is_continued_by_its_id() {
     let details = &whole["usage"]["input_tokens_details"];
     assert_eq!(tokens(&next, "input_tokens"), tokens(&whole, "input_tokens"));
     assert_eq!(details["cached_tokens"].as_u64().unwrap(), tokens(&next, "input_tokens") - 1);
+    assert_eq!(details["cache_write_tokens"], 1);
     // Streams are stored, too, and can be asked for once they have ended.
     let events = server.post("/v1/responses", json!({"input": "say:hi", "stream": true})).events();
     let last = &events.last().unwrap().1["response"];

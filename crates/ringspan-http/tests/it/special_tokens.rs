@@ -44,6 +44,12 @@ fn texts_get_the_token_that_begins_them_and_conversations_do_not() {
     assert_eq!(of_text(json!({"prompt": "ab", "add_special_tokens": false})), [97, 98]);
     assert_eq!(of_text(json!({"prompt": "<|begin|>ab"})), [u64::from(BEGIN), 97, 98], "a text may spell it itself");
     assert_eq!(of_text(json!({"prompt": [97, 98]})), [97, 98], "tokens are read as they are");
+    let stream = json!({"prompt": "say:abc", "return_token_ids": true, "max_tokens": 3, "n": 2, "stream": true});
+    let chunks = server.post("/v1/completions", stream).events();
+    let choices = chunks.iter().map(|(_, chunk)| &chunk["choices"][0]).filter(|choice| choice.is_object());
+    let with_prompt: Vec<&Value> = choices.filter(|choice| choice.get("prompt_token_ids").is_some()).collect();
+    assert_eq!(with_prompt.len(), 2, "once for each choice");
+    assert_ne!(with_prompt[0]["index"], with_prompt[1]["index"]);
     let messages = json!([{"role": "user", "content": "ab"}]);
     let chat = prompt_of(&server, "/v1/chat/completions", json!({"messages": messages}));
     assert_eq!((begins(&chat), chat[0]), (0, 257), "the template begins with its own token: {chat:?}");

@@ -133,7 +133,11 @@ fn the_end_of_a_call_ends_the_text() {
 #[test]
 fn a_response_has_reasoning_as_an_item_of_its_own() {
     let server = harmony();
-    let output = server.post("/v1/responses", json!({"model": "test", "input": THOUGHT})).json()["output"].clone();
+    let whole = server.post("/v1/responses", json!({"model": "test", "input": THOUGHT})).json();
+    let (output, usage) = (&whole["output"], &whole["usage"]);
+    let thought = usage["output_tokens_details"]["reasoning_tokens"].as_u64().unwrap();
+    // The engine of the test says a byte a token.
+    assert!((11..usage["output_tokens"].as_u64().unwrap() - 6).contains(&thought), "{usage}");
     assert_eq!(
         (&output[0]["type"], &output[1]["type"], &output[2]),
         (&json!("reasoning"), &json!("message"), &Value::Null)

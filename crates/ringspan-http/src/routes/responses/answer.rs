@@ -45,6 +45,8 @@ pub(super) struct ModelResponse {
     message: Option<(String, String)>,
     /// The same of reasoning.
     reasoning: Option<(String, String)>,
+    /// Tokens of reasoning so far.
+    reasoning_tokens: usize,
 }
 
 impl ModelResponse {
@@ -52,15 +54,29 @@ impl ModelResponse {
     pub(super) fn new(app: Arc<App>, request: ResponseRequest) -> Self {
         let ResponseRequest { target, stored_input, repeated, .. } = request;
         let (id, created, model) = (app.id("resp_"), now(), target.model);
-        Self { app, id, created, model, stored_input, repeated, output: Vec::new(), message: None, reasoning: None }
+        Self {
+            app,
+            id,
+            created,
+            model,
+            stored_input,
+            repeated,
+            output: Vec::new(),
+            message: None,
+            reasoning: None,
+            reasoning_tokens: 0,
+        }
     }
 
     fn object(&self, status: &str, usage: Option<Usage>) -> Value {
         let usage = usage.map(|usage| {
+            // What is not found in the cache is written to it, if there is one.
+            let is_written = self.app.engine.limits().prefix_cache;
+            let written = if is_written { usage.prompt_tokens.saturating_sub(usage.cached_tokens) } else { 0 };
             json!({"input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens,
                 "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-                "input_tokens_details": {"cached_tokens": usage.cached_tokens},
-                "output_tokens_details": {"reasoning_tokens": 0}})
+                "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": written},
+                "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens}})
         });
         let incomplete = (status == "incomplete").then(|| json!({"reason": "max_output_tokens"}));
         let mut object = json!({"id": self.id, "object": "response", "created_at": self.created, "status": status,
@@ -109,11 +125,16 @@ impl ModelResponse {
     async fn run(mut self, mut reply: Reply, events: &mut Events) -> Result<Value> {
         events.say("response.created", json!({"response": self.object("in_progress", None)})).await;
         events.say("response.in_progress", json!({"response": self.object("in_progress", None)})).await;
-        let mut status = "completed";
+        let (mut status, mut generated) = ("completed", 0);
         while let Some((_, part)) = reply.next().await? {
             match part {
                 ReplyPart::Prompt(_) => {}
                 ReplyPart::Said(said, _) => {
+                    let before = std::mem::replace(&mut generated, reply.generated.first().copied().unwrap_or(0));
+                    // Where reasoning ends, a few tokens may belong to what follows.
+                    if said.iter().any(|part| matches!(part, Parsed::Reasoning(_))) {
+                        self.reasoning_tokens += generated - before;
+                    }
                     for part in said {
                         match part {
                             Parsed::Text(text) => {
