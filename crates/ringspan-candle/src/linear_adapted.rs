@@ -71,7 +71,11 @@ impl<'a> FrozenLinear<'a> {
     }
 
     fn adapted_rows<T: Number>(self, x: &Tensor, adapted: &[AdaptedRows]) -> Result<Tensor> {
-        let ((tokens, width), outs) = (x.dims2()?, self.weight.dims()[0]);
+        let ((tokens, width), outs) = (x.dims2()?, self.weight.dims().first().copied().unwrap_or(0));
+        let bias = self.bias.map(Tensor::dims);
+        if self.weight.dims() != [outs, width] || bias.is_some_and(|bias| bias != [outs]) {
+            bail!("linear of {:?} with {:?} and bias {bias:?}: the shapes do not fit", x.dims(), self.weight.dims());
+        }
         let mut deltas = Vec::new();
         for AdaptedRows { rows, delta } in adapted {
             if delta.dims() != [rows.len(), outs] {

@@ -83,6 +83,13 @@ impl Adapters {
         self.sizes.contains_key(layer) || self.by_slot.values().any(|adapters| adapters.adapt(layer))
     }
 
+    /// Whether any layer whose name begins with `prefix` has an adapter, for some rows at least.
+    pub(crate) fn adapt_below(&self, prefix: &str) -> bool {
+        let first = self.sizes.range(prefix.to_owned()..).next();
+        first.is_some_and(|(layer, _)| layer.starts_with(prefix))
+            || self.by_slot.values().any(|adapters| adapters.adapt_below(prefix))
+    }
+
     /// The size of the adapter of the layer with this whole name, if the layer is adapted.
     #[must_use]
     pub fn size(&self, layer: &str) -> Option<AdapterSize> {

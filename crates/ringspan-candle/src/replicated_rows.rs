@@ -51,9 +51,13 @@ impl ReplicatedRows {
     /// not.
     pub(crate) fn share(&self, weights: &[&Weight]) -> bool {
         let bytes: usize = weights.iter().map(|weight| weight.bytes()).sum();
-        let least_width = OUTPUTS_AT_A_TIME * self.comm.size();
         bytes >= self.least_bytes
-            && weights.iter().all(|weight| weight.device().is_cpu() && weight.dims()[0] >= least_width)
+            && weights.iter().all(|weight| weight.device().is_cpu() && self.all_have_outputs_of(weight.dims()[0]))
+    }
+
+    /// Whether each rank has a share of a layer with so many outputs.
+    pub(crate) fn all_have_outputs_of(&self, width: usize) -> bool {
+        width >= OUTPUTS_AT_A_TIME * self.comm.size()
     }
 
     /// `x weight^T + bias` of layers with the same input x `[T, in]`, by one exchange: `[T, out]` each, sent in the type of x.

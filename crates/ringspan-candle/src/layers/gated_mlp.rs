@@ -164,6 +164,9 @@ impl GatedMlp {
             Inner::Stacked(both) => {
                 let (weight, bias) = (both.weight(pass)?, both.bias(pass)?);
                 let width = weight.dims()[0] / 2;
+                if !ranks.all_have_outputs_of(width) {
+                    return Ok(None);
+                }
                 let half = |first: usize| {
                     let bias = bias.map(|bias| bias.narrow(0, first, width)).transpose()?;
                     Ok::<_, candle_core::Error>((weight.row_range(first..first + width)?, bias))

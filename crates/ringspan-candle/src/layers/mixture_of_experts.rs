@@ -60,8 +60,8 @@ pub struct MixtureOfExperts {
 
 #[derive(Debug, Clone)]
 enum Experts {
-    /// Each expert has matrices gate, up and down of its own.
-    Separate(Vec<[Projection; 3]>),
+    /// Each expert has matrices gate, up and down of its own, whose names begin with this one.
+    Separate(String, Vec<[Projection; 3]>),
     /// One tensor for each parameter holds all experts.
     Stacked(StackedExperts),
 }
@@ -90,7 +90,8 @@ impl MixtureOfExperts {
             let (gate, up) = (wide(gate), wide(up));
             [gate, up, Projection::new(&scope.at(down), [hidden, width], false, ShardSpec::Columns(split))]
         };
-        let experts = Experts::Separate((0..router.experts).map(expert).collect());
+        let prefix = format!("{}.", scope.at("experts").name());
+        let experts = Experts::Separate(prefix, (0..router.experts).map(expert).collect());
         Self { index, width, router: RouterLayer::new(&scope.at("gate"), hidden, router), experts }
     }
 
@@ -152,7 +153,7 @@ impl MixtureOfExperts {
         let adapter_rows = adapter_rows.filter(|_| self.has_adapters(pass));
         let routing = Routing { chosen: choices.chosen, weights: choices.weights, adapter_rows };
         match &self.experts {
-            Experts::Separate(all) => {
+            Experts::Separate(_, all) => {
                 experts.mix(self.index, x, &routing, &|index| separate_experts(&all[index], pass))
             }
             Experts::Stacked(all) => {
@@ -170,7 +171,7 @@ impl MixtureOfExperts {
     /// Whether any expert has an adapter.
     fn has_adapters(&self, pass: &ForwardPass) -> bool {
         match &self.experts {
-            Experts::Separate(all) => all.iter().flatten().any(|linear| pass.adapters().adapt(linear.name())),
+            Experts::Separate(prefix, _) => pass.adapters().adapt_below(prefix),
             Experts::Stacked(_) => false,
         }
     }

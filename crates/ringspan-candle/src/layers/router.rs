@@ -191,7 +191,13 @@ impl RouterLayer {
         }
         match self.gate.adapter(pass)? {
             // The products of the weight and of the adapter are stored separately, and neither is rounded.
-            Some(adapters @ LayerAdapter::BySlot(_)) => logits + adapters.delta(x, adapter_rows)?,
+            Some(LayerAdapter::BySlot(adapters)) => {
+                let mut wide = Vec::with_capacity(adapters.len());
+                for (slot, adapter) in adapters {
+                    wide.push((slot, Adapter { a: exact(&adapter.a)?, b: exact(&adapter.b)?, ..adapter }));
+                }
+                logits + LayerAdapter::BySlot(wide).delta(x, adapter_rows)?
+            }
             Some(LayerAdapter::One(adapter)) => {
                 let adapter = Adapter { a: exact(&adapter.a)?, b: exact(&adapter.b)?, ..adapter };
                 let name = format!("{}.lora_B", self.gate.name());

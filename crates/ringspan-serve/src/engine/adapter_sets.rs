@@ -5,7 +5,7 @@ use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
 
 /// Largest number of sets of adapters whose models are kept. They share all weights and matrices; what is saved is listing these again.
-const MOST_KEPT: usize = 8;
+const MOST_KEPT: usize = 16;
 
 /// Models by the slots of their adapters, the one that was used last at the end.
 #[derive(Debug)]

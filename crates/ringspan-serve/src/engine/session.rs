@@ -63,14 +63,16 @@ pub(super) fn save(
             let parent = page.parent.and_then(|parent| number[parent]);
             let adapter = page.namespace.adapter.and_then(|slot| names.binary_search(&slot).ok());
             let key = (parent, adapter, in_window, page.tokens);
-            if let Some(saved) = numbers.get(&key) {
-                number[at] = Some(*saved);
+            // Each cache counts its own uses, and all end now.
+            let last_used = page.last_used + (latest - cache.clock());
+            if let Some(&saved) = numbers.get(&key) {
+                number[at] = Some(saved);
+                let saved: &mut SessionPage = &mut index.pages[saved];
+                saved.last_used = saved.last_used.max(last_used);
                 continue;
             }
             number[at] = Some(index.pages.len());
             numbers.insert(key, index.pages.len());
-            // Each cache counts its own uses, and all end now.
-            let last_used = page.last_used + (latest - cache.clock());
             index.pages.push(SessionPage { parent, adapter, last_used, in_window, tokens: page.tokens.to_vec() });
             places.push((cp_rank(cache, replica, page.rank), page.page, page.tokens.len()));
         }

@@ -130,10 +130,11 @@ impl ModelResponse {
             match part {
                 ReplyPart::Prompt(_) => {}
                 ReplyPart::Said(said, _) => {
-                    let before = std::mem::replace(&mut generated, reply.generated.first().copied().unwrap_or(0));
-                    // Where reasoning ends, a few tokens may belong to what follows.
-                    if said.iter().any(|part| matches!(part, Parsed::Reasoning(_))) {
-                        self.reasoning_tokens += generated - before;
+                    // Tokens whose text is held back count with the text that comes next. Where reasoning ends, a few may belong to what follows.
+                    if !said.is_empty() {
+                        let before = std::mem::replace(&mut generated, reply.generated.first().copied().unwrap_or(0));
+                        let is_reasoning = said.iter().any(|part| matches!(part, Parsed::Reasoning(_)));
+                        self.reasoning_tokens += if is_reasoning { generated - before } else { 0 };
                     }
                     for part in said {
                         match part {

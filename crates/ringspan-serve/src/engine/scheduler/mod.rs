@@ -70,7 +70,7 @@ pub(super) struct Counts {
 }
 
 /// Largest number of waiting sequences that are tried in a step, where some must wait for a replica of their own.
-const MOST_TRIED: usize = 32;
+const MOST_TRIED: usize = 8;
 
 /// What the busiest replica computes in a step, as far as the step's time depends on that.
 #[derive(Debug, Clone, Copy, Default)]

@@ -307,24 +307,28 @@ fn replicas_read_prompts_at_the_same_time() {
     harness.finish();
 }
 
-/// A continuation waits for the replica that has its beginning, and others pass by to replicas that are free.
+/// A continuation goes to the replica that has its beginning; if that has no place, to one with fewer sequences as soon as there is one.
 #[test]
-fn a_request_waits_for_a_full_replica_that_has_its_beginning() {
+fn a_request_does_not_wait_for_a_full_replica_while_another_has_fewer() {
     let bounds =
         Bounds { page: 4, max_running: 1, prefill_chunk: 64, mixed_chunk: Some(64), num_speculative_tokens: 0 };
-    let mut harness = Harness::with_replicas((2, 1), 100, bounds, true, None);
-    harness.submit(request(&[0; 40], 1), None, None);
-    harness.step();
-    harness.submit(request(&[1; 8], 20), None, None);
-    harness.submit(request(&[2; 8], 5), None, None);
-    let first = replicas_after_step(&mut harness);
-    harness.submit(request(&[&[0; 40][..], &[3; 9]].concat(), 2), None, None);
-    harness.submit(request(&[4; 8], 2), None, None);
-    while !harness.clients[3].answer.is_empty() || harness.clients[4].answer.is_empty() {
-        assert!(harness.step());
+    for long in [20, 3] {
+        let mut harness = Harness::with_replicas((2, 1), 100, bounds, true, None);
+        harness.submit(request(&[0; 40], 1), None, None);
+        harness.step();
+        harness.submit(request(&[1; 8], long), None, None);
+        harness.submit(request(&[2; 8], 8), None, None);
+        assert_eq!(replicas_after_step(&mut harness), [0, 1], "the first has the beginning that comes next");
+        harness.submit(request(&[&[0; 40][..], &[3; 9]].concat(), 9), None, None);
+        harness.submit(request(&[4; 8], 2), None, None);
+        while harness.clients[3].answer.is_empty() {
+            assert!(harness.step());
+        }
+        let ended = [1, 2].map(|client| harness.clients[client].answer.len() == [long, 8][client - 1]);
+        assert_eq!(ended, [long == 3, long == 20], "it takes the first place that is free");
+        assert_eq!(harness.scheduler.counts().prefix_hits, if long == 3 { 40 } else { 0 });
+        harness.finish();
     }
-    assert!(harness.clients[3].answer.is_empty() || first[0] == 1, "the later one has passed, or there was no need");
-    assert_eq!(harness.finish().scheduler.counts().prefix_hits, 40);
 }
 
 /// A sequence that lacks a page takes those of the youngest in its own replica; those of others would not help it.
