@@ -15,6 +15,7 @@ use crate::weight::Weight;
 use crate::weight_matrix::WeightMatrix;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor, bail};
+use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 /// A frozen linear layer on the CPU.
@@ -83,33 +84,17 @@ impl<'a> FrozenLinear<'a> {
             }
             deltas.push((rows, delta.flatten_all()?.to_vec1::<f32>()?));
         }
-        let bias = self.bias.map(|bias| wide_values(bias, |bias| Ok(bias.to_vec()))).transpose()?;
-        let mut out = vec![T::ZERO; tokens * outs];
-        let step = if T::DTYPE == DType::F32 { tokens } else { TILE };
-        elements_of::<T, _>(x, |x| {
-            let x = Matrix::new(x, tokens, width);
-            WeightMatrix::read(self.weight, |weight| {
-                for (block, out) in out.chunks_mut((step * outs).max(1)).enumerate() {
-                    let rows = block * step..tokens.min((block + 1) * step);
-                    T::write_sums(out, |sums| {
-                        weight.forward(x.rows(rows.clone()), sums);
-                        for (of_delta, delta) in &deltas {
-                            let of_block = of_delta.iter().zip(delta.chunks_exact(outs.max(1)));
-                            for (row, delta) in of_block.filter(|(row, _)| rows.contains(&(**row as usize))) {
-                                let first = (*row as usize - rows.start) * outs;
-                                let sums = sums[first..first + outs].iter_mut();
-                                sums.zip(delta).for_each(|(sum, delta)| *sum += delta);
-                            }
-                        }
-                        if let Some(bias) = &bias {
-                            let rows = sums.chunks_exact_mut(outs.max(1));
-                            rows.for_each(|row| row.iter_mut().zip(bias).for_each(|(out, bias)| *out += bias));
-                        }
-                    });
+        let add = |block: Range<usize>, sums: &mut [f32]| {
+            for (of_delta, delta) in &deltas {
+                let of_block = of_delta.iter().zip(delta.chunks_exact(outs.max(1)));
+                for (row, delta) in of_block.filter(|(row, _)| block.contains(&(**row as usize))) {
+                    let first = (*row as usize - block.start) * outs;
+                    sums[first..first + outs].iter_mut().zip(delta).for_each(|(sum, delta)| *sum += delta);
                 }
-                Ok(())
-            })
-        })?;
+            }
+        };
+        let out =
+            elements_of::<T, _>(x, |x| products(self.weight, self.bias, Matrix::new(x, tokens, width), outs, add))?;
         Tensor::from_vec(out, (tokens, outs), x.device())
     }
 
@@ -150,26 +135,8 @@ impl AdaptedLinear {
 impl AdaptedLinear {
     /// Computes the output for x `[T, in]`, narrow `[T, R]` and b `[out, R]`.
     fn forward<T: Number>(&self, x: Matrix<T>, narrow: Matrix<T>, b: Matrix<T>) -> Result<CpuStorage> {
-        let (tokens, outs) = (x.shape().0, b.shape().0);
-        let bias = self.bias.as_ref().map(|bias| wide_values(bias, |bias| Ok(bias.to_vec()))).transpose()?;
-        let mut out = vec![T::ZERO; tokens * outs];
-        // In bf16, f32 sums are buffered for some rows at a time before they are rounded; in f32, they are written to the
-        // output directly.
-        let step = if T::DTYPE == DType::F32 { tokens } else { TILE };
-        WeightMatrix::read(&self.weight, |weight| {
-            for (block, out) in out.chunks_mut((step * outs).max(1)).enumerate() {
-                let rows = block * step..tokens.min((block + 1) * step);
-                T::write_sums(out, |sums| {
-                    weight.forward(x.rows(rows.clone()), sums);
-                    product(narrow.rows(rows), b.t(), sums, Accumulate::Add);
-                    if let Some(bias) = &bias {
-                        let rows = sums.chunks_exact_mut(outs.max(1));
-                        rows.for_each(|row| row.iter_mut().zip(bias).for_each(|(out, bias)| *out += bias));
-                    }
-                });
-            }
-            Ok(())
-        })?;
+        let add = |rows: Range<usize>, sums: &mut [f32]| product(narrow.rows(rows), b.t(), sums, Accumulate::Add);
+        let out = products(&self.weight, self.bias.as_ref(), x, b.shape().0, add)?;
         Ok(T::to_cpu_storage_owned(out))
     }
 
@@ -197,6 +164,36 @@ impl AdaptedLinear {
         let dx = dx.map(|dx| tensor(dx, x)).transpose()?;
         Ok((dx, Some(tensor(d_narrow, narrow)?), Some(tensor(d_b, b)?)))
     }
+}
+
+/// `x weight^T + bias` with what `add` adds to the sums of a range of rows: x `[T, in]` to `[T, out]`, in sums of f32 that are rounded once.
+fn products<T: Number>(
+    weight: &Weight,
+    bias: Option<&Tensor>,
+    x: Matrix<T>,
+    outs: usize,
+    add: impl Fn(Range<usize>, &mut [f32]),
+) -> Result<Vec<T>> {
+    let tokens = x.shape().0;
+    let bias = bias.map(|bias| wide_values(bias, |bias| Ok(bias.to_vec()))).transpose()?;
+    let mut out = vec![T::ZERO; tokens * outs];
+    // In bf16, f32 sums are buffered for some rows at a time before they are rounded; in f32, they are written to the output directly.
+    let step = if T::DTYPE == DType::F32 { tokens } else { TILE };
+    WeightMatrix::read(weight, |weight| {
+        for (block, out) in out.chunks_mut((step * outs).max(1)).enumerate() {
+            let rows = block * step..tokens.min((block + 1) * step);
+            T::write_sums(out, |sums| {
+                weight.forward(x.rows(rows.clone()), sums);
+                add(rows, sums);
+                if let Some(bias) = &bias {
+                    let rows = sums.chunks_exact_mut(outs.max(1));
+                    rows.for_each(|row| row.iter_mut().zip(bias).for_each(|(out, bias)| *out += bias));
+                }
+            });
+        }
+        Ok(())
+    })?;
+    Ok(out)
 }
 
 impl CustomOp3 for AdaptedLinear {

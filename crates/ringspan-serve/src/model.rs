@@ -121,9 +121,7 @@ impl Model {
             Ok(weights)
         };
         let weights = devices.iter().zip(&self.weights).map(with_base).collect::<Result<_>>()?;
-        let Self { vocabulary, model_rank, key_value_heads, .. } = *self;
-        let (stored, head) = (self.stored.clone(), self.head.clone());
-        Ok(Self { decoder, weights, stored, vocabulary, model_rank, key_value_heads, head })
+        Ok(self.with_decoder(decoder, weights))
     }
 
     /// The same shard of the model with several adapters, each under its slot, from this shard with each of them: for rows that ask for
@@ -142,6 +140,11 @@ impl Model {
                 }
             }
         }
+        self.with_decoder(decoder, weights)
+    }
+
+    /// The same shard with another decoder, to which adapters are attached, and their weights on each device.
+    fn with_decoder(&self, decoder: Decoder, weights: Vec<StoredWeights>) -> Self {
         let Self { vocabulary, model_rank, key_value_heads, .. } = *self;
         let (stored, head) = (self.stored.clone(), self.head.clone());
         Self { decoder, weights, stored, vocabulary, model_rank, key_value_heads, head }

@@ -124,11 +124,14 @@ impl GatedMlp {
 
     /// Whether several ranks have the rows of this pass and share the inner or the outer projections.
     fn is_shared(&self, pass: &ForwardPass) -> Result<bool> {
-        let is_inner_shared = match &self.inner {
+        Ok(self.is_inner_shared(pass)? || Projection::are_shared(&[&self.down], pass)?)
+    }
+
+    fn is_inner_shared(&self, pass: &ForwardPass) -> Result<bool> {
+        match &self.inner {
             Inner::Separate(both) => Projection::are_shared(&both.each_ref(), pass),
             Inner::Stacked(both) => Projection::are_shared(&[both], pass),
-        };
-        Ok(is_inner_shared? || Projection::are_shared(&[&self.down], pass)?)
+        }
     }
 
     /// The output, computed with the intermediate tensors of all rows.
@@ -149,11 +152,8 @@ impl GatedMlp {
     /// The input of the outer projection, `[T, width]`, if several ranks have the rows of this pass and share the inner projections: each
     /// applies the activation to its share, so that half as much is exchanged as by two layers.
     fn shared_inner(&self, x: &Tensor, pass: &ForwardPass) -> Result<Option<Tensor>> {
-        let inner: Vec<&Projection> = self.inner().iter().collect();
-        let Some(ranks) = pass.replicated_rows().filter(|_| x.dim(0).is_ok_and(|rows| rows > 0)) else {
-            return Ok(None);
-        };
-        if !Projection::are_shared(&inner, pass)? {
+        let Some(ranks) = pass.replicated_rows() else { return Ok(None) };
+        if x.dim(0)? == 0 || !self.is_inner_shared(pass)? {
             return Ok(None);
         }
         match &self.inner {

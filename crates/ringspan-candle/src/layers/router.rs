@@ -189,17 +189,17 @@ impl RouterLayer {
         if let Some(bias) = self.gate.bias(pass)? {
             logits = logits.broadcast_add(&exact(bias)?)?;
         }
+        let wide = |adapter: Adapter| {
+            Ok::<_, candle_core::Error>(Adapter { a: exact(&adapter.a)?, b: exact(&adapter.b)?, ..adapter })
+        };
         match self.gate.adapter(pass)? {
-            // The products of the weight and of the adapter are stored separately, and neither is rounded.
             Some(LayerAdapter::BySlot(adapters)) => {
-                let mut wide = Vec::with_capacity(adapters.len());
-                for (slot, adapter) in adapters {
-                    wide.push((slot, Adapter { a: exact(&adapter.a)?, b: exact(&adapter.b)?, ..adapter }));
-                }
-                logits + LayerAdapter::BySlot(wide).delta(x, adapter_rows)?
+                let adapters = adapters.into_iter().map(|(slot, adapter)| Ok((slot, wide(adapter)?)));
+                logits + LayerAdapter::BySlot(adapters.collect::<Result<_>>()?).delta(x, adapter_rows)?
             }
+            // The products of the weight and of the adapter are stored separately, and neither is rounded.
             Some(LayerAdapter::One(adapter)) => {
-                let adapter = Adapter { a: exact(&adapter.a)?, b: exact(&adapter.b)?, ..adapter };
+                let adapter = wide(adapter)?;
                 let name = format!("{}.lora_B", self.gate.name());
                 logits + product(&name, &adapter.down(x, adapter_rows)?, adapter.b.clone())?
             }

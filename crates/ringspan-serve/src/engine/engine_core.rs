@@ -198,8 +198,8 @@ impl<'a> EngineCore<'a> {
         let of_rank = |rank: usize| {
             // Neighbouring ranks have the parts of the same pages that belong to their heads, other stages those of their layers.
             let (stage, cp_ranks) = (limits.ranks / limits.pp, limits.attn_dp * limits.cp);
-            let cp_rank = rank % stage * cp_ranks / stage;
-            let (cache, cp) = (&self.scheduler.caches()[cp_rank / limits.cp], cp_rank % limits.cp);
+            let (cache, cp) =
+                (&self.scheduler.caches()[limits.replica_of(rank)], rank % stage * cp_ranks / stage % limits.cp);
             let (pages, window) = (cache.pages(), cache.window().map(|window| window.pages()));
             let [transfer_bytes, waited] = self.counts.get(rank).copied().unwrap_or_default();
             RankMetrics {
