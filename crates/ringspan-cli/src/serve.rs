@@ -22,9 +22,10 @@ const MOST_SPECULATIVE_TOKENS: usize = 64;
 /// Serve a model over HTTP, in the interfaces of OpenAI and Anthropic.
 ///
 /// The ranks of --ring and --ulysses prefill prompts together, and each caches the keys and values of its pages; those
-/// of --tp share the width of layers, and those of --pp have some of the layers each; replicas of --attn-dp have requests of
-/// their own. Requests are computed together, step by step. The first line on standard output is `listening on http://HOST:PORT`. Ctrl-C or SIGTERM ends the
-/// server after the requests that run; a second one ends it at once.
+/// of --tp share the width of layers, and those of --pp have some of the layers each; replicas of --attn-dp have requests
+/// of their own. Requests are computed together, step by step. The first line on standard output is
+/// `listening on http://HOST:PORT`. Ctrl-C or SIGTERM ends the server after the requests that run; a second one ends it
+/// at once.
 #[derive(Debug, clap::Args)]
 pub(crate) struct ServeArgs {
     #[command(flatten)]

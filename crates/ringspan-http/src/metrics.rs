@@ -94,7 +94,7 @@ impl Collector for EngineMetrics {
             ("vllm:num_requests_waiting", "Requests that wait for pages or for a place", now.waiting as f64),
             (
                 "vllm:kv_cache_usage_perc",
-                "Share of the cache's pages that running requests hold (1 is all), of the kind of which fewer are left",
+                "Share of the cache's pages that running requests hold (1 is all), in the attention replica and of the kind of which fewest are left",
                 limits.usage(&now.ranks),
             ),
         ];

@@ -20,8 +20,9 @@ use candle_core::Tensor;
 /// ranks.
 pub fn execute(groups: &Groups, model: &Model, cache: &mut PagedCache, step: &Step) -> Result<Option<Tensor>> {
     let attn_dp = groups.replicas().map_or(1, |(_, replicas)| replicas.size());
-    if let Some(sequence) = step.sequences.iter().find(|sequence| sequence.replica >= attn_dp) {
-        return Err(Error::Step(format!("a sequence of attention replica {} of {attn_dp}", sequence.replica)));
+    let mut asked = step.sequences.iter().map(|one| one.replica).chain(step.copies.iter().map(|copy| copy.replica));
+    if let Some(replica) = asked.find(|replica| *replica >= attn_dp) {
+        return Err(Error::Step(format!("a sequence or copy of attention replica {replica}, of {attn_dp}")));
     }
     let Some((replica, replicas)) = groups.replicas() else { return execute_here(groups, model, cache, step) };
     let hidden = execute_here(groups, model, cache, &step.of_replica(replica))?;

@@ -10,6 +10,7 @@
 #[cfg(test)]
 mod check;
 mod page_allocation;
+mod placement;
 mod results;
 
 use super::histogram::EngineHistograms;
@@ -20,7 +21,7 @@ use super::prompt_lookup::propose;
 use super::request::Event;
 use super::sequence::{CopiedFrom, PageTable, Sequence};
 use super::step::{CachePage, Outputs, PageCopy, Step, StepSequence, WindowPages};
-use page_allocation::Placement;
+use placement::Placement;
 use std::collections::{BTreeSet, VecDeque};
 
 /// Sizes that bound a step.

@@ -1,9 +1,9 @@
 //! Applies the results of a step: the cache has new rows, sequences have new tokens, and requests end.
 
-use super::super::prefix_cache::PrefixCache;
 use super::super::request::{Event, FinishReason};
-use super::super::sequence::{CopiedFrom, PageTable, Sequence};
+use super::super::sequence::Sequence;
 use super::super::token_sampler::Drawn;
+use super::page_allocation::{release_copied, release_pages};
 use super::{ScheduledStep, Scheduler, StepSize};
 use std::time::Duration;
 
@@ -138,23 +138,4 @@ impl Scheduler {
         }
         release_pages(cache, page_table);
     }
-}
-
-/// Releases the pages of a sequence in the cache that has them.
-pub(super) fn release_pages(cache: &mut PrefixCache, page_table: &mut PageTable) {
-    let PageTable { pages, window, copied_from, .. } = std::mem::take(page_table);
-    copied_from.into_iter().for_each(|from| release_copied(cache, from));
-    for (index, page) in (window.first..).zip(window.pages) {
-        cache.release_window(index, page);
-    }
-    for (index, page) in pages.into_iter().enumerate() {
-        cache.release(index, page);
-    }
-}
-
-fn release_copied(cache: &mut PrefixCache, from: CopiedFrom) {
-    if let Some(page) = from.window {
-        cache.release_window(from.index, page);
-    }
-    cache.release(from.index, from.page);
 }
