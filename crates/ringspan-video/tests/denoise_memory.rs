@@ -1,5 +1,7 @@
 //! The memory that a plan predicts for denoising, against what the allocator counts.
 
+mod support;
+
 use candle_core::{DType, Device, Tensor};
 use ringspan_testing::CountingAllocator;
 use ringspan_video::Result;
@@ -7,30 +9,16 @@ use ringspan_video::denoise::{DenoiseFolder, DenoiseInputs, DenoisePlan, Denoise
 use ringspan_video::noise::noise;
 use ringspan_video::ranks::{VideoMesh, VideoRanks};
 use ringspan_video::scheduler::{SchedulerConfig, SchedulerKind};
-use ringspan_video::transformer::{WanConfig, WanTransformer, WeightType};
-use serde_json::{Value, json};
-use std::collections::HashMap;
+use ringspan_video::transformer::WeightType;
+use serde_json::json;
 use std::sync::{Mutex, PoisonError};
+use support::random_transformer;
 
 #[global_allocator]
 static ALLOCATOR: CountingAllocator = CountingAllocator::new();
 
 /// The allocator counts for the whole program, so one test runs at a time.
 static ALONE: Mutex<()> = Mutex::new(());
-
-/// A folder with random weights.
-fn folder(config: &Value) -> tempfile::TempDir {
-    let folder = tempfile::tempdir().expect("a folder");
-    std::fs::write(folder.path().join("config.json"), config.to_string()).expect("written");
-    let transformer = WanTransformer::new(WanConfig::read(folder.path()).expect("a configuration"));
-    let random = |(index, (name, shape)): (usize, (String, Vec<usize>))| {
-        (name, (noise(index as u64, &shape).expect("numbers") * 0.05).expect("numbers"))
-    };
-    let weights: HashMap<String, Tensor> = transformer.shapes().into_iter().enumerate().map(random).collect();
-    let file = folder.path().join("diffusion_pytorch_model.safetensors");
-    candle_core::safetensors::save(&weights, file).expect("written");
-    folder
-}
 
 /// Many tokens for the width, where the stream counts, and few, where the inner width of feed-forward layers does; both types of
 /// computation; one rank, and rings and Ulysses ranks; and blocks that are skipped in the second of three steps. The allocator counts all ranks together, so their peaks must coincide: they do in
@@ -54,7 +42,7 @@ fn the_peak_is_what_the_plan_predicts() -> Result<()> {
         (WeightType::F32, 96, 64, 1e6, &[(1, 1)][..]),
         (WeightType::Bf16, 96, 64, 1e6, &[(1, 1)][..]),
     ] {
-        let path = folder(&config(ffn));
+        let path = random_transformer(&config(ffn));
         let folder = DenoiseFolder::open(path.path(), weights)?;
         let inputs = DenoiseInputs {
             prompt_embeds: noise(1, &[1, 512, 32])?,
@@ -104,7 +92,7 @@ fn the_peak_is_what_the_plan_predicts() -> Result<()> {
 #[test]
 fn only_the_first_step_computes_keys_and_values_of_the_prompts() -> Result<()> {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-    let path = folder(&json!({
+    let path = random_transformer(&json!({
         "_class_name": "WanTransformer3DModel", "num_attention_heads": 4, "attention_head_dim": 48, "in_channels": 4,
         "out_channels": 4, "text_dim": 32, "freq_dim": 64, "ffn_dim": 192, "num_layers": 2,
     }));

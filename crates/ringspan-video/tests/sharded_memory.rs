@@ -3,7 +3,8 @@
 //! Ranks are threads. Messages of weights are copied, as they are between processes; those of attention are handed over, as the plan of
 //! threads has them.
 
-use candle_core::Tensor;
+mod support;
+
 use ringspan::comm::{Buffer, Communicator, Pending};
 use ringspan_testing::CountingAllocator;
 use ringspan_video::Result;
@@ -11,10 +12,10 @@ use ringspan_video::denoise::{DenoiseFolder, DenoiseInputs, DenoisePlan, Denoise
 use ringspan_video::noise::noise;
 use ringspan_video::ranks::{VideoMesh, VideoRanks};
 use ringspan_video::scheduler::{SchedulerConfig, SchedulerKind};
-use ringspan_video::transformer::{WanConfig, WanTransformer, WeightType};
+use ringspan_video::transformer::WeightType;
 use serde_json::json;
-use std::collections::HashMap;
 use std::sync::Arc;
+use support::random_transformer;
 
 #[global_allocator]
 static ALLOCATOR: CountingAllocator = CountingAllocator::new();
@@ -86,29 +87,15 @@ impl Communicator for CopiesWeights {
     }
 }
 
-/// A folder with random weights: six blocks, which are most of them.
-fn folder() -> tempfile::TempDir {
-    let folder = tempfile::tempdir().expect("a folder");
-    let config = json!({
-        "_class_name": "WanTransformer3DModel", "num_attention_heads": 4, "attention_head_dim": 48, "in_channels": 4,
-        "out_channels": 4, "text_dim": 32, "freq_dim": 64, "ffn_dim": 2048, "num_layers": 6,
-    });
-    std::fs::write(folder.path().join("config.json"), config.to_string()).expect("written");
-    let transformer = WanTransformer::new(WanConfig::read(folder.path()).expect("a configuration"));
-    let random = |(index, (name, shape)): (usize, (String, Vec<usize>))| {
-        (name, (noise(index as u64, &shape).expect("numbers") * 0.05).expect("numbers"))
-    };
-    let weights: HashMap<String, Tensor> = transformer.shapes().into_iter().enumerate().map(random).collect();
-    let file = folder.path().join("diffusion_pytorch_model.safetensors");
-    candle_core::safetensors::save(&weights, file).expect("written");
-    folder
-}
-
 /// Two and four ranks with both branches of guidance, which share what is gathered, or with one each; few tokens, where weights count, and more;
 /// and steps that skip blocks, whose decision has the first unit before the pass does.
 #[test]
 fn the_peak_of_ranks_that_shard_weights_is_what_the_plan_predicts() -> Result<()> {
-    let path = folder();
+    // Six blocks, which are most of the weights.
+    let path = random_transformer(&json!({
+        "_class_name": "WanTransformer3DModel", "num_attention_heads": 4, "attention_head_dim": 48, "in_channels": 4,
+        "out_channels": 4, "text_dim": 32, "freq_dim": 64, "ffn_dim": 2048, "num_layers": 6,
+    }));
     let mut wrong = Vec::new();
     for (weights, side, cache_threshold, meshes) in [
         (WeightType::F32, 16, 0.0, &[(2, 1, false), (4, 1, false), (2, 2, false), (2, 1, true)][..]),
