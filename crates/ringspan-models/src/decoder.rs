@@ -2,14 +2,15 @@
 
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::lora::{Lora, is_adapter};
+use crate::lora::Lora;
 use crate::registry;
 use candle_core::Tensor;
 use ringspan::Mask;
+use ringspan_candle::gradients::TrainableModel;
 use ringspan_candle::layers::{ForwardPass, MixtureOfExperts};
-use ringspan_candle::model::{LinearLayer, ModelParameters, Parameter, UnitParameters};
+use ringspan_candle::model::{LinearLayer, ModelParameters, Parameter, UnitWeights};
 use ringspan_candle::shard::HeadCounts;
-use ringspan_candle::{Adapters, Attend, Model, StoredWeights, Unit};
+use ringspan_candle::{Adapters, Attend, LanguageModel, StoredWeights, Unit};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -36,7 +37,7 @@ pub(crate) const NORM: &str = "model.norm.weight";
 #[derive(Debug, Clone)]
 pub struct Decoder {
     config: Config,
-    model: Arc<dyn Model>,
+    model: Arc<dyn LanguageModel>,
     /// The parameters of each unit, the adapters' matrices included.
     parameters: Arc<ModelParameters>,
     /// The names of parameters that receive no gradient.
@@ -59,14 +60,7 @@ impl Decoder {
 
     /// Attaches these adapters in place of any others; their matrices follow the other parameters of their unit.
     pub(crate) fn with_adapters(mut self, lora: Option<Lora>, adapters: Adapters) -> Self {
-        let mut all = (*self.parameters).clone();
-        for UnitParameters { parameters, linear_layers } in all.units_mut() {
-            parameters.retain(|parameter| !is_adapter(&parameter.name));
-            let adapted = linear_layers.iter().filter_map(|layer| Some((layer, adapters.size(&layer.name)?)));
-            for (layer, size) in adapted {
-                parameters.extend(layer.adapter_parameters(size.rank));
-            }
-        }
+        let all = self.parameters.with_adapters(&adapters);
         (self.parameters, self.lora, self.adapters) = (Arc::new(all), lora, Arc::new(adapters));
         self
     }
@@ -77,7 +71,7 @@ impl Decoder {
     }
 
     /// The model as a stack of units, each with its forward function.
-    pub fn model(&self) -> &dyn Model {
+    pub fn model(&self) -> &dyn LanguageModel {
         &*self.model
     }
 
@@ -185,6 +179,18 @@ impl Decoder {
     /// The parameters of all units, and how they are sharded.
     pub fn all_parameters(&self) -> &ModelParameters {
         &self.parameters
+    }
+
+    /// The parameters of the last norm and the output head; with tied weights they come from two units, the embedding's included.
+    ///
+    /// # Errors
+    /// Errors of `weights`.
+    pub fn head_parameters(&self, weights: &dyn UnitWeights) -> Result<StoredWeights> {
+        let mut head = StoredWeights::new();
+        for unit in self.head_units() {
+            head.extend(weights.unit(unit, self.parameters(unit))?);
+        }
+        Ok(head)
     }
 
     /// The parameters of a unit with their shapes.

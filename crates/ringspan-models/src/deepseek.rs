@@ -9,7 +9,7 @@ use crate::family::{Family, causal_lm, family_keys, with_defaults};
 use crate::rope::{self, yarn};
 use candle_core::Tensor;
 use ringspan::{Mask, Score};
-use ringspan_candle::Model;
+use ringspan_candle::LanguageModel;
 use ringspan_candle::activation::Activation;
 use ringspan_candle::layers::{
     Attention, ExpertGroups, ForwardPass, GatedMlp, LatentAttention, LatentWidths, MixtureOfExperts, RmsNorm,
@@ -74,7 +74,7 @@ fn fill_defaults(json: Value, defaults: Value) -> Value {
     json
 }
 
-fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
+fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn LanguageModel>> {
     config.check_activation(config.hidden_act.as_deref(), "silu")?;
     let keys: Keys = config.keys()?;
     check(config, &keys)?;

@@ -2,7 +2,7 @@
 
 use crate::config::Config;
 use crate::error::Result;
-use ringspan_candle::Model;
+use ringspan_candle::LanguageModel;
 use ringspan_candle::layers::{RmsNorm, VocabEmbedding, VocabHead};
 use ringspan_candle::model::{CausalLm, Layer, ModelBuilder, Scope, Unit};
 use serde_json::Value;
@@ -17,7 +17,7 @@ pub(crate) struct Family {
     /// Fills in the defaults of transformers for absent keys, where they differ from those of [`Config`].
     pub(crate) fill_defaults: fn(Value) -> Value,
     /// Builds the model for a configuration.
-    pub(crate) model: fn(&Config, &ModelBuilder) -> Result<Arc<dyn Model>>,
+    pub(crate) model: fn(&Config, &ModelBuilder) -> Result<Arc<dyn LanguageModel>>,
 }
 
 /// Declares the keys of `config.json` that a family reads in addition to those of [`Config`], with a list of their names.

@@ -6,7 +6,7 @@ use crate::family::{Family, causal_lm, family_keys, with_defaults};
 use crate::rope;
 use candle_core::Tensor;
 use ringspan::{Mask, Score};
-use ringspan_candle::Model;
+use ringspan_candle::LanguageModel;
 use ringspan_candle::activation::Activation;
 use ringspan_candle::layers::{Attention, ForwardPass, GatedMlp, QkvLinear, RmsNorm, RotaryEmbedding, RowLinear};
 use ringspan_candle::model::{Layer, ModelBuilder, Scope};
@@ -45,7 +45,7 @@ fn defaults() -> Value {
 pub(crate) const FAMILY: Family =
     Family { model_type: "gemma2", keys: Keys::NAMES, fill_defaults: |json| with_defaults(json, defaults()), model };
 
-fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
+fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn LanguageModel>> {
     let keys: Keys = config.keys()?;
     config.check_activation(keys.hidden_activation.as_deref(), "gelu_pytorch_tanh")?;
     if keys.use_bidirectional_attention == Some(true) {

@@ -7,7 +7,7 @@ use crate::rope;
 use crate::rope_parameters::Parameters;
 use candle_core::Tensor;
 use ringspan::{Mask, Score};
-use ringspan_candle::Model;
+use ringspan_candle::LanguageModel;
 use ringspan_candle::activation::Activation;
 use ringspan_candle::layers::{Attention, ForwardPass, GatedMlp, QkvLinear, RmsNorm, RotaryEmbedding, RowLinear};
 use ringspan_candle::model::{Layer, ModelBuilder, Scope};
@@ -31,7 +31,7 @@ family_keys! {
 
 pub(crate) const FAMILY: Family = Family { model_type: "gemma3_text", keys: Keys::NAMES, fill_defaults, model };
 
-fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
+fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn LanguageModel>> {
     let keys: Keys = config.keys()?;
     let activation = keys.hidden_activation.as_deref().or(config.hidden_act.as_deref());
     config.check_activation(activation, "gelu_pytorch_tanh")?;

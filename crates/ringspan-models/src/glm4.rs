@@ -6,7 +6,7 @@ use crate::family::{Family, causal_lm, with_defaults};
 use crate::rope;
 use candle_core::Tensor;
 use ringspan::{Mask, Score};
-use ringspan_candle::Model;
+use ringspan_candle::LanguageModel;
 use ringspan_candle::activation::Activation;
 use ringspan_candle::layers::{Attention, ForwardPass, GatedMlp, QkvLinear, RmsNorm, RotaryEmbedding, RowLinear};
 use ringspan_candle::model::{Layer, ModelBuilder, Scope};
@@ -22,7 +22,7 @@ fn defaults() -> Value {
     json!({ "attention_bias": true, "head_dim": 128, "rms_norm_eps": 1.5625e-7 })
 }
 
-fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
+fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn LanguageModel>> {
     config.check_activation(config.hidden_act.as_deref(), "silu")?;
     let rope = rope::partial(config, 10_000.0, 0.5)?;
     let rope = Arc::new(RotaryEmbedding { interleaved: true, ..rope });

@@ -6,7 +6,7 @@ use crate::family::{Family, causal_lm, family_keys, with_defaults};
 use crate::rope;
 use candle_core::Tensor;
 use ringspan::Score;
-use ringspan_candle::Model;
+use ringspan_candle::LanguageModel;
 use ringspan_candle::activation::ClampedSwiglu;
 use ringspan_candle::layers::{
     Attention, ForwardPass, MixtureOfExperts, QkvLinear, RmsNorm, RotaryEmbedding, Router, RowLinear,
@@ -44,7 +44,7 @@ fn fill_defaults(json: Value) -> Value {
     json
 }
 
-fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
+fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn LanguageModel>> {
     config.check_activation(config.hidden_act.as_deref(), "silu")?;
     let keys: Keys = config.keys()?;
     let (router, activation) = (router(config, &keys)?, activation(&keys)?);

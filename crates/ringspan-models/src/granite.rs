@@ -6,7 +6,7 @@ use crate::family::{Family, causal_lm, family_keys};
 use crate::rope;
 use candle_core::Tensor;
 use ringspan::{Mask, Score};
-use ringspan_candle::Model;
+use ringspan_candle::LanguageModel;
 use ringspan_candle::activation::Activation;
 use ringspan_candle::layers::{
     Attention, ForwardPass, GatedMlp, QkvLinear, RmsNorm, RotaryEmbedding, RowLinear, scaled,
@@ -28,7 +28,7 @@ family_keys! {
 pub(crate) const FAMILY: Family =
     Family { model_type: "granite", keys: Keys::NAMES, fill_defaults: |json| json, model };
 
-fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
+fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn LanguageModel>> {
     config.check_activation(config.hidden_act.as_deref(), "silu")?;
     let keys: Keys = config.keys()?;
     let factor = |name: &str, value: Option<f64>| match value.unwrap_or(1.0) {

@@ -6,7 +6,7 @@ use crate::family::{Family, causal_lm};
 use crate::rope;
 use candle_core::Tensor;
 use ringspan::{Mask, Score};
-use ringspan_candle::Model;
+use ringspan_candle::LanguageModel;
 use ringspan_candle::activation::Activation;
 use ringspan_candle::layers::{Attention, ForwardPass, GatedMlp, QkvLinear, RmsNorm, RotaryEmbedding, RowLinear};
 use ringspan_candle::model::{Layer, ModelBuilder, Scope};
@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 pub(crate) const FAMILY: Family = Family { model_type: "llama", keys: &[], fill_defaults: |json| json, model };
 
-fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
+fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn LanguageModel>> {
     let biases = Biases { attention: config.attention_bias, mlp: config.mlp_bias };
     with(config, builder, &Mask::causal(), biases)
 }
@@ -29,7 +29,12 @@ pub(crate) struct Biases {
 }
 
 /// A Llama model with the same `mask` in every layer.
-pub(crate) fn with(config: &Config, builder: &ModelBuilder, mask: &Mask, biases: Biases) -> Result<Arc<dyn Model>> {
+pub(crate) fn with(
+    config: &Config,
+    builder: &ModelBuilder,
+    mask: &Mask,
+    biases: Biases,
+) -> Result<Arc<dyn LanguageModel>> {
     config.check_activation(config.hidden_act.as_deref(), "silu")?;
     let rope = Arc::new(rope::of_all_layers(config)?);
     let norm = |scope: &Scope| RmsNorm::new(scope, config.hidden_size, config.rms_norm_eps);

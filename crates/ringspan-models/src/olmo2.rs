@@ -7,7 +7,7 @@ use crate::family::{Family, causal_lm, with_defaults};
 use crate::rope;
 use candle_core::Tensor;
 use ringspan::{Mask, Score};
-use ringspan_candle::Model;
+use ringspan_candle::LanguageModel;
 use ringspan_candle::activation::Activation;
 use ringspan_candle::layers::{
     AllHeadsNorm, Attention, ForwardPass, GatedMlp, QkvLinear, RmsNorm, RotaryEmbedding, RowLinear,
@@ -25,7 +25,7 @@ fn defaults() -> Value {
 pub(crate) const FAMILY: Family =
     Family { model_type: "olmo2", keys: &[], fill_defaults: |json| with_defaults(json, defaults()), model };
 
-fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
+fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn LanguageModel>> {
     config.check_activation(config.hidden_act.as_deref(), "silu")?;
     let rope = Arc::new(rope::of_all_layers(config)?);
     let norm = |scope: &Scope| RmsNorm::new(scope, config.hidden_size, config.rms_norm_eps);

@@ -7,7 +7,7 @@ use crate::rope;
 use crate::rope_parameters::Parameters;
 use candle_core::Tensor;
 use ringspan::{Mask, Score};
-use ringspan_candle::Model;
+use ringspan_candle::LanguageModel;
 use ringspan_candle::activation::Activation;
 use ringspan_candle::layers::{Attention, ForwardPass, GatedMlp, QkvLinear, RmsNorm, RotaryEmbedding, RowLinear};
 use ringspan_candle::model::{Layer, ModelBuilder, Scope};
@@ -28,7 +28,7 @@ fn defaults() -> Value {
     json!({ "rms_norm_eps": 1e-5, "sliding_window": null, "original_max_position_embeddings": 4096 })
 }
 
-fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
+fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn LanguageModel>> {
     config.check_activation(config.hidden_act.as_deref(), "silu")?;
     let keys: Keys = config.keys()?;
     if let Some(rate) = keys.resid_pdrop.filter(|rate| *rate != 0.0) {

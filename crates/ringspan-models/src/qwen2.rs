@@ -6,7 +6,7 @@ use crate::family::{Family, causal_lm, family_keys};
 use crate::rope;
 use candle_core::Tensor;
 use ringspan::{Mask, Score};
-use ringspan_candle::Model;
+use ringspan_candle::LanguageModel;
 use ringspan_candle::activation::Activation;
 use ringspan_candle::layers::{Attention, ForwardPass, GatedMlp, QkvLinear, RmsNorm, RotaryEmbedding, RowLinear};
 use ringspan_candle::model::{Layer, ModelBuilder, Scope};
@@ -22,7 +22,7 @@ family_keys! {
 
 pub(crate) const FAMILY: Family = Family { model_type: "qwen2", keys: Keys::NAMES, fill_defaults: |json| json, model };
 
-fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
+fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn LanguageModel>> {
     config.check_activation(config.hidden_act.as_deref(), "silu")?;
     let (rope, masks) = (Arc::new(rope::of_all_layers(config)?), masks(config)?);
     let norm = |scope: &Scope| RmsNorm::new(scope, config.hidden_size, config.rms_norm_eps);

@@ -6,7 +6,7 @@ use crate::family::{Family, causal_lm, family_keys};
 use crate::qwen3::Qwen3Attention;
 use crate::rope;
 use candle_core::Tensor;
-use ringspan_candle::Model;
+use ringspan_candle::LanguageModel;
 use ringspan_candle::activation::Activation;
 use ringspan_candle::layers::{Attention, ForwardPass, GatedMlp, MixtureOfExperts, RmsNorm, Router};
 use ringspan_candle::model::{Layer, ModelBuilder, Scope};
@@ -26,7 +26,7 @@ family_keys! {
 pub(crate) const FAMILY: Family =
     Family { model_type: "qwen3_moe", keys: Keys::NAMES, fill_defaults: |json| json, model };
 
-fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
+fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn LanguageModel>> {
     config.check_activation(config.hidden_act.as_deref(), "silu")?;
     let keys: Keys = config.keys()?;
     let (router, width) = router(config, &keys)?;

@@ -7,7 +7,7 @@ use crate::{
     deepseek, gemma2, gemma3, glm4, gpt_oss, granite, llama, mistral, mixtral, olmo2, phi3, qwen2, qwen3, qwen3_moe,
     smollm3,
 };
-use ringspan_candle::Model;
+use ringspan_candle::LanguageModel;
 use ringspan_candle::model::{ModelBuilder, ModelParameters};
 use serde::{Deserialize, Deserializer};
 use serde_json::Value;
@@ -65,7 +65,7 @@ fn keys(model_type: &str) -> &'static [&'static str] {
 ///
 /// # Errors
 /// A `model_type` that is unknown, and settings that its family cannot compute.
-pub(crate) fn model(config: &Config) -> Result<(Arc<dyn Model>, ModelParameters)> {
+pub(crate) fn model(config: &Config) -> Result<(Arc<dyn LanguageModel>, ModelParameters)> {
     config.check_sizes()?;
     let Some(family) = family(&config.model_type) else {
         return Err(Error::Config(format!(

@@ -36,6 +36,7 @@ mod spec;
 mod token_windows;
 mod tokenizer;
 mod trainer;
+mod training_loop;
 mod watchdog;
 
 pub use config::{DataSource, RouterLossScope, Sharding, TextSource, TrainConfig, TrainingLength};
@@ -57,3 +58,4 @@ pub use settings::{Settings, TrainArgs};
 pub use single_step::{StepResults, single_step};
 pub use tokenizer::{EndToken, Tokenizer};
 pub use trainer::{Outcome, plan, plan_on, train, train_on};
+pub use training_loop::{LoopEnd, StepEnd, Steps, TrainingRun, run_steps};

@@ -78,3 +78,11 @@ pub enum Error {
     #[error(transparent)]
     Tensor(#[from] candle_core::Error),
 }
+
+/// An error of this crate as one of a tensor operation.
+pub(crate) fn of_candle(error: Error) -> candle_core::Error {
+    match error {
+        Error::Tensor(error) => error,
+        other => candle_core::Error::wrap(other),
+    }
+}

@@ -30,6 +30,11 @@ impl<'a> ForwardPass<'a> {
         Self { weights, attend: store, adapters, store: Some(store) }
     }
 
+    /// The values of all parameters in this pass.
+    pub fn weights(&self) -> &'a StoredWeights {
+        self.weights
+    }
+
     /// The value of a parameter.
     ///
     /// # Errors

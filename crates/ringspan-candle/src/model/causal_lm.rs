@@ -1,6 +1,6 @@
 //! A model whose layers are all of one type.
 
-use super::{Layer, Model};
+use super::{LanguageModel, Layer};
 use crate::layers::{RmsNorm, VocabEmbedding, VocabHead};
 
 /// Embedding, layers of one type, norm and output head.
@@ -16,7 +16,7 @@ pub struct CausalLm<L> {
     pub lm_head: VocabHead,
 }
 
-impl<L: Layer> Model for CausalLm<L> {
+impl<L: Layer> LanguageModel for CausalLm<L> {
     fn embedding(&self) -> &VocabEmbedding {
         &self.embed_tokens
     }

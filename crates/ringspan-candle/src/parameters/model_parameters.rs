@@ -1,6 +1,7 @@
 //! All parameters of a model, and how ranks share them.
 
 use super::{LinearLayer, Parameter, Unit, UnitParameters};
+use crate::lora::{Adapters, layer_of};
 use crate::shard::{ParallelRank, Partition, ReplicaGroup, ShardError, ShardSpec, replica_groups};
 use std::collections::BTreeMap;
 
@@ -15,9 +16,18 @@ impl ModelParameters {
         Self(units)
     }
 
-    /// Mutable access to each unit's parameters, to add or remove some.
-    pub fn units_mut(&mut self) -> impl Iterator<Item = &mut UnitParameters> {
-        self.0.values_mut()
+    /// The same parameters with the matrices of these adapters in place of any others; they follow the other parameters of their unit.
+    #[must_use]
+    pub fn with_adapters(&self, adapters: &Adapters) -> Self {
+        let mut units = self.0.clone();
+        for UnitParameters { parameters, linear_layers } in units.values_mut() {
+            parameters.retain(|parameter| layer_of(&parameter.name).is_none());
+            let adapted = linear_layers.iter().filter_map(|layer| Some((layer, adapters.size(&layer.name)?)));
+            for (layer, size) in adapted {
+                parameters.extend(layer.adapter_parameters(size.rank));
+            }
+        }
+        Self(units)
     }
 
     /// The parameters of a unit.

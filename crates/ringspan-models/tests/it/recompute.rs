@@ -7,12 +7,13 @@ use ringspan::comm::threads::{self, Options};
 use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Score, StrategyKind};
 use ringspan_candle::attention::SavedAttention;
 use ringspan_candle::experts::{Local, SavedExperts};
+use ringspan_candle::gradients::{Gradients, loss_and_gradients};
 use ringspan_candle::stored_activation::Storage;
 use ringspan_candle::{
     Attend, AttentionInputs, CheckpointPolicy, Context, Expert, ExpertLoad, Experts, InputDropout, Recompute, Routing,
     TensorParallel,
 };
-use ringspan_models::gradients;
+use ringspan_models::TokenBatch;
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -80,10 +81,9 @@ fn attention_runs_forward_once_a_layer_unless_everything_is_recomputed() {
                 let context = Context::new(group, layout.clone(), StrategyKind::Ring)?;
                 let attend = Counting { context, computed: Cell::new(0) };
                 let mut drop = |_, _| Ok(());
-                gradients::loss_and_gradients(
-                    &decoder, &weights, &tokens, &targets, 1.0, recompute, &attend, &mut drop,
-                )?;
-                Ok::<_, ringspan_models::Error>((tokens.len(), attend.computed.get()))
+                let batch = TokenBatch { tokens: &tokens, targets: &targets, scale: 1.0 };
+                loss_and_gradients(&decoder, &weights, &batch, recompute, &attend, &mut drop)?;
+                Ok::<_, candle_core::Error>((tokens.len(), attend.computed.get()))
             };
             run().map_err(|error| ringspan::Error::Layout(error.to_string()))
         })
@@ -110,17 +110,15 @@ fn activations_stored_in_bf16_leave_losses_unchanged_and_gradients_close() {
                     let group = Arc::new(Group::new(comm, (1, 1), Kernel::new(1)).map_err(candle_core::Error::wrap)?);
                     let context = Context::new(group, layout.clone(), StrategyKind::Ring)?;
                     let mut all = BTreeMap::new();
-                    let mut take = |_, of_unit: gradients::Gradients| {
+                    let mut take = |_, of_unit: Gradients| {
                         for (name, gradient) in of_unit {
                             all.insert(name, gradient.flatten_all()?.to_vec1::<f32>()?);
                         }
                         Ok(())
                     };
-                    let (tokens, targets) = (&batch.tokens, &batch.targets());
-                    let nll = gradients::loss_and_gradients(
-                        &decoder, &weights, tokens, targets, 1.0, keep, &context, &mut take,
-                    )?;
-                    Ok::<_, ringspan_models::Error>((nll, all))
+                    let batch = TokenBatch { tokens: &batch.tokens, targets: &batch.targets(), scale: 1.0 };
+                    let nll = loss_and_gradients(&decoder, &weights, &batch, keep, &context, &mut take)?;
+                    Ok::<_, candle_core::Error>((nll, all))
                 };
                 run().map_err(|error| ringspan::Error::Layout(error.to_string()))
             });
@@ -193,10 +191,10 @@ fn a_router_gives_the_same_probabilities_when_its_layer_is_recomputed() {
                 let run = || {
                     let group = Arc::new(Group::new(comm, (1, 1), Kernel::new(1)).map_err(candle_core::Error::wrap)?);
                     let context = Context::new(group, layout.clone(), StrategyKind::Ring)?.with_experts(noting.clone());
-                    let (tokens, targets) = (&batch.tokens, &batch.targets());
+                    let batch = TokenBatch { tokens: &batch.tokens, targets: &batch.targets(), scale: 1.0 };
                     let keep = CheckpointPolicy { recompute, storage, offload: None };
                     let mut drop = |_, _| Ok(());
-                    gradients::loss_and_gradients(&decoder, &weights, tokens, targets, 1.0, keep, &context, &mut drop)
+                    loss_and_gradients(&decoder, &weights, &batch, keep, &context, &mut drop)
                 };
                 run().map_err(|error| ringspan::Error::Layout(error.to_string()))
             })

@@ -4,9 +4,10 @@ use crate::support::load;
 use candle_core::Tensor;
 use ringspan::{Mask, Score};
 use ringspan_candle::experts::Local;
+use ringspan_candle::gradients::loss_and_gradients;
 use ringspan_candle::tensor_parallel::NO_TENSOR_PARALLEL;
 use ringspan_candle::{Attend, AttentionInputs, Experts, InputDropout, Recompute, TensorParallel, Unit, Weights};
-use ringspan_models::{Decoder, Error, gradients};
+use ringspan_models::{Decoder, Error, TokenBatch};
 
 /// Attention that ignores queries and keys.
 struct Values(Vec<usize>);
@@ -43,14 +44,13 @@ fn gradients_of(
     tokens: &[u32],
     targets: &[u32],
     positions: usize,
-) -> Result<f64, Error> {
+) -> candle_core::Result<f64> {
     let attend = Values((0..positions).collect());
-    gradients::loss_and_gradients(decoder, weights, tokens, targets, 1.0, Recompute::default(), &attend, &mut |_, _| {
-        Ok(())
-    })
+    let batch = TokenBatch { tokens, targets, scale: 1.0 };
+    loss_and_gradients(decoder, weights, &batch, Recompute::default(), &attend, &mut |_, _| Ok(()))
 }
 
-fn contains(error: Error, words: &[&str]) {
+fn contains(error: candle_core::Error, words: &[&str]) {
     let message = error.to_string();
     for word in words {
         assert!(message.contains(word), "'{word}' is not in: {message}");
@@ -92,17 +92,15 @@ fn a_missing_parameter_is_named_with_its_shape() {
 fn an_error_of_the_callback_ends_the_pass() {
     let (decoder, weights, ..) = load("llama");
     let mut calls = 0;
-    let error = gradients::loss_and_gradients(
+    let error = loss_and_gradients(
         &decoder,
         &weights,
-        &[1],
-        &[2],
-        1.0,
+        &TokenBatch { tokens: &[1], targets: &[2], scale: 1.0 },
         Recompute::Full,
         &Values(vec![0]),
         &mut |unit, _| {
             calls += 1;
-            if unit == Unit::Layer(1) { Err(Error::Config("enough".into())) } else { Ok(()) }
+            if unit == Unit::Layer(1) { Err(candle_core::Error::wrap(Error::Config("enough".into()))) } else { Ok(()) }
         },
     );
     contains(error.expect_err("the callback's"), &["enough"]);

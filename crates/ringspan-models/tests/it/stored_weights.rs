@@ -5,10 +5,11 @@ use candle_core::{DType, Device, Tensor};
 use ringspan::attention::Group;
 use ringspan::comm::threads::{self, Options};
 use ringspan::{Documents, Kernel, Layout, LayoutKind, StrategyKind};
+use ringspan_candle::gradients::{Gradients, loss_and_gradients};
 use ringspan_candle::model::stored;
 use ringspan_candle::quantized::Format;
 use ringspan_candle::{Context, Recompute, StoredWeights, Weight, Weights, loss};
-use ringspan_models::{Decoder, Error, Lora, folder, gguf, gradients};
+use ringspan_models::{Decoder, Error, Lora, TokenBatch, folder, gguf};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -139,7 +140,7 @@ fn learned(
     let sums = Mutex::new((0.0, BTreeMap::<String, Vec<f32>>::new()));
     on_ranks(tokens, 2, |rank, layout, context, own| {
         let targets = layout.shard(rank, &targets, 1).map_err(candle_core::Error::wrap)?;
-        let mut take = |_, gradients: gradients::Gradients| {
+        let mut take = |_, gradients: Gradients| {
             let mut sums = sums.lock().expect("no panics");
             for (name, gradient) in gradients {
                 let gradient = values(&gradient);
@@ -148,7 +149,8 @@ fn learned(
             }
             Ok(())
         };
-        let nll = gradients::loss_and_gradients(decoder, weights, own, &targets, 0.1, recompute, context, &mut take)?;
+        let batch = TokenBatch { tokens: own, targets: &targets, scale: 0.1 };
+        let nll = loss_and_gradients(decoder, weights, &batch, recompute, context, &mut take)?;
         sums.lock().expect("no panics").0 += nll;
         Ok(())
     });
@@ -195,8 +197,8 @@ fn a_quantized_matrix_that_should_be_trained_is_refused_by_its_name() {
     let (decoder, weights, _, tokens, _) = family("qwen3");
     let errors = on_ranks(&tokens, 1, |_, _, context, own| {
         let mut nothing = |_, _| Ok(());
-        let result =
-            gradients::loss_and_gradients(&decoder, &weights, own, own, 1.0, Recompute::Full, context, &mut nothing);
+        let batch = TokenBatch { tokens: own, targets: own, scale: 1.0 };
+        let result = loss_and_gradients(&decoder, &weights, &batch, Recompute::Full, context, &mut nothing);
         Ok(result.expect_err("frozen").to_string())
     });
     assert!(errors[0].contains("QuantizedMatrix[96 x 64; Q8_0]"), "{}", errors[0]);

@@ -2,10 +2,11 @@
 
 use super::{Answer, relative_l2};
 use candle_core::DType;
-use ringspan_candle::model::stored;
+use ringspan_candle::gradients::{Gradients, loss_and_gradients};
+use ringspan_candle::model::{Parameter, UnitWeights, stored};
 use ringspan_candle::stored_activation::Storage;
 use ringspan_candle::{Attend, CheckpointPolicy, Recompute, StoredWeights, Unit, Weights};
-use ringspan_models::{Decoder, Error, Parameters, gradients};
+use ringspan_models::{Decoder, Error, TokenBatch};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Computes loss, logits and gradients of this rank's tokens; the loss is divided by all `valid` targets.
@@ -27,8 +28,8 @@ pub(super) fn loss_and_gradients_of_rank(
     let logits = decoder.model().head().logits(&hidden, &whole)?.flatten_all()?.to_vec1()?;
     let differentiate = |policy: CheckpointPolicy| {
         let (mut gradients, mut order) = (BTreeMap::new(), Vec::new());
-        let scale = 1.0 / valid as f32;
-        let mut take = |unit, of_unit: gradients::Gradients| {
+        let batch = TokenBatch { tokens, targets, scale: 1.0 / valid as f32 };
+        let mut take = |unit, of_unit: Gradients| {
             order.push(unit);
             let names = decoder.unit_shapes(unit).into_iter().map(|(name, _)| name);
             // Experts on other ranks have no gradient here.
@@ -41,7 +42,7 @@ pub(super) fn loss_and_gradients_of_rank(
             Ok(())
         };
         let own = RankWeights(weights);
-        let nll = gradients::loss_and_gradients(decoder, &own, tokens, targets, scale, policy, attend, &mut take)?;
+        let nll = loss_and_gradients(decoder, &own, &batch, policy, attend, &mut take)?;
         Ok::<_, Error>((nll, gradients, order))
     };
     let one = differentiate(CheckpointPolicy::default())?;
@@ -83,13 +84,9 @@ pub(super) fn loss_and_gradients_of_rank(
 /// The weights of a rank, which may lack experts.
 struct RankWeights<'a>(&'a Weights);
 
-impl Parameters for RankWeights<'_> {
-    fn prefetch(&self, _: Unit) -> Result<(), Error> {
-        Ok(())
-    }
-
-    fn unit(&self, decoder: &Decoder, unit: Unit) -> Result<StoredWeights, Error> {
-        let of = |(name, _): (String, _)| self.0.get(&name).map(|tensor| (name, tensor.clone().into()));
-        Ok(decoder.unit_shapes(unit).into_iter().filter_map(of).collect())
+impl UnitWeights for RankWeights<'_> {
+    fn unit(&self, _: Unit, parameters: &[Parameter]) -> candle_core::Result<StoredWeights> {
+        let of = |Parameter { name, .. }: &Parameter| Some((name.clone(), self.0.get(name)?.clone().into()));
+        Ok(parameters.iter().filter_map(of).collect())
     }
 }

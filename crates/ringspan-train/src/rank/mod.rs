@@ -1,17 +1,17 @@
-//! One rank's training loop. Every rank runs the same steps over the same batches and takes its own part of each.
+//! One rank of a training. Every rank takes the same steps over the same batches, and its own part of each.
 
 mod export;
 mod groups;
 mod save_checkpoint;
 mod step;
+mod training_run;
 mod utilization;
 
 use crate::{
     checkpoint::Checkpoints,
     config::TrainConfig,
-    data::Batch,
-    error::{Error, Result},
-    metrics::{EvaluationMetrics, MetricsFile, StepMetrics},
+    error::Result,
+    metrics::{EvaluationMetrics, MetricsFile},
     observer::Observer,
     optimizer::Optimizer,
     peak_memory::{PeakAllocated, PeakGpuMemory},
@@ -23,15 +23,9 @@ use groups::Groups;
 use ringspan::comm::{Buffer, Communicator, timed::Timed};
 use ringspan_candle::{Devices, Offload, Recompute};
 use save_checkpoint::PendingSave;
-use std::{
-    sync::{
-        Arc, Mutex, PoisonError,
-        atomic::{AtomicBool, Ordering},
-    },
-    time::Instant,
-};
+use std::sync::{Arc, Mutex, PoisonError};
 pub(crate) use step::LossAndGradients;
-use utilization::{Utilization, UtilizationMeter};
+use utilization::UtilizationMeter;
 
 /// The objects that only rank 0 uses: the observer, the metrics file, and the counts of memory.
 pub(crate) struct RankZero<'a> {
@@ -118,102 +112,6 @@ impl<'a> Rank<'a> {
         &self.shards
     }
 
-    /// Trains to the last step, or until rank 0 sees `stop`.
-    pub(crate) fn train(mut self, stop: &AtomicBool, rank_zero: &Mutex<RankZero<'_>>) -> Result<RankOutcome> {
-        let began = Instant::now();
-        let (config, setup) = (self.config, self.setup);
-        // Peak memory counts from here on: the measurement of the peak rate, in which all ranks took part, is over.
-        self.on_rank_zero(rank_zero, |rank_zero| rank_zero.peak_gpu_memory.begin())?;
-        let mut data_loader = setup.data_loader.clone();
-        let (mut step, mut tokens) = (setup.spec.first_step, setup.tokens_seen);
-        let (mut saved, mut evaluation, mut interrupted) = (None, None, false);
-        while step < setup.spec.lr.steps {
-            let agreed = self.agree(stop)?;
-            if agreed.saved {
-                self.finish_saving(rank_zero)?;
-            }
-            if agreed.stop {
-                interrupted = true;
-                break;
-            }
-            self.meter.start();
-            let positions = data_loader.positions();
-            let batches = data_loader.next_step(config.grad_accumulation);
-            let (loss, grad_norm) = match self.step(step, &batches) {
-                // Every rank returns the same error here, before anything was changed.
-                Err(diverged @ Error::Diverged { .. }) => {
-                    if saved != Some(step) && step > setup.spec.first_step {
-                        self.start_saving(rank_zero, step, tokens, positions)?;
-                    }
-                    self.finish_saving(rank_zero)?;
-                    return Err(diverged);
-                }
-                loss_and_gradients => loss_and_gradients?,
-            };
-            let now: u64 = batches.iter().map(Batch::real_tokens).sum();
-            tokens += now;
-            let Utilization { seconds, peak_share, waited, imbalance } = self.meter.stop(now)?;
-            let mut metrics = StepMetrics {
-                step: step + 1,
-                loss,
-                lr: setup.spec.lr.at(step),
-                grad_norm,
-                tokens,
-                tokens_per_second: now as f64 / seconds,
-                peak_share: Some(peak_share),
-                waited,
-                attention_imbalance: imbalance,
-                peak_memory: ringspan::memory::peak(),
-                peak_allocated: None,
-                peak_gpu_memory: None,
-                seconds: began.elapsed().as_secs_f64(),
-            };
-            step += 1;
-            self.on_rank_zero(rank_zero, |rank_zero| {
-                metrics.peak_allocated = rank_zero.peak_allocated.peak();
-                metrics.peak_gpu_memory = rank_zero.peak_gpu_memory.peak()?;
-                rank_zero.metrics.iter_mut().try_for_each(|file| file.append(&metrics))?;
-                rank_zero.observer.stepped(&metrics);
-                Ok(())
-            })?;
-            if let Err(spike) = self.watchdog.check(step, loss) {
-                self.start_saving(rank_zero, step, tokens, data_loader.positions())?;
-                self.finish_saving(rank_zero)?;
-                return Err(spike);
-            }
-            let due = |every: Option<u64>| every.is_some_and(|n| step.is_multiple_of(n));
-            if due(config.eval_every) || step == setup.spec.lr.steps {
-                evaluation = self.evaluate(step, rank_zero)?;
-            }
-            if due(config.save_every) {
-                self.start_saving(rank_zero, step, tokens, data_loader.positions())?;
-                saved = Some(step);
-            }
-        }
-        if saved != Some(step) && step > setup.spec.first_step {
-            self.start_saving(rank_zero, step, tokens, data_loader.positions())?;
-        }
-        self.finish_saving(rank_zero)?;
-        if !interrupted {
-            self.export()?;
-        }
-        Ok(RankOutcome { step, interrupted, evaluation })
-    }
-
-    /// Agrees with all ranks: rank 0's flag decides whether to stop, so that no rank is left alone in a step, and a checkpoint is
-    /// saved once all ranks have written.
-    fn agree(&self, stop: &AtomicBool) -> Result<Agreement> {
-        let written = self.saving.as_ref().is_some_and(PendingSave::is_written);
-        let views = [stop.load(Ordering::SeqCst), written].map(u64::from);
-        let all = self.world.all_gather(Buffer::U64(views.to_vec()))?;
-        let view = |buffer: &Arc<Buffer>| match &**buffer {
-            Buffer::U64(views) => [0, 1].map(|at| views.get(at) == Some(&1)),
-            _ => [false; 2],
-        };
-        let stop = all.first().is_some_and(|first| view(first)[0]);
-        Ok(Agreement { stop, saved: all.iter().all(|buffer| view(buffer)[1]) })
-    }
-
     fn on_rank_zero(
         &self,
         rank_zero: &Mutex<RankZero<'_>>,
@@ -224,13 +122,6 @@ impl<'a> Rank<'a> {
         }
         f(&mut rank_zero.lock().unwrap_or_else(PoisonError::into_inner))
     }
-}
-
-/// The decisions that all ranks agree on before a step.
-struct Agreement {
-    stop: bool,
-    /// Whether all files of the checkpoint that is being written are on the disk.
-    saved: bool,
 }
 
 /// The ranks whose `own` is true, rising: those that write checkpoint files.

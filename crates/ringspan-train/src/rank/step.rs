@@ -17,9 +17,9 @@ use ringspan::{
 };
 use ringspan_candle::{
     CheckpointPolicy, ExpertLoad, Experts, InputDropout, LoadBalancedExperts, ParallelRank, StoredWeights, Unit,
-    context::Context, tensor_parallel,
+    context::Context, gradients::loss_and_gradients, tensor_parallel,
 };
-use ringspan_models::gradients;
+use ringspan_models::TokenBatch;
 use std::{
     ops::Range,
     sync::{Arc, Mutex},
@@ -80,19 +80,17 @@ impl Rank<'_> {
             if let Some(balanced) = &balanced {
                 local.context = local.context.with_experts(balanced.clone());
             }
-            nll += gradients::loss_and_gradients(
+            nll += loss_and_gradients(
                 &self.setup.spec.decoder,
                 &self.shards,
-                &local.tokens,
-                &local.targets,
-                scale,
+                &TokenBatch { tokens: &local.tokens, targets: &local.targets, scale },
                 CheckpointPolicy {
                     recompute: self.recompute,
                     storage: self.config.activations,
                     offload: self.offload.as_ref(),
                 },
                 &local.context,
-                &mut |unit, gradients| Ok(summed.add(unit, gradients).map_err(candle_core::Error::wrap)?),
+                &mut |unit, gradients| summed.add(unit, gradients).map_err(candle_core::Error::wrap),
             )
             .map_err(model_error)?;
             router_losses.extend(balanced.as_ref().and_then(|balanced| balanced.loss()));

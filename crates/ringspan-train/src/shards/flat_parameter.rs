@@ -189,9 +189,9 @@ mod tests {
     use super::*;
     use candle_core::{Device, Tensor};
     use ringspan_candle::ReplicaGroup;
+    use ringspan_candle::gradients::Gradients;
     use ringspan_candle::transfers::Reserved;
     use ringspan_candle::{RankDevice, Transfers};
-    use ringspan_models::gradients::Gradients;
 
     fn shapes() -> Vec<(String, Vec<usize>)> {
         vec![("a".into(), vec![2, 3]), ("b".into(), vec![1]), ("c".into(), vec![4, 2])]

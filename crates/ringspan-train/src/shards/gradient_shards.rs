@@ -4,8 +4,8 @@ use super::{Shards, Sums, numbers};
 use crate::error::{Error, Result};
 use ringspan::comm::{Buffer, PendingAllToAll};
 use ringspan_candle::Unit;
+use ringspan_candle::gradients::Gradients;
 use ringspan_candle::transfers::Download;
-use ringspan_models::gradients::Gradients;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 

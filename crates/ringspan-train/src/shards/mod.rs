@@ -26,10 +26,11 @@ use candle_core::Tensor;
 use exchange::{Exchange, PendingGather};
 use flat_parameter::FlatParameter;
 use ringspan::comm::{Buffer, Communicator};
+use ringspan_candle::model::{Parameter, UnitWeights};
 use ringspan_candle::quantized::QuantizedMatrix;
 use ringspan_candle::transfers::Reserved;
 use ringspan_candle::{Partition, RankDevice, StoredWeights, Transfers, Unit};
-use ringspan_models::{Decoder, Parameters};
+use ringspan_models::Decoder;
 use std::{cell::RefCell, collections::BTreeMap, ops::Range, sync::Arc};
 use stored_matrices::{StoredFlat, StoredShard, weight};
 
@@ -311,8 +312,8 @@ impl Shards {
 /// This rank's shards of the sums of gradients, in the order of each unit's trained shards.
 pub(crate) type Sums = BTreeMap<Unit, Vec<Vec<f32>>>;
 
-impl Parameters for Shards {
-    fn prefetch(&self, unit: Unit) -> ringspan_models::Result<()> {
+impl UnitWeights for Shards {
+    fn prefetch(&self, unit: Unit) -> candle_core::Result<()> {
         let mut ahead = self.prefetched.borrow_mut();
         if ahead.is_none() {
             let announced = || {
@@ -324,7 +325,7 @@ impl Parameters for Shards {
         Ok(())
     }
 
-    fn unit(&self, _decoder: &Decoder, unit: Unit) -> ringspan_models::Result<StoredWeights> {
+    fn unit(&self, unit: Unit, _: &[Parameter]) -> candle_core::Result<StoredWeights> {
         let whole = || {
             let prefetched = match self.prefetched.take() {
                 Some((announced, ahead)) if announced == unit => ahead,
@@ -339,7 +340,7 @@ impl Parameters for Shards {
             };
             self.finish(unit, prefetched)
         };
-        Ok(whole().map_err(candle_core::Error::wrap)?)
+        whole().map_err(candle_core::Error::wrap)
     }
 }
 

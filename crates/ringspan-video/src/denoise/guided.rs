@@ -6,9 +6,10 @@ use super::inputs::DenoiseInputs;
 use super::pipeline::DenoiseFolder;
 use crate::error::Result;
 use crate::ranks::RankGroups;
-use crate::transformer::{BlockPass, Branch, Conditions, Control, Prompt, ShardedWeights, UnitWeights, VideoContext};
+use crate::transformer::{BlockPass, Branch, Conditions, Control, Prompt, ShardedWeights, VideoContext};
 use candle_core::{Device, Tensor};
 use ringspan_candle::StoredWeights;
+use ringspan_candle::model::UnitWeights;
 use std::sync::Arc;
 
 /// The transformers of a run on one rank, and the prompts that have been computed once.

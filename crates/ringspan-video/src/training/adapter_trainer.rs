@@ -2,13 +2,15 @@
 
 use crate::error::{Error, Result};
 use crate::ranks::RankGroups;
-use crate::transformer::{FlowSample, UnitSequence, UnitWeights, VideoContext, WanTransformer};
+use crate::transformer::{FlowBatch, FlowSample, VideoContext, WanTransformer};
 use candle_core::{Device, Tensor};
 use ringspan::comm::numbers;
+use ringspan_candle::gradients::loss_and_gradients;
+use ringspan_candle::lora::layer_of;
+use ringspan_candle::model::{Parameter, UnitWeights};
 use ringspan_candle::{CheckpointPolicy, StoredWeights, Unit};
 use ringspan_train::checkpoint::Slice;
 use ringspan_train::{Optimizer, UpdateArguments, clip_scale, sum_of_squares};
-use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -92,13 +94,10 @@ impl<'a> AdapterTrainer<'a> {
             let batch = sample.shape().first().copied().unwrap_or(0);
             let (group, alone) = (self.groups.video().clone(), self.groups.alone().clone());
             let video = VideoContext::new(self.transformer.config(), group, alone, batch, grid)?;
-            // Units are taken forward up to the head, then backward.
-            let forward: Vec<Unit> = self.transformer.units().collect();
-            let order = forward.iter().chain(forward.iter().rev().skip(1)).copied().collect();
-            let units = RefCell::new(UnitSequence::new(self.frozen, order));
-            let unit = |unit: Unit| self.unit(unit, &*units.borrow_mut().take()?);
+            let batch = FlowBatch::new(self.transformer, sample, &video)?;
+            let attend = video.attention();
             loss += share
-                * self.transformer.loss_and_gradients(&unit, sample, &video, self.policy, &mut |_, gradients| {
+                * loss_and_gradients(self.transformer, self, &batch, self.policy, attend, &mut |_, gradients| {
                     for (name, gradient) in gradients {
                         let Some(sum) = sums.get_mut(&name) else { continue };
                         let gradient = gradient.flatten_all()?.to_vec1::<f32>()?;
@@ -120,23 +119,6 @@ impl<'a> AdapterTrainer<'a> {
         Ok((numbers::all_reduce(&**ranks, &[loss])?.into_iter().sum(), sums))
     }
 
-    /// The parameters of a unit, of which the frozen ones are given, with the matrices of its adapters.
-    fn unit(&self, unit: Unit, frozen: &StoredWeights) -> Result<StoredWeights> {
-        let parameters = self.transformer.parameters();
-        let missing =
-            |name: &str| Error::Model(ringspan_models::Error::Missing { name: name.into(), shape: Vec::new() });
-        let mut weights = StoredWeights::new();
-        for parameter in parameters.of_unit(unit) {
-            let weight = frozen.get(&parameter.name).ok_or_else(|| missing(&parameter.name))?;
-            weights.insert(parameter.name.clone(), weight.clone());
-        }
-        for (name, shape) in self.transformer.adapter_shapes_of(unit) {
-            let values = self.matrices.get(&name).ok_or_else(|| missing(&name))?;
-            weights.insert(name, Tensor::from_slice(values, shape.as_slice(), &Device::Cpu)?.into());
-        }
-        Ok(weights)
-    }
-
     /// The matrices of all adapters, by name.
     ///
     /// # Errors
@@ -155,5 +137,25 @@ impl<'a> AdapterTrainer<'a> {
         let all = self.matrices.iter().chain(self.optimizer.state());
         all.map(|(name, values)| Slice { name: name.clone(), columns: None, start: 0, values: values.clone() })
             .collect()
+    }
+}
+
+/// The frozen weights, with the matrices of the adapters as they are now.
+impl UnitWeights for AdapterTrainer<'_> {
+    fn unit(&self, unit: Unit, parameters: &[Parameter]) -> candle_core::Result<StoredWeights> {
+        let (adapters, frozen): (Vec<_>, Vec<_>) =
+            parameters.iter().cloned().partition(|parameter| layer_of(&parameter.name).is_some());
+        let mut weights = self.frozen.unit(unit, &frozen)?;
+        for Parameter { name, shape, .. } in adapters {
+            let Some(values) = self.matrices.get(&name) else {
+                candle_core::bail!("{name} {shape:?} is not among the adapters in training");
+            };
+            weights.insert(name, Tensor::from_slice(values, shape, &Device::Cpu)?.into());
+        }
+        Ok(weights)
+    }
+
+    fn prefetch(&self, unit: Unit) -> candle_core::Result<()> {
+        self.frozen.prefetch(unit)
     }
 }

@@ -1,15 +1,18 @@
-//! One rank's training loop. Every rank takes the same steps over the same samples, each with its own tokens.
+//! One rank of a training. Every rank takes the same steps over the same samples, each with its own tokens.
 
 use super::VideoTraining;
 use super::adapter_trainer::{AdapterTrainer, StepSettings};
 use crate::error::{Error, Result};
 use crate::ranks::RankGroups;
-use crate::transformer::{FlowSample, UnitWeights};
+use crate::transformer::FlowSample;
 use candle_core::Tensor;
+use ringspan_candle::model::UnitWeights;
 use ringspan_candle::{CheckpointPolicy, Recompute};
 use ringspan_train::checkpoint::{Checkpoints, Progress, Region};
 use ringspan_train::data::PackerPosition;
-use ringspan_train::{MetricsFile, Optimizer, OptimizerState, TrainConfig};
+use ringspan_train::{
+    LoopEnd, MetricsFile, Optimizer, OptimizerState, StepEnd, Steps, TrainConfig, TrainingRun, run_steps,
+};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -39,6 +42,48 @@ pub(super) fn recompute(config: &TrainConfig) -> Recompute {
     config.recompute.unwrap_or(Recompute::KeepAttention)
 }
 
+/// A rank in the [training loop](run_steps).
+struct RankRun<'a> {
+    training: &'a VideoTraining<'a>,
+    groups: &'a RankGroups,
+    trainer: AdapterTrainer<'a>,
+    stop: &'a AtomicBool,
+    metrics: &'a Mutex<Option<MetricsFile>>,
+    on_step: &'a (dyn Fn(&FlowMetrics) + Sync),
+    began: Instant,
+}
+
+impl TrainingRun for RankRun<'_> {
+    type Error = Error;
+
+    /// Whether rank 0 has seen `stop`, which decides for all, so that no rank is left alone in a step.
+    fn agreed_to_stop(&mut self) -> Result<bool> {
+        self.groups.decided(self.stop.load(Ordering::SeqCst))
+    }
+
+    fn step(&mut self, index: u64) -> Result<StepEnd<Error>> {
+        let (training, grad_clip) = (self.training, self.training.config.grad_clip);
+        let settings = StepSettings { step: index, lr: training.lr.at(index), grad_clip };
+        let (loss, grad_norm) = match self.trainer.step(&training.samples(index)?, settings) {
+            // Every rank has the same error, and nothing of the step was kept.
+            Err(error @ Error::Train(ringspan_train::Error::Diverged { .. })) => return Ok(StepEnd::Undone(error)),
+            done => done?,
+        };
+        let seconds = self.began.elapsed().as_secs_f64();
+        let of_step = FlowMetrics { step: index + 1, loss, lr: settings.lr, grad_norm, seconds };
+        if self.groups.rank() == 0 {
+            let mut file = self.metrics.lock().unwrap_or_else(PoisonError::into_inner);
+            file.iter_mut().try_for_each(|file| file.append(&of_step))?;
+            (self.on_step)(&of_step);
+        }
+        Ok(StepEnd::Done)
+    }
+
+    fn save(&mut self, steps: u64) -> Result<()> {
+        self.training.save(self.groups, &self.trainer, steps)
+    }
+}
+
 impl VideoTraining<'_> {
     pub(super) fn on_rank(
         &self,
@@ -46,49 +91,13 @@ impl VideoTraining<'_> {
         groups: &RankGroups,
         stop: &AtomicBool,
         metrics: &Mutex<Option<MetricsFile>>,
-        stepped: &(dyn Fn(&FlowMetrics) + Sync),
+        on_step: &(dyn Fn(&FlowMetrics) + Sync),
     ) -> Result<RankEnd> {
-        let (began, config) = (Instant::now(), self.config);
-        let mut trainer = self.trainer(weights, groups)?;
-        let (mut step, mut saved, mut interrupted) = (self.first_step(), self.first_step(), false);
-        while step < self.lr.steps {
-            if self.agreed_to_stop(groups, stop)? {
-                interrupted = true;
-                break;
-            }
-            let settings = StepSettings { step, lr: self.lr.at(step), grad_clip: config.grad_clip };
-            let (loss, grad_norm) = match trainer.step(&self.samples(step)?, settings) {
-                Err(error @ Error::Train(ringspan_train::Error::Diverged { .. })) => {
-                    // Every rank has the same error, and nothing of the step was kept.
-                    if saved < step {
-                        self.save(groups, &trainer, step)?;
-                    }
-                    return Err(error);
-                }
-                done => done?,
-            };
-            let of_step = FlowMetrics {
-                step: step + 1,
-                loss,
-                lr: settings.lr,
-                grad_norm,
-                seconds: began.elapsed().as_secs_f64(),
-            };
-            step += 1;
-            if groups.rank() == 0 {
-                let mut file = metrics.lock().unwrap_or_else(PoisonError::into_inner);
-                file.iter_mut().try_for_each(|file| file.append(&of_step))?;
-                stepped(&of_step);
-            }
-            if config.save_every.is_some_and(|every| step.is_multiple_of(every)) {
-                self.save(groups, &trainer, step)?;
-                saved = step;
-            }
-        }
-        if saved < step {
-            self.save(groups, &trainer, step)?;
-        }
-        Ok((step, interrupted, trainer.matrices()?))
+        let (began, trainer) = (Instant::now(), self.trainer(weights, groups)?);
+        let mut run = RankRun { training: self, groups, trainer, stop, metrics, on_step, began };
+        let steps = Steps { first: self.first_step(), all: self.lr.steps, save_every: self.config.save_every };
+        let LoopEnd { steps, interrupted } = run_steps(&mut run, steps)?;
+        Ok((steps, interrupted, run.trainer.matrices()?))
     }
 
     /// The trainer of new adapters, or of those of a checkpoint.
@@ -124,11 +133,6 @@ impl VideoTraining<'_> {
     fn samples(&self, step: u64) -> Result<Vec<FlowSample>> {
         let each = self.config.grad_accumulation as u64;
         (step * each..(step + 1) * each).map(|index| self.data.sample(self.config.seed, index)).collect()
-    }
-
-    /// Whether rank 0 has seen `stop`, which decides for all, so that no rank is left alone in a step.
-    fn agreed_to_stop(&self, groups: &RankGroups, stop: &AtomicBool) -> Result<bool> {
-        groups.decided(stop.load(Ordering::SeqCst))
     }
 
     /// Saves a checkpoint: rank 0 writes, since all ranks have the same adapters, and the others wait.

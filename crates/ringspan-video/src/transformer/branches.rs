@@ -4,13 +4,12 @@
 
 use super::block::{ConditionedBlock, PromptInput};
 use super::conditioning::TimeCondition;
-use super::unit_weights::UnitSequence;
 use super::vace::ControlStream;
-use super::{Control, Prompt, Timesteps, UnitWeights, VideoContext, WanTransformer};
+use super::{Control, Prompt, Timesteps, VideoContext, WanTransformer};
 use crate::error::{Error, Result};
 use candle_core::Tensor;
 use ringspan_candle::layers::ForwardPass;
-use ringspan_candle::model::Layer;
+use ringspan_candle::model::{Layer, UnitSequence, UnitWeights};
 use ringspan_candle::residual::residual;
 
 /// What conditions a pass in all branches.
@@ -69,7 +68,7 @@ impl WanTransformer {
         video: &VideoContext,
     ) -> Result<Vec<Tensor>> {
         let computes = branches.iter().any(|branch| branch.blocks.computes());
-        let mut units = UnitSequence::new(weights, self.units_of_pass(!computes));
+        let mut units = UnitSequence::new(weights, &self.parameters, self.units_of_pass(!computes));
         let (times, embedded, control) = {
             let embedding = units.take()?;
             let pass = self.pass(&embedding, video);
@@ -100,7 +99,7 @@ impl WanTransformer {
                     stream.x
                 }
             };
-            self.head.forward(&x, &times, &self.pass(&weights, video))
+            Ok(self.head.forward(&x, &times, &self.pass(&weights, video))?)
         });
         patches.collect()
     }

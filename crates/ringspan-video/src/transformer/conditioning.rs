@@ -41,30 +41,30 @@ impl ConditionEmbedder {
     }
 
     /// The conditions of time steps.
-    pub(super) fn times(&self, times: &Timesteps, pass: &ForwardPass) -> Result<TimeCondition> {
+    pub(super) fn times(&self, times: &Timesteps, pass: &ForwardPass) -> candle_core::Result<TimeCondition> {
         let embedded = self.embedded_times(times, pass)?;
         let projected = self.projected_times(&embedded, pass)?;
         Ok(TimeCondition { embedded, projected, rows: times.rows.clone() })
     }
 
     /// The embedding `[M, C]` of time steps.
-    pub(super) fn embedded_times(&self, times: &Timesteps, pass: &ForwardPass) -> Result<Tensor> {
+    pub(super) fn embedded_times(&self, times: &Timesteps, pass: &ForwardPass) -> candle_core::Result<Tensor> {
         let [first, second] = &self.time;
         let inner = first.forward(&sinusoids(&times.values, self.freq_dim)?, pass)?;
-        Ok(second.forward(&activate(&inner, Activation::Silu)?, pass)?)
+        second.forward(&activate(&inner, Activation::Silu)?, pass)
     }
 
     /// The factors `[M, 6, C]` for the blocks from embedded time steps `[M, C]`.
-    pub(super) fn projected_times(&self, embedded: &Tensor, pass: &ForwardPass) -> Result<Tensor> {
+    pub(super) fn projected_times(&self, embedded: &Tensor, pass: &ForwardPass) -> candle_core::Result<Tensor> {
         let projected = self.time_proj.forward(&activate(embedded, Activation::Silu)?, pass)?;
-        Ok(projected.reshape((embedded.dim(0)?, 6, self.width))?)
+        projected.reshape((embedded.dim(0)?, 6, self.width))
     }
 
     /// The embedding `[B * N, C]` of a text encoder's output `[B, N, text_dim]`.
-    pub(super) fn text(&self, text: &Tensor, pass: &ForwardPass) -> Result<Tensor> {
+    pub(super) fn text(&self, text: &Tensor, pass: &ForwardPass) -> candle_core::Result<Tensor> {
         let [first, second] = &self.text;
         let inner = first.forward(&cast(&text.flatten(0, 1)?, DType::F32)?, pass)?;
-        Ok(second.forward(&activate(&inner, Activation::GeluTanh)?, pass)?)
+        second.forward(&activate(&inner, Activation::GeluTanh)?, pass)
     }
 
     /// The embedding `[B * N, C]` of an image encoder's output `[B, N, image_dim]`.
@@ -77,7 +77,7 @@ impl ConditionEmbedder {
 }
 
 /// The sinusoids `[M, width]` of time steps: cosines, then sines.
-fn sinusoids(times: &[f32], width: usize) -> Result<Tensor> {
+fn sinusoids(times: &[f32], width: usize) -> candle_core::Result<Tensor> {
     let half = width / 2;
     let angle = |time: f32, pair: usize| f64::from(time) * 1e4f64.powf(-(pair as f64) / half as f64);
     let of_time = |time: f32| {
@@ -85,7 +85,7 @@ fn sinusoids(times: &[f32], width: usize) -> Result<Tensor> {
         angles().map(f64::cos).chain(angles().map(f64::sin)).map(|x| x as f32)
     };
     let values: Vec<f32> = times.iter().flat_map(|time| of_time(*time)).collect();
-    Ok(Tensor::from_vec(values, (times.len(), width), &Device::Cpu)?)
+    Tensor::from_vec(values, (times.len(), width), &Device::Cpu)
 }
 
 /// Embeds what an image encoder returns.

@@ -1,17 +1,16 @@
-//! The loss of flow matching (Lipman et al., 2023, arXiv:2210.02747) and its gradients, unit by unit: memory holds the graph of one
-//! block, and the inputs of the others with what the [`CheckpointPolicy`] stores.
+//! The loss of flow matching (Lipman et al., 2023, arXiv:2210.02747) and its gradients.
 
 use super::block::{ConditionedBlock, PromptInput};
 use super::conditioning::TimeCondition;
 use super::video_context::{Timesteps, VideoContext};
 use super::{Unit, WanTransformer};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, of_candle};
 use candle_core::Tensor;
+use ringspan_candle::gradients::{EmbeddedGradients, Gradients, Graph, LossGradients, TrainableModel, variable};
 use ringspan_candle::layers::ForwardPass;
 use ringspan_candle::lora::layer_of;
-use ringspan_candle::model::{Layer, constant};
-use ringspan_candle::{ActivationStore, CheckpointPolicy, StoredWeights};
-use ringspan_models::gradients::{Gradients, Graph, backward_of_layer, variable};
+use ringspan_candle::model::{Layer, ModelParameters, UnitWeights};
+use ringspan_candle::{Adapters, Attend, Model, StoredWeights};
 
 /// Videos under noise, and what the transformer should predict for them.
 #[derive(Debug, Clone)]
@@ -68,8 +67,27 @@ impl FlowSample {
     }
 }
 
+/// A sample as the ranks of a group compute its loss.
+pub struct FlowBatch<'a> {
+    sample: &'a FlowSample,
+    times: Timesteps,
+    video: &'a VideoContext,
+}
+
+impl<'a> FlowBatch<'a> {
+    /// The sample, which is the same on all ranks, with this rank's tokens of it.
+    ///
+    /// # Errors
+    /// As for [`check_sample`](WanTransformer::check_sample), and time steps that do not fit the tokens.
+    pub fn new(transformer: &WanTransformer, sample: &'a FlowSample, video: &'a VideoContext) -> Result<Self> {
+        transformer.check_sample(sample)?;
+        Ok(Self { sample, times: video.timesteps(&sample.timesteps)?, video })
+    }
+}
+
 /// Outputs of the embedding unit that all blocks read, as variables of the blocks' graphs.
-struct Conditions {
+#[derive(Debug)]
+pub struct FlowConditions {
     times: TimeCondition,
     /// `[B * N, C]`.
     text: Tensor,
@@ -97,120 +115,99 @@ impl WanTransformer {
         }
         self.check_prompt("`prompt_embeds`", &sample.prompt_embeds, None, dims.first().copied().unwrap_or(0))
     }
+}
 
-    /// This rank's part of the loss, the mean of `(v - (noise - x0))^2` over all elements of a sample, and of its gradients: all
-    /// ranks must call this with the same sample, and the sums of what they get are those of the sample.
-    ///
-    /// `weights` returns the parameters of a unit, with the matrices of its adapters. Each unit's parameters are taken once for
-    /// the forward pass and once more for their gradients. `on_gradients` is called once for each unit with the gradients of its
-    /// adapters: head, blocks from the last to the first, embedding.
-    ///
-    /// # Errors
-    /// As for [`check_sample`](Self::check_sample); missing weights, failures of other ranks, errors of `weights` and
-    /// `on_gradients`.
-    pub fn loss_and_gradients<'a>(
-        &self,
-        weights: &dyn Fn(Unit) -> Result<StoredWeights>,
-        sample: &FlowSample,
-        video: &'a VideoContext,
-        policy: impl Into<CheckpointPolicy<'a>>,
-        on_gradients: &mut dyn FnMut(Unit, Gradients) -> Result<()>,
-    ) -> Result<f64> {
-        self.check_sample(sample)?;
-        let times = video.timesteps(&sample.timesteps)?;
-        let store = ActivationStore::new(video.attention(), policy.into(), self.blocks.len());
-        let (mut x, conditions) = self.embedded(&constant(weights(Unit::Embedding)?), sample, &times, video)?;
+impl Model for WanTransformer {
+    type Batch<'a> = FlowBatch<'a>;
+    type Conditions = FlowConditions;
 
-        let mut inputs = Vec::with_capacity(self.blocks.len());
-        for index in 0..self.blocks.len() {
-            let weights = constant(weights(Unit::Layer(index))?);
-            store.forward(index)?;
-            inputs.push(store.input(&x)?);
-            let block = self.conditioned(index, &conditions, video);
-            // Variables would be recorded by candle here, and what it records is of no use.
-            x = block.forward(&x, &ForwardPass::storing(&weights, &self.adapters, &store))?.detach();
-        }
-
-        let mut graph = Graph::new(weights(Unit::Head)?, is_adapter)?;
-        let x = variable(x)?;
-        let velocity = graph.record(|weights| {
-            self.head.forward(&x, &conditions.times, &self.pass(weights, video)).map_err(of_models)
-        })?;
-        let (loss, d_velocity) = squared_error(&velocity.output(), sample, video)?;
-        graph.differentiate(velocity, d_velocity)?;
-        let mut dx = graph.take(&x)?;
-        let d_embedded = graph.take(&conditions.times.embedded)?;
-        drop(x);
-        on_gradients(Unit::Head, graph.finish()?)?;
-
-        let (mut d_text, mut d_projected) = (conditions.text.zeros_like()?, conditions.times.projected.zeros_like()?);
-        for (index, input) in inputs.into_iter().enumerate().rev() {
-            let mut graph = Graph::new(weights(Unit::Layer(index))?, is_adapter)?;
-            store.backward(index)?;
-            let x = variable(input.tensor()?)?;
-            drop(input);
-            let block = self.conditioned(index, &conditions, video);
-            dx = backward_of_layer(&block, index, &self.adapters, &store, &mut graph, x, dx)?;
-            d_text = (d_text + graph.take(&conditions.text)?)?;
-            d_projected = (d_projected + graph.take(&conditions.times.projected)?)?;
-            on_gradients(Unit::Layer(index), graph.finish()?)?;
-        }
-
-        let graph = Graph::new(weights(Unit::Embedding)?, is_adapter)?;
-        let gradients = self.backward_of_conditions(graph, sample, &times, video, [d_text, d_projected, d_embedded])?;
-        on_gradients(Unit::Embedding, gradients)?;
-        Ok(loss)
+    fn all_parameters(&self) -> &ModelParameters {
+        &self.parameters
     }
 
-    fn conditioned<'a>(
+    fn adapter_sizes(&self) -> &Adapters {
+        &self.adapters
+    }
+
+    fn layer_count(&self) -> usize {
+        self.blocks.len()
+    }
+
+    fn embedded(&self, batch: &FlowBatch, pass: &ForwardPass) -> candle_core::Result<(Tensor, FlowConditions)> {
+        let FlowBatch { sample, times, video } = batch;
+        let x = self.patch_embedding.forward(&sample.noisy, video, pass).map_err(of_candle)?;
+        let text = variable(self.condition_embedder.text(&sample.prompt_embeds, pass)?)?;
+        let TimeCondition { embedded, projected, rows } = self.condition_embedder.times(times, pass)?;
+        let times = TimeCondition { embedded: variable(embedded)?, projected: variable(projected)?, rows };
+        Ok((x, FlowConditions { times, text }))
+    }
+
+    fn conditioned_layer<'a>(
         &'a self,
         index: usize,
-        Conditions { times, text }: &'a Conditions,
-        video: &'a VideoContext,
-    ) -> ConditionedBlock<'a> {
+        batch: &'a FlowBatch,
+        FlowConditions { times, text }: &'a FlowConditions,
+    ) -> Box<dyn Layer + 'a> {
         let prompt = PromptInput::Embedded { text, image: None };
-        ConditionedBlock { block: &self.blocks[index], times, prompt, video }
+        Box::new(ConditionedBlock { block: &self.blocks[index], times, prompt, video: batch.video })
+    }
+}
+
+/// The loss is the mean of `(v - (noise - x0))^2` over all elements of a sample, of which each rank has a part: the sums of what all
+/// ranks get are the loss and the gradients of the sample. Adapters are trained.
+impl TrainableModel for WanTransformer {
+    fn trains(&self, name: &str) -> bool {
+        layer_of(name).is_some()
     }
 
-    /// The tokens `[T, C]` of a sample, and its conditions.
-    fn embedded(
-        &self,
-        weights: &StoredWeights,
-        sample: &FlowSample,
-        times: &Timesteps,
-        video: &VideoContext,
-    ) -> Result<(Tensor, Conditions)> {
-        let pass = self.pass(weights, video);
-        let x = self.patch_embedding.forward(&sample.noisy, video, &pass)?;
-        let text = variable(self.condition_embedder.text(&sample.prompt_embeds, &pass)?)?;
-        let TimeCondition { embedded, projected, rows } = self.condition_embedder.times(times, &pass)?;
-        let times = TimeCondition { embedded: variable(embedded)?, projected: variable(projected)?, rows };
-        Ok((x, Conditions { times, text }))
+    fn condition_variables<'a>(&self, FlowConditions { times, text }: &'a FlowConditions) -> Vec<&'a Tensor> {
+        vec![text, &times.projected, &times.embedded]
     }
 
-    /// The gradients of the adapters of the embedding unit, from those of embedded text `[B * N, C]`, of projected time steps
-    /// `[M, 6, C]` and of embedded ones `[M, C]`.
-    fn backward_of_conditions(
+    fn loss(
         &self,
-        mut graph: Graph,
-        sample: &FlowSample,
-        times: &Timesteps,
-        video: &VideoContext,
-        [d_text, d_projected, d_embedded]: [Tensor; 3],
-    ) -> Result<Gradients> {
-        let embedder = &self.condition_embedder;
+        FlowBatch { sample, video, .. }: &FlowBatch,
+        FlowConditions { times, .. }: &FlowConditions,
+        x: Tensor,
+        weights: StoredWeights,
+        attend: &dyn Attend,
+    ) -> candle_core::Result<LossGradients> {
+        let mut graph = Graph::new(weights, |name| self.trains(name))?;
+        let x = variable(x)?;
+        let velocity =
+            graph.record(|weights| self.head.forward(&x, times, &ForwardPass::new(weights, attend, &self.adapters)))?;
+        let (loss, d_velocity) = squared_error(&velocity.output(), sample, video).map_err(of_candle)?;
+        graph.differentiate(velocity, d_velocity)?;
+        let d_x = graph.take(&x)?;
+        let d_conditions = vec![None, None, graph.take_known(&times.embedded)];
+        Ok(LossGradients { loss, d_x, d_conditions, gradients: graph.finish()? })
+    }
+
+    fn embedding_gradients(
+        &self,
+        FlowBatch { sample, times, .. }: &FlowBatch,
+        weights: &dyn UnitWeights,
+        EmbeddedGradients { d_conditions, .. }: EmbeddedGradients,
+        attend: &dyn Attend,
+    ) -> candle_core::Result<Gradients> {
+        let Ok([d_text, d_projected, d_embedded]) = <[Tensor; 3]>::try_from(d_conditions) else {
+            candle_core::bail!("text, projected and embedded time steps have a gradient each");
+        };
+        let weights = weights.unit(Unit::Embedding, self.parameters.of_unit(Unit::Embedding))?;
+        let (embedder, adapters) = (&self.condition_embedder, &self.adapters);
+        let mut graph = Graph::new(weights, |name| self.trains(name))?;
         let text = graph
-            .record(|weights| embedder.text(&sample.prompt_embeds, &self.pass(weights, video)).map_err(of_models))?;
+            .record(|weights| embedder.text(&sample.prompt_embeds, &ForwardPass::new(weights, attend, adapters)))?;
         graph.differentiate(text, d_text)?;
         let recorded =
-            graph.record(|weights| embedder.embedded_times(times, &self.pass(weights, video)).map_err(of_models))?;
+            graph.record(|weights| embedder.embedded_times(times, &ForwardPass::new(weights, attend, adapters)))?;
         let embedded = variable(recorded.output())?;
         let projected = graph
-            .record(|weights| embedder.projected_times(&embedded, &self.pass(weights, video)).map_err(of_models))?;
+            .record(|weights| embedder.projected_times(&embedded, &ForwardPass::new(weights, attend, adapters)))?;
         graph.differentiate(projected, d_projected)?;
         let d_embedded = (d_embedded + graph.take(&embedded)?)?;
         graph.differentiate(recorded, d_embedded)?;
-        Ok(graph.finish()?)
+        graph.finish()
     }
 }
 
@@ -225,17 +222,4 @@ fn squared_error(velocity: &Tensor, sample: &FlowSample, video: &VideoContext) -
     let elements = sample.velocity.elem_count() as f64;
     let squares = apart.flatten_all()?.to_vec1::<f32>()?.into_iter().map(|x| f64::from(x) * f64::from(x));
     Ok((squares.sum::<f64>() / elements, (apart * (2.0 / elements))?))
-}
-
-fn is_adapter(name: &str) -> bool {
-    layer_of(name).is_some()
-}
-
-/// An error of this crate as one of a recorded computation.
-fn of_models(error: Error) -> ringspan_models::Error {
-    match error {
-        Error::Model(error) => error,
-        Error::Tensor(error) => error.into(),
-        other => candle_core::Error::wrap(other).into(),
-    }
 }

@@ -2,8 +2,7 @@
 
 use super::conditioning::TimeCondition;
 use super::config::WanConfig;
-use crate::error::Result;
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Result, Tensor};
 use ringspan_candle::cast::cast;
 use ringspan_candle::layers::{ForwardPass, ReplicatedLinear};
 use ringspan_candle::model::{Init, Scope};
@@ -38,6 +37,6 @@ impl OutputHead {
     pub(super) fn forward(&self, x: &Tensor, times: &TimeCondition, pass: &ForwardPass) -> Result<Tensor> {
         let [shift, scale] = times.of_output(pass.tensor(&self.scale_shift_table)?)?;
         let normed = layer_norm(x, &(scale + 1.0)?, &shift, times.rows(), self.eps)?;
-        Ok(cast(&self.proj_out.forward(&normed, pass)?, DType::F32)?)
+        cast(&self.proj_out.forward(&normed, pass)?, DType::F32)
     }
 }

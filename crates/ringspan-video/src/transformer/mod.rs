@@ -18,7 +18,6 @@ mod grid;
 mod head;
 mod patch_embedding;
 mod sharded_weights;
-mod unit_weights;
 mod vace;
 mod video_context;
 mod weight_files;
@@ -29,12 +28,10 @@ mod weights;
 pub use attention::BlockPrompt;
 pub use branches::{BlockPass, Branch, Conditions};
 pub use config::WanConfig;
-pub use gradients::FlowSample;
 pub(crate) use gradients::TIMESTEPS;
+pub use gradients::{FlowBatch, FlowConditions, FlowSample};
 pub use grid::TokenGrid;
 pub use sharded_weights::ShardedWeights;
-pub(crate) use unit_weights::UnitSequence;
-pub use unit_weights::UnitWeights;
 pub use video_context::{Timesteps, VideoContext};
 pub(crate) use weight_shares::WeightShares;
 pub use weights::{WanFolder, WeightType};
@@ -47,7 +44,8 @@ use head::OutputHead;
 use patch_embedding::PatchEmbedding;
 use ringspan_candle::cast::cast;
 use ringspan_candle::layers::ForwardPass;
-use ringspan_candle::model::{LinearLayer, ModelBuilder, ModelParameters, Unit};
+use ringspan_candle::lora::layer_of;
+use ringspan_candle::model::{ModelBuilder, ModelParameters, Parameter, Unit, UnitSequence, UnitWeights};
 use ringspan_candle::modulation::TableRows;
 use ringspan_candle::{Adapters, StoredWeights};
 use std::collections::BTreeMap;
@@ -65,6 +63,7 @@ pub struct WanTransformer {
     /// VACE's control blocks by the block to which they add.
     control_blocks: BTreeMap<usize, ControlBlock>,
     head: OutputHead,
+    /// The parameters of each unit, the adapters' matrices included.
     parameters: ModelParameters,
     adapters: Adapters,
 }
@@ -115,10 +114,10 @@ impl WanTransformer {
         }
     }
 
-    /// The transformer with adapters of these sizes, whose matrices are among the weights of each pass.
+    /// The transformer with adapters of these sizes in place of any others; their matrices are among the weights of each pass.
     #[must_use]
     pub(crate) fn with_adapters(self, adapters: Adapters) -> Self {
-        Self { adapters, ..self }
+        Self { parameters: self.parameters.with_adapters(&adapters), adapters, ..self }
     }
 
     /// The transformer's sizes.
@@ -126,25 +125,11 @@ impl WanTransformer {
         &self.config
     }
 
-    /// Which layers have adapters.
-    pub(crate) fn adapters(&self) -> &Adapters {
-        &self.adapters
-    }
-
     /// The shapes of the matrices A and B of all adapters, by name.
     #[must_use]
     pub fn adapter_shapes(&self) -> BTreeMap<String, Vec<usize>> {
-        self.shapes_of_adapters(self.parameters.linear_layers())
-    }
-
-    /// The shapes of the matrices of a unit's adapters, by name.
-    pub(crate) fn adapter_shapes_of(&self, unit: Unit) -> BTreeMap<String, Vec<usize>> {
-        self.shapes_of_adapters(self.parameters.linear_layers_of(unit).iter())
-    }
-
-    fn shapes_of_adapters<'a>(&self, layers: impl Iterator<Item = &'a LinearLayer>) -> BTreeMap<String, Vec<usize>> {
-        let adapted = layers.filter_map(|layer| Some(layer.adapter_parameters(self.adapters.size(&layer.name)?.rank)));
-        adapted.flatten().map(|parameter| (parameter.name, parameter.shape)).collect()
+        let matrices = self.parameters.iter().filter(|parameter| layer_of(&parameter.name).is_some());
+        matrices.map(|parameter| (parameter.name.clone(), parameter.shape.clone())).collect()
     }
 
     /// The grid of tokens of latents `[B, C, F, H, W]`.
@@ -160,9 +145,9 @@ impl WanTransformer {
         Ok(grid)
     }
 
-    /// The parameters of all units.
-    pub fn parameters(&self) -> &ModelParameters {
-        &self.parameters
+    /// The parameters of a unit that files of a transformer have: all but the matrices of adapters.
+    pub(crate) fn parameters_of_files(&self, unit: Unit) -> impl Iterator<Item = &Parameter> {
+        self.parameters.of_unit(unit).iter().filter(|parameter| layer_of(&parameter.name).is_none())
     }
 
     /// The units: the embedding, the blocks, the control blocks, the head.
@@ -183,10 +168,11 @@ impl WanTransformer {
         units
     }
 
-    /// All parameters with their shapes, by their names in checkpoints.
+    /// The parameters that files have with their shapes, by their names in checkpoints.
     #[must_use]
     pub fn shapes(&self) -> BTreeMap<String, Vec<usize>> {
-        self.parameters.iter().map(|parameter| (parameter.name.clone(), parameter.shape.clone())).collect()
+        let parameters = self.units().flat_map(|unit| self.parameters_of_files(unit));
+        parameters.map(|parameter| (parameter.name.clone(), parameter.shape.clone())).collect()
     }
 
     /// A prompt from the outputs of a text encoder, `[B, N, text_dim]`, and in models that take images of an image encoder,
@@ -217,7 +203,8 @@ impl WanTransformer {
         video: &VideoContext,
     ) -> Result<Vec<Prompt>> {
         texts.iter().try_for_each(|text| self.check_prompt("the prompt's embeddings", text, image, video.batch()))?;
-        let mut units = UnitSequence::new(weights, self.units().filter(|unit| *unit != Unit::Head).collect());
+        let mut units =
+            UnitSequence::new(weights, &self.parameters, self.units().filter(|unit| *unit != Unit::Head).collect());
         let (texts, image) = {
             let embedding = units.take()?;
             let pass = self.pass(&embedding, video);
@@ -312,7 +299,7 @@ impl WanTransformer {
     /// The embedding of a time step, C numbers. The unit with which it is computed is put back, since a pass takes it first.
     pub(crate) fn embedded_time(&self, weights: &dyn UnitWeights, time: f32, video: &VideoContext) -> Result<Vec<f32>> {
         let times = Timesteps { values: vec![time], rows: TableRows::one() };
-        let embedding = weights.unit(Unit::Embedding)?;
+        let embedding = weights.unit(Unit::Embedding, self.parameters.of_unit(Unit::Embedding))?;
         let embedded = self.condition_embedder.embedded_times(&times, &self.pass(&embedding, video))?;
         weights.put_back(Unit::Embedding, embedding);
         Ok(embedded.flatten_all()?.to_vec1()?)

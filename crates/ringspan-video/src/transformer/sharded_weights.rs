@@ -1,14 +1,12 @@
 //! Weights of which each rank holds a share.
 
-use super::unit_weights::UnitWeights;
 use super::weight_message::{decode, encode};
 use super::weight_shares::WeightShares;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, of_candle};
 use bytes::Bytes;
 use ringspan::comm::{Buffer, Communicator, PendingAllToAll};
-use ringspan_candle::model::Unit;
+use ringspan_candle::model::{Parameter, Unit, UnitWeights};
 use ringspan_candle::{StoredWeights, Weight};
-use std::borrow::Cow;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -76,13 +74,14 @@ impl ShardedWeights {
     fn start(&self, unit: &ShardedUnit) -> Result<PendingAllToAll> {
         Ok(self.comm.start_all_to_all(TAG, vec![unit.own.clone(); self.comm.size()])?)
     }
-}
 
-impl UnitWeights for ShardedWeights {
-    fn unit(&self, unit: Unit) -> Result<Cow<'_, StoredWeights>> {
-        let Some(sharded) = self.units.get(&unit) else { return Ok(Cow::Borrowed(&self.replicated)) };
+    /// The weights of a unit: its adapters' matrices, and what all ranks hold of its other parameters.
+    fn gathered(&self, unit: Unit, parameters: &[Parameter]) -> Result<StoredWeights> {
+        let replicated = |Parameter { name, .. }: &Parameter| Some((name.clone(), self.replicated.get(name)?.clone()));
+        let mut weights: StoredWeights = parameters.iter().filter_map(replicated).collect();
+        let Some(sharded) = self.units.get(&unit) else { return Ok(weights) };
         let mut messages = match self.ahead.take() {
-            Some((ahead, UnitAhead::Here(weights))) if ahead == unit => return Ok(Cow::Owned(weights)),
+            Some((ahead, UnitAhead::Here(weights))) if ahead == unit => return Ok(weights),
             Some((ahead, UnitAhead::Travelling(messages))) if ahead == unit => messages,
             // What was announced and is not taken has been sent all the same.
             Some((_, UnitAhead::Travelling(other))) => {
@@ -91,7 +90,6 @@ impl UnitWeights for ShardedWeights {
             }
             Some((_, UnitAhead::Here(_))) | None => self.start(sharded)?,
         };
-        let mut weights = self.replicated.clone();
         // Each message is freed before the weights of the next one are made.
         for (rank, names) in sharded.names.iter().enumerate() {
             let refuse = |problem: String| Err(Error::Mesh(format!("rank {rank} has sent {problem} for {unit:?}")));
@@ -111,10 +109,16 @@ impl UnitWeights for ShardedWeights {
             }
         }
         messages.finish()?;
-        Ok(Cow::Owned(weights))
+        Ok(weights)
+    }
+}
+
+impl UnitWeights for ShardedWeights {
+    fn unit(&self, unit: Unit, parameters: &[Parameter]) -> candle_core::Result<StoredWeights> {
+        self.gathered(unit, parameters).map_err(of_candle)
     }
 
-    fn prefetch(&self, unit: Unit) -> Result<()> {
+    fn prefetch(&self, unit: Unit) -> candle_core::Result<()> {
         let mut ahead = self.ahead.borrow_mut();
         let is_wanted = match &*ahead {
             Some((_, UnitAhead::Travelling(_))) => false,
@@ -122,14 +126,14 @@ impl UnitWeights for ShardedWeights {
             None => true,
         };
         if let Some(sharded) = self.units.get(&unit).filter(|_| is_wanted) {
-            *ahead = Some((unit, UnitAhead::Travelling(self.start(sharded)?)));
+            *ahead = Some((unit, UnitAhead::Travelling(self.start(sharded).map_err(of_candle)?)));
         }
         Ok(())
     }
 
-    fn put_back(&self, unit: Unit, weights: Cow<'_, StoredWeights>) {
+    fn put_back(&self, unit: Unit, weights: StoredWeights) {
         let mut ahead = self.ahead.borrow_mut();
-        if let (Cow::Owned(weights), None) = (weights, &*ahead) {
+        if self.units.contains_key(&unit) && ahead.is_none() {
             *ahead = Some((unit, UnitAhead::Here(weights)));
         }
     }

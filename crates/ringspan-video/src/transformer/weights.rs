@@ -12,7 +12,7 @@ use ringspan::comm::Communicator;
 use ringspan_candle::cast::cast;
 use ringspan_candle::lora::weight_names;
 use ringspan_candle::model::Parameter;
-use ringspan_candle::{Adapters, StoredWeights, Weight};
+use ringspan_candle::{Adapters, Model, StoredWeights, Weight};
 use ringspan_models::{LayerNames, Lora};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -116,8 +116,9 @@ impl WanFolder {
     /// # Errors
     /// Files that are missing or corrupt; tensors that are no adapter's, that belong to no module of the transformer, or do not fit it.
     pub fn with_loras(self, sources: &[LoraSource]) -> Result<Self> {
-        let change = TransformerChange::open(sources, self.transformer.parameters())?;
-        let transformer = self.transformer.with_adapters(change.adapters());
+        let plain = self.transformer.with_adapters(Adapters::none());
+        let change = TransformerChange::open(sources, plain.all_parameters())?;
+        let transformer = plain.with_adapters(change.adapters());
         Ok(Self { transformer, change, ..self })
     }
 
@@ -127,7 +128,7 @@ impl WanFolder {
     /// A name that no linear layer has.
     pub fn with_new_adapters(self, lora: &Lora) -> Result<Self> {
         let mut adapters = Adapters::none();
-        for layer in self.transformer.parameters().linear_layers() {
+        for layer in self.transformer.all_parameters().linear_layers() {
             if lora.adapts(&layer.name)? {
                 adapters.sizes.insert(layer.name.clone(), lora.size(&layer.name)?);
             }
@@ -136,7 +137,7 @@ impl WanFolder {
         if let LayerNames::Ends(ends) = lora.targets()
             && let Some(end) = ends.iter().find(|end| !names(end))
         {
-            let layers = self.transformer.parameters().linear_layers();
+            let layers = self.transformer.all_parameters().linear_layers();
             let known: BTreeSet<_> = layers.map(|layer| in_every_block(&layer.name)).collect();
             let known = known.into_iter().collect::<Vec<_>>().join(", ");
             return Err(Error::Input(format!(
@@ -154,15 +155,14 @@ impl WanFolder {
     /// Bytes that the weights take in memory, with the matrices of adapters.
     #[must_use]
     pub fn bytes(&self, of: WeightType) -> u64 {
-        let parameters = self.transformer.parameters().iter();
-        parameters.map(|parameter| self.bytes_of(&parameter.name, &parameter.shape, of)).sum::<u64>()
-            + self.adapter_bytes(of)
+        let shapes = self.transformer.shapes();
+        shapes.iter().map(|(name, shape)| self.bytes_of(name, shape, of)).sum::<u64>() + self.adapter_bytes(of)
     }
 
     /// Bytes that the matrices of adapters take in memory.
     pub(crate) fn adapter_bytes(&self, of: WeightType) -> u64 {
-        let of_layers = self.transformer.parameters().linear_layers().filter_map(|layer| {
-            let rank = self.transformer.adapters().size(&layer.name)?.rank;
+        let of_layers = self.transformer.all_parameters().linear_layers().filter_map(|layer| {
+            let rank = self.transformer.adapter_sizes().size(&layer.name)?.rank;
             Some(of.dtype_of(&layer.name).size_in_bytes() as u64 * elements(&[rank, layer.inputs + layer.outputs]))
         });
         of_layers.sum()
@@ -181,7 +181,7 @@ impl WanFolder {
     pub(crate) fn shares(&self, of: WeightType, ranks: usize) -> WeightShares {
         let mut units = BTreeMap::new();
         for unit in self.transformer.units() {
-            let parameters = self.transformer.parameters().of_unit(unit).iter();
+            let parameters = self.transformer.parameters_of_files(unit);
             let bytes = |p: &Parameter| encoded_bytes(p.shape.len(), self.bytes_of(&p.name, &p.shape, of));
             let sizes = parameters.map(|parameter| (parameter.name.clone(), bytes(parameter)));
             units.insert(unit, sizes.collect());
@@ -195,8 +195,9 @@ impl WanFolder {
     /// Failures of the file system.
     pub fn load(&self, of: WeightType) -> Result<StoredWeights> {
         let mut weights = self.load_adapters(of)?;
-        for parameter in self.transformer.parameters().iter() {
-            weights.insert(parameter.name.clone(), self.read(&parameter.name, of)?);
+        for name in self.transformer.shapes().into_keys() {
+            let weight = self.read(&name, of)?;
+            weights.insert(name, weight);
         }
         Ok(weights)
     }

@@ -5,13 +5,12 @@ use crate::support::{distance, fixture, message, on_ranks, reference};
 use candle_core::Tensor;
 use ringspan_candle::StoredWeights;
 use ringspan_candle::model::Unit;
+use ringspan_candle::model::UnitWeights;
 use ringspan_video::Result;
 use ringspan_video::denoise::{DenoiseFolder, DenoiseInputs, DenoisePlan, DenoiseSettings, denoise};
 use ringspan_video::ranks::{VideoMesh, VideoRanks};
 use ringspan_video::scheduler::Scheduler;
-use ringspan_video::transformer::{
-    BlockPass, Branch, Conditions, TokenGrid, UnitWeights, VideoContext, WanFolder, WeightType,
-};
+use ringspan_video::transformer::{BlockPass, Branch, Conditions, TokenGrid, VideoContext, WanFolder, WeightType};
 use std::sync::Mutex;
 
 /// The latents of a run, and for each step whether its blocks were skipped.
@@ -179,8 +178,8 @@ fn a_step_that_decides_gathers_each_unit_once() -> Result<()> {
         let of_units = on_ranks((mesh.size(), 1), |group, _| {
             let share = WanFolder::open(&path)?.load_share(WeightType::F32, group.cp().split(0, group.rank())?)?;
             let before = group.cp().bytes_sent();
-            share.unit(Unit::Embedding)?;
-            share.unit(Unit::Head)?;
+            share.unit(Unit::Embedding, &[])?;
+            share.unit(Unit::Head, &[])?;
             Ok([share.bytes() * others, group.cp().bytes_sent() - before])
         })?;
         let most = of_units.iter().map(|[all, _]| *all).max().unwrap_or(0);

@@ -4,10 +4,9 @@ use candle_core::{Device, Tensor};
 use ringspan::attention::Group;
 use ringspan::comm::threads;
 use ringspan::kernel::Kernel;
+use ringspan_candle::model::UnitWeights;
 use ringspan_candle::{StoredWeights, pool};
-use ringspan_video::transformer::{
-    Conditions, Control, Prompt, TokenGrid, UnitWeights, VideoContext, WanFolder, WeightType,
-};
+use ringspan_video::transformer::{Conditions, Control, Prompt, TokenGrid, VideoContext, WanFolder, WeightType};
 use ringspan_video::{Error, Result};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};

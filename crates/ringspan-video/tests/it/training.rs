@@ -3,14 +3,16 @@
 use crate::support::{distance, fixture, message, on_ranks};
 use candle_core::{Device, Tensor};
 use ringspan::comm::process_group::ProcessGroup;
-use ringspan_candle::{Recompute, StoredWeights, Unit, Weights};
+use ringspan_candle::gradients::loss_and_gradients;
+use ringspan_candle::model::UnitWeights;
+use ringspan_candle::{Recompute, Weights};
 use ringspan_models::Lora;
 use ringspan_train::{Optimizer, OptimizerConfig, Settings, TrainArgs, TrainConfig};
 use ringspan_video::Result;
 use ringspan_video::lora::LoraSource;
 use ringspan_video::ranks::{VideoMesh, VideoRanks};
 use ringspan_video::training::{AdapterTrainer, StepSettings, VideoTraining};
-use ringspan_video::transformer::{FlowSample, TokenGrid, UnitWeights, VideoContext, WanFolder, WeightType};
+use ringspan_video::transformer::{FlowBatch, FlowSample, TokenGrid, VideoContext, WanFolder, WeightType};
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -37,18 +39,14 @@ fn first_step(mesh: (usize, usize), of: WeightType, recompute: Recompute) -> Res
     let initial = LoraSource { path: training("initial"), scale: 1.0 };
     let folder = WanFolder::open(&fixture("t2v"))?.with_loras(&[initial])?;
     let (transformer, weights, sample) = (folder.transformer(), folder.load(of)?, sample(&load("data.safetensors"))?);
-    let unit = |unit: Unit| -> Result<StoredWeights> {
-        let of_unit = transformer.parameters().of_unit(unit).iter().map(|parameter| parameter.name.clone());
-        let adapters = transformer.parameters().linear_layers_of(unit).iter();
-        let adapters = adapters.flat_map(|layer| ringspan_candle::lora::weight_names(&layer.name));
-        Ok(of_unit.chain(adapters).map(|name| (name.clone(), weights[&name].clone())).collect())
-    };
     let (batch, size) = (sample.shape()[0], [sample.shape()[2], sample.shape()[3], sample.shape()[4]]);
     let parts = on_ranks(mesh, |group, alone| {
         let grid = TokenGrid::new(size, transformer.config().patch_size)?;
         let video = VideoContext::new(transformer.config(), group, alone, batch, grid)?;
         let mut all = Weights::new();
-        let loss = transformer.loss_and_gradients(&unit, &sample, &video, recompute, &mut |_, gradients| {
+        let batch = FlowBatch::new(transformer, &sample, &video)?;
+        let attend = video.attention();
+        let loss = loss_and_gradients(transformer, &weights, &batch, recompute, attend, &mut |_, gradients| {
             all.extend(gradients);
             Ok(())
         })?;
@@ -254,8 +252,9 @@ fn a_training_lowers_the_loss_and_goes_on_after_a_stop_on_another_mesh() -> Resu
         let parts = on_ranks((1, 1), |group, alone| {
             let grid = transformer.grid_of(sample.shape())?;
             let video = VideoContext::new(transformer.config(), group, alone, 2, grid)?;
-            let all = |_| Ok(weights.clone());
-            transformer.loss_and_gradients(&all, &sample, &video, Recompute::Full, &mut |_, _| Ok(()))
+            let batch = FlowBatch::new(transformer, &sample, &video)?;
+            let attend = video.attention();
+            Ok(loss_and_gradients(transformer, &weights, &batch, Recompute::Full, attend, &mut |_, _| Ok(()))?)
         })?;
         Ok(parts[0])
     };

@@ -3,6 +3,7 @@
 use crate::support::{Pass, distance, fixture, message, on_ranks, reference};
 use candle_core::{Device, Result as TensorResult, Tensor};
 use ringspan::{Mask, Score};
+use ringspan_candle::model::UnitWeights;
 use ringspan_candle::model::{Unit, stored};
 use ringspan_candle::{Attend, AttentionInputs, Weights};
 use ringspan_video::Result;
@@ -10,7 +11,7 @@ use ringspan_video::lora::LoraSource;
 use ringspan_video::noise::noise;
 use ringspan_video::tensor_folder::read_json;
 use ringspan_video::transformer::{
-    BlockPass, Branch, Prompt, TokenGrid, UnitWeights, VideoContext, WanConfig, WanFolder, WanTransformer, WeightType,
+    BlockPass, Branch, Prompt, TokenGrid, VideoContext, WanConfig, WanFolder, WanTransformer, WeightType,
 };
 use serde_json::{Value, json};
 use std::collections::HashMap;
@@ -96,13 +97,13 @@ fn check_shares(pass: &Pass, of: WeightType, name: &str) -> Result<()> {
             let layers = (0..pass.folder.transformer().shapes().len()).map(Unit::Layer);
             for unit in [Unit::Embedding, Unit::Head].into_iter().chain(layers) {
                 share.prefetch(unit)?;
-                share.unit(unit)?;
+                share.unit(unit, &[])?;
             }
             let sent = group.cp().bytes_sent() - before;
             assert_eq!(sent, share.bytes() * (group.size() as u64 - 1), "{name} {mesh:?}");
             // What is announced need not be what is taken.
             share.prefetch(Unit::Embedding)?;
-            share.unit(Unit::Head)?;
+            share.unit(Unit::Head, &[])?;
             Ok((share.bytes(), pass.on_rank(&share, group, alone)?))
         })?;
         let share = all / (mesh.0 * mesh.1) as u64;

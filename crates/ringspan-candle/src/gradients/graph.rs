@@ -1,10 +1,9 @@
 //! The differentiable computation of one unit, in one recording or in several.
 
 use super::Gradients;
-use crate::error::Result;
-use candle_core::{Tensor, Var};
-use ringspan_candle::tape::{self, Tape};
-use ringspan_candle::{StoredWeights, Weights};
+use crate::model::{StoredWeights, Weights};
+use crate::tape::{self, Tape};
+use candle_core::{Result, Tensor, Var};
 
 /// The parameters of a unit that is differentiated, and the gradients that are known so far.
 pub struct Graph {
@@ -90,7 +89,12 @@ impl Graph {
     /// # Errors
     /// A device without memory for the zeros.
     pub fn take(&mut self, variable: &Tensor) -> Result<Tensor> {
-        Ok(self.gradients.remove(variable).map_or_else(|| variable.zeros_like(), Ok)?)
+        self.take_known(variable).map_or_else(|| variable.zeros_like(), Ok)
+    }
+
+    /// Takes out the gradient of a variable, if it took part in an output.
+    pub fn take_known(&mut self, variable: &Tensor) -> Option<Tensor> {
+        self.gradients.remove(variable)
     }
 
     /// The gradients of all trained parameters.
@@ -101,4 +105,12 @@ impl Graph {
         let trained = std::mem::take(&mut self.trained);
         trained.into_iter().map(|(name, tensor)| Ok((name, self.take(&tensor)?))).collect()
     }
+}
+
+/// A variable with the values of x, which is freed: the values are copied.
+///
+/// # Errors
+/// A device without memory for them.
+pub fn variable(x: Tensor) -> Result<Tensor> {
+    Ok(Var::from_tensor(&x)?.into_inner())
 }
