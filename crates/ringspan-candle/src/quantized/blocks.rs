@@ -16,11 +16,12 @@ pub(super) trait Block<const LEN: usize>: AnyBitPattern {
     /// Decodes blocks and writes their numbers: LEN for each.
     fn decode<L: Lanes>(l: L, blocks: &[Self], to: &mut [f32]);
 
-    /// Brings factors of whole blocks into the order in which [`dot`](Self::dot) reads them.
+    /// Brings factors of whole blocks into the order in which [`dots`](Self::dots) reads them.
     fn arranged<L: Lanes>(l: L, x: &[f32]) -> Arranged;
 
-    /// Multiplies the numbers of blocks with as many of x, and sums the products in each lane; the lanes are not summed.
-    fn dot<L: Lanes>(l: L, blocks: &[Self], x: &Arranged) -> L::F;
+    /// Multiplies the numbers of blocks with as many of each x, and sums the products in each lane; the lanes are not summed. A sum does
+    /// not depend on the number of x.
+    fn dots<L: Lanes, const T: usize>(l: L, blocks: &[Self], x: [&Arranged; T]) -> [L::F; T];
 }
 
 /// The factors of a row's numbers.
@@ -84,15 +85,24 @@ impl<B: BlockNumbers<LEN>, const LEN: usize> Block<LEN> for B {
     }
 
     #[inline(always)]
-    fn dot<L: Lanes>(l: L, blocks: &[Self], x: &Arranged) -> L::F {
-        debug_assert_eq!(blocks.len() * LEN, x.x.len());
-        let mut sums = x.sums.iter();
-        let (mut sum, mut minima) = (l.splat(0.0), l.splat(0.0));
-        for (block, x) in blocks.iter().zip(x.x.as_chunks::<LEN>().0) {
-            let sums = sums.next().unwrap_or(&[0.0; 16]);
-            block.visit(l, &mut Sum { x: x.as_chunks().0, sums, sum: &mut sum, minima: &mut minima });
+    fn dots<L: Lanes, const T: usize>(l: L, blocks: &[Self], x: [&Arranged; T]) -> [L::F; T] {
+        let factors: [&[[f32; LEN]]; T] = std::array::from_fn(|t| &x[t].x.as_chunks().0[..blocks.len()]);
+        let mut sum =
+            Sum { x: [&[]; T], sums_of_x: [&[0.0; 16]; T], sums: [l.splat(0.0); T], minima: [l.splat(0.0); T] };
+        for (i, block) in blocks.iter().enumerate() {
+            for t in 0..T {
+                sum.x[t] = factors[t][i].as_chunks().0;
+                if Self::HAS_MINIMA {
+                    sum.sums_of_x[t] = &x[t].sums[i];
+                }
+            }
+            block.visit(l, &mut sum);
         }
-        l.sub(sum, minima)
+        let mut sums = sum.sums;
+        for (sum, minima) in sums.iter_mut().zip(sum.minima) {
+            *sum = l.sub(*sum, minima);
+        }
+        sums
     }
 }
 
@@ -129,25 +139,39 @@ impl<L: Lanes> Visitor<L> for Store<'_> {
     }
 }
 
-/// A visitor that multiplies the numbers with arranged factors and sums the products.
-struct Sum<'a, F> {
-    x: &'a [[f32; 32]],
+/// A visitor that multiplies the numbers with the arranged factors of each x and sums the products.
+struct Sum<'a, F, const T: usize> {
+    x: [&'a [[f32; 32]]; T],
     /// The sums of each 32 factors.
-    sums: &'a [f32; 16],
-    sum: &'a mut F,
+    sums_of_x: [&'a [f32; 16]; T],
+    sums: [F; T],
     /// The products of minima and factors, which are to be subtracted.
-    minima: &'a mut F,
+    minima: [F; T],
 }
 
-impl<L: Lanes> Visitor<L> for Sum<'_, L::F> {
+impl<'a, F, const T: usize> Sum<'a, F, T> {
+    /// The factors of numbers 32 i to 32 i + 31.
+    #[inline(always)]
+    fn factors(&self, i: usize) -> [&'a [f32; 32]; T] {
+        let mut factors = [&[0.0; 32]; T];
+        for (factors, x) in factors.iter_mut().zip(self.x) {
+            *factors = &x[i];
+        }
+        factors
+    }
+}
+
+impl<L: Lanes, const T: usize> Visitor<L> for Sum<'_, L::F, T> {
     #[inline(always)]
     fn take(&mut self, l: L, i: usize, scale: f32, codes: L::Codes) {
-        *self.sum = l.add_scaled(*self.sum, scale, codes, &self.x[i]);
+        let factors = self.factors(i);
+        l.add_scaled(&mut self.sums, scale, codes, factors);
     }
 
     #[inline(always)]
     fn take_halves(&mut self, l: L, i: usize, scales: [f32; 2], codes: L::Codes) {
-        *self.sum = l.add_scaled_halves(*self.sum, scales, codes, &self.x[i]);
+        let factors = self.factors(i);
+        l.add_scaled_halves(&mut self.sums, scales, codes, factors);
     }
 
     #[inline(always)]
@@ -158,7 +182,9 @@ impl<L: Lanes> Visitor<L> for Sum<'_, L::F> {
     /// A minimum is multiplied with the sum of its factors, which takes fewer operations than subtracting it from each number.
     #[inline(always)]
     fn minima(&mut self, l: L, minima: &[f32; 16]) {
-        *self.minima = l.mul_add(l.load(minima), l.load(self.sums), *self.minima);
+        for (sum, sums_of_x) in self.minima.iter_mut().zip(self.sums_of_x) {
+            *sum = l.mul_add(l.load(minima), l.load(sums_of_x), *sum);
+        }
     }
 }
 
@@ -213,19 +239,25 @@ macro_rules! plain {
             }
 
             #[inline(always)]
-            fn dot<L: Lanes>(l: L, blocks: &[Self], x: &Arranged) -> L::F {
-                debug_assert_eq!(blocks.len(), x.x.len());
-                let ((blocks, rest), (x, rest_x)) = (blocks.as_chunks::<16>(), x.x.as_chunks::<16>());
-                let mut sums = [l.splat(0.0); CHAINS];
-                for (i, (blocks, x)) in blocks.iter().zip(x).enumerate() {
-                    let sum = &mut sums[i % CHAINS];
-                    *sum = l.mul_add(l.$widen(bytemuck::cast(*blocks)), l.load(x), *sum);
+            fn dots<L: Lanes, const T: usize>(l: L, blocks: &[Self], x: [&Arranged; T]) -> [L::F; T] {
+                let (blocks, rest) = blocks.as_chunks::<16>();
+                let mut sums = [[l.splat(0.0); CHAINS]; T];
+                for (i, blocks) in blocks.iter().enumerate() {
+                    let numbers = l.$widen(bytemuck::cast(*blocks));
+                    for (sums, x) in sums.iter_mut().zip(x) {
+                        let sum = &mut sums[i % CHAINS];
+                        *sum = l.mul_add(numbers, l.load(&x.x.as_chunks().0[i]), *sum);
+                    }
                 }
-                if !rest.is_empty() {
-                    let last = l.$widen(bytemuck::cast(padded(rest)));
-                    sums[0] = l.mul_add(last, l.load(&padded(rest_x)), sums[0]);
+                let mut together = [l.splat(0.0); T];
+                for ((together, mut sums), x) in together.iter_mut().zip(sums).zip(x) {
+                    if !rest.is_empty() {
+                        let last = l.$widen(bytemuck::cast(padded(rest)));
+                        sums[0] = l.mul_add(last, l.load(&padded(&x.x[16 * blocks.len()..])), sums[0]);
+                    }
+                    *together = l.add(sums[0], sums[1]);
                 }
-                l.add(sums[0], sums[1])
+                together
             }
         }
     };

@@ -1,4 +1,4 @@
-//! Products with a few tokens, as in generation: for one token, blocks are decoded and multiplied in registers; for several
+//! Products with a few tokens, as in generation: for the fewest, blocks are decoded and multiplied in registers; for more
 //! tokens, they are decoded into the L1 cache and multiplied there.
 
 use super::blocks::{Arranged, Block, with_block};
@@ -17,7 +17,7 @@ pub(super) const FEW: usize = 128;
 const COLUMNS: usize = 512;
 /// Rows of the matrix that are multiplied at once.
 const ROWS: usize = 4;
-/// How many bytes ahead of a product with one token are prefetched: while they are decoded, processors reach no further than a few
+/// How many bytes ahead of a product in registers are prefetched: while they are decoded, processors reach no further than a few
 /// blocks, too few to keep memory busy.
 const AHEAD: usize = 4096;
 
@@ -28,19 +28,30 @@ pub(super) fn add_forward(x: Input, weight: &QuantizedMatrix, out: &mut [f32]) {
         return;
     }
     let ranges = pool::parts(rows, columns);
-    if x.tokens == 1 {
-        let x = with_block!(weight.format(), arranged(x.row(0)));
-        let mut rest = out;
-        let outs = ranges.iter().map(|range| rest.split_off_mut(..range.len()).unwrap_or_default()).collect::<Vec<_>>();
-        pool::map(ranges.into_iter().zip(outs).collect(), |(range, out): (Range<usize>, &mut [f32])| {
-            with_block!(weight.format(), one_token(&x, columns, weight.bytes_of_rows(range), out));
+    let outs = split_columns(out, rows, &ranges);
+    let parts: Vec<_> = ranges.into_iter().zip(outs).collect();
+    if x.tokens <= dispatch(TokensInRegisters) {
+        let x: Vec<Arranged> = (0..x.tokens).map(|t| with_block!(weight.format(), arranged(x.row(t)))).collect();
+        pool::map(parts, |(range, out): (Range<usize>, _)| {
+            with_block!(weight.format(), in_registers(&x, columns, weight.bytes_of_rows(range), out));
         });
     } else {
         let x = packed(x);
-        let outs = split_columns(out, rows, &ranges);
-        pool::map(ranges.into_iter().zip(outs).collect(), |(range, out)| {
-            with_block!(weight.format(), few_tokens(&x, columns, weight.bytes_of_rows(range), out));
+        pool::map(parts, |(range, out): (Range<usize>, _)| {
+            with_block!(weight.format(), in_l1_cache(&x, columns, weight.bytes_of_rows(range), out));
         });
+    }
+}
+
+/// [`Lanes::TOKENS_IN_REGISTERS`] of this machine.
+struct TokensInRegisters;
+
+impl VectorWork for TokensInRegisters {
+    type Output = usize;
+
+    #[inline(always)]
+    fn run<L: Lanes>(self, _: L) -> usize {
+        L::TOKENS_IN_REGISTERS
     }
 }
 
@@ -61,7 +72,7 @@ pub(super) fn split_columns<'a>(
     columns
 }
 
-/// Arranges the numbers of x for [`one_token`].
+/// Arranges the numbers of x for [`in_registers`].
 fn arranged<B: Block<LEN>, const LEN: usize>(x: &[f32]) -> Arranged {
     dispatch(Arrange::<B, LEN> { x, blocks: PhantomData })
 }
@@ -80,40 +91,59 @@ impl<B: Block<LEN>, const LEN: usize> VectorWork for Arrange<'_, B, LEN> {
     }
 }
 
-/// Adds the products of x, of `width` columns, with the rows that are stored, one number of out for each row.
-fn one_token<B: Block<LEN>, const LEN: usize>(x: &Arranged, width: usize, stored: &[u8], out: &mut [f32]) {
-    dispatch(OneToken::<B, LEN> { x, width, blocks: bytemuck::cast_slice(stored), out });
+/// Adds the products of each x, of `width` columns, with the rows that are stored, one number of its out for each row.
+fn in_registers<B: Block<LEN>, const LEN: usize>(x: &[Arranged], width: usize, stored: &[u8], out: Vec<&mut [f32]>) {
+    dispatch(InRegisters::<B, LEN> { x, width, blocks: bytemuck::cast_slice(stored), out });
 }
 
 /// Adds the products of packed x, of `width` columns, with the rows that are stored, one number of each token's out for each row.
-fn few_tokens<B: Block<LEN>, const LEN: usize>(x: &[Chunk], width: usize, stored: &[u8], out: Vec<&mut [f32]>) {
-    dispatch(FewTokens::<B, LEN> { x, width, blocks: bytemuck::cast_slice(stored), out });
+fn in_l1_cache<B: Block<LEN>, const LEN: usize>(x: &[Chunk], width: usize, stored: &[u8], out: Vec<&mut [f32]>) {
+    dispatch(InL1Cache::<B, LEN> { x, width, blocks: bytemuck::cast_slice(stored), out });
 }
 
-struct OneToken<'a, B, const LEN: usize> {
-    x: &'a Arranged,
+struct InRegisters<'a, B, const LEN: usize> {
+    x: &'a [Arranged],
     width: usize,
     blocks: &'a [B],
-    out: &'a mut [f32],
+    out: Vec<&'a mut [f32]>,
 }
 
-impl<B: Block<LEN>, const LEN: usize> VectorWork for OneToken<'_, B, LEN> {
+impl<B: Block<LEN>, const LEN: usize> VectorWork for InRegisters<'_, B, LEN> {
     type Output = ();
 
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
+        match self.x {
+            [] => {}
+            [a] => self.multiply(l, [a]),
+            [a, b] => self.multiply(l, [a, b]),
+            [a, b, c] => self.multiply(l, [a, b, c]),
+            [a, b, c, d] => self.multiply(l, [a, b, c, d]),
+            more => unreachable!("{} tokens have sums in registers", more.len()),
+        }
+    }
+}
+
+impl<B: Block<LEN>, const LEN: usize> InRegisters<'_, B, LEN> {
+    #[inline(always)]
+    fn multiply<L: Lanes, const T: usize>(mut self, l: L, x: [&Arranged; T]) {
         // Loops, since closures that iterators call would not be compiled for the instruction set.
         let of_row = self.width / LEN;
         let mut ahead = self.blocks.get(AHEAD / size_of::<B>()..).unwrap_or_default().chunks(of_row);
-        for (out, rows) in self.out.chunks_mut(ROWS).zip(self.blocks.chunks(ROWS * of_row)) {
+        for (at, rows) in self.blocks.chunks(ROWS * of_row).enumerate() {
             // Fewer rows are summed in the same way, so that the bits of a product do not depend on the rows beside it.
-            let mut sums = [l.splat(0.0); ROWS];
-            for (sum, row) in sums.iter_mut().zip(rows.chunks_exact(of_row)) {
+            let mut sums = [[l.splat(0.0); ROWS]; T];
+            for (r, row) in rows.chunks_exact(of_row).enumerate() {
                 prefetch(ahead.next().unwrap_or_default());
-                *sum = B::dot(l, row, self.x);
+                for (sums, sum) in sums.iter_mut().zip(B::dots(l, row, x)) {
+                    sums[r] = sum;
+                }
             }
-            for (out, sum) in out.iter_mut().zip(l.sums(sums)) {
-                *out += sum;
+            let some = ROWS * at..ROWS * at + rows.len() / of_row;
+            for (out, sums) in self.out.iter_mut().zip(sums) {
+                for (out, sum) in out[some.clone()].iter_mut().zip(l.sums(sums)) {
+                    *out += sum;
+                }
             }
         }
     }
@@ -145,14 +175,14 @@ fn packed(x: Input) -> Vec<Chunk> {
     packed
 }
 
-struct FewTokens<'a, B, const LEN: usize> {
+struct InL1Cache<'a, B, const LEN: usize> {
     x: &'a [Chunk],
     width: usize,
     blocks: &'a [B],
     out: Vec<&'a mut [f32]>,
 }
 
-impl<B: Block<LEN>, const LEN: usize> VectorWork for FewTokens<'_, B, LEN> {
+impl<B: Block<LEN>, const LEN: usize> VectorWork for InL1Cache<'_, B, LEN> {
     type Output = ();
 
     #[inline(always)]
@@ -233,7 +263,7 @@ mod tests {
     use super::super::{Format, QuantizedMatrix};
     use super::*;
 
-    /// [`FewTokens`] with an output of its own, `[T, rows]`.
+    /// [`InL1Cache`] with an output of its own, `[T, rows]`.
     #[derive(Clone, Copy)]
     struct Products<'a, B, const LEN: usize> {
         x: &'a [Chunk],
@@ -250,7 +280,7 @@ mod tests {
             let Self { x, tokens, width, blocks } = self;
             let rows = blocks.len() * LEN / width;
             let mut out = vec![0.0; tokens * rows];
-            FewTokens { x, width, blocks, out: out.chunks_exact_mut(rows).collect() }.run(l);
+            InL1Cache { x, width, blocks, out: out.chunks_exact_mut(rows).collect() }.run(l);
             out
         }
     }
@@ -259,6 +289,63 @@ mod tests {
         let (rows, width) = weight.dims();
         let blocks = bytemuck::cast_slice(weight.bytes_of_rows(0..rows));
         on_each(Products::<B, LEN> { x: &packed(x), tokens: x.tokens, width, blocks })
+    }
+
+    /// [`InRegisters`] with an output of its own, `[T, rows]`.
+    #[derive(Clone, Copy)]
+    struct ProductsInRegisters<'a, B, const LEN: usize> {
+        x: &'a [f32],
+        width: usize,
+        blocks: &'a [B],
+    }
+
+    impl<B: Block<LEN>, const LEN: usize> VectorWork for ProductsInRegisters<'_, B, LEN> {
+        type Output = Vec<f32>;
+
+        #[inline(always)]
+        fn run<L: Lanes>(self, l: L) -> Vec<f32> {
+            let Self { x, width, blocks } = self;
+            let x: Vec<Arranged> = x.chunks(width).map(|x| B::arranged(l, x)).collect();
+            let rows = blocks.len() * LEN / width;
+            let mut out = vec![0.0; x.len() * rows];
+            InRegisters { x: &x, width, blocks, out: out.chunks_exact_mut(rows).collect() }.run(l);
+            out
+        }
+    }
+
+    fn in_registers<B: Block<LEN>, const LEN: usize>(x: &[f32], weight: &QuantizedMatrix) -> Vec<Vec<f32>> {
+        let (rows, width) = weight.dims();
+        let blocks = bytemuck::cast_slice(weight.bytes_of_rows(0..rows));
+        on_each(ProductsInRegisters::<B, LEN> { x, width, blocks })
+    }
+
+    #[test]
+    fn products_in_registers_have_the_bits_of_one_token_alone() -> candle_core::Result<()> {
+        const ROWS: usize = 7;
+        const WIDTH: usize = 512;
+        for format in Format::ALL {
+            let weight = matrix(format, ROWS, WIDTH)?;
+            let decoded = weight.dequantize()?.flatten_all()?.to_vec1::<f32>()?;
+            let x: Vec<f32> = (0..4 * WIDTH).map(|i| (0.37 * i as f32).cos()).collect();
+            let size: f32 = decoded.iter().map(|w| w.abs()).sum::<f32>() / ROWS as f32;
+            let alone: Vec<Vec<Vec<f32>>> =
+                x.chunks(WIDTH).map(|x| with_block!(format, in_registers(x, &weight))).collect();
+            for tokens in 1..=4 {
+                let together = with_block!(format, in_registers(&x[..tokens * WIDTH], &weight));
+                for (set, products) in together.iter().enumerate() {
+                    for (t, products) in products.chunks(ROWS).enumerate() {
+                        assert_eq!(products, alone[t][set], "{format}, token {t} of {tokens}");
+                        for (row, product) in decoded.chunks(WIDTH).zip(products) {
+                            let x = &x[t * WIDTH..];
+                            let wanted: f64 = row.iter().zip(x).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum();
+                            let wrong = (f64::from(*product) - wanted).abs();
+                            assert!(wrong < 1e-6 * f64::from(size), "{format}, token {t}: {product}, not {wanted}");
+                        }
+                    }
+                }
+            }
+        }
+        Ok(())
     }
 
     #[test]

@@ -22,24 +22,34 @@ macro_rules! codes_are_numbers {
         fn arrange(self, _: &mut [f32; 32]) {}
 
         #[inline(always)]
-        fn add_scaled(self, sum: Self::F, scale: f32, [first, second]: [Self::F; 2], x: &[f32; 32]) -> Self::F {
-            // The scale is multiplied with the sum, which takes fewer operations than multiplying it with each code.
-            let x = x.as_chunks().0;
-            let products = self.mul_add(second, self.load(&x[1]), self.mul(first, self.load(&x[0])));
-            self.mul_add(self.splat(scale), products, sum)
+        fn add_scaled<const T: usize>(
+            self,
+            sums: &mut [Self::F; T],
+            scale: f32,
+            [first, second]: [Self::F; 2],
+            x: [&[f32; 32]; T],
+        ) {
+            // The scale is multiplied with the sum, which takes fewer operations than multiplying it with each code of one x.
+            for (sum, x) in sums.iter_mut().zip(x) {
+                let x = x.as_chunks().0;
+                let products = self.mul_add(second, self.load(&x[1]), self.mul(first, self.load(&x[0])));
+                *sum = self.mul_add(self.splat(scale), products, *sum);
+            }
         }
 
         #[inline(always)]
-        fn add_scaled_halves(
+        fn add_scaled_halves<const T: usize>(
             self,
-            sum: Self::F,
+            sums: &mut [Self::F; T],
             scales: [f32; 2],
             [first, second]: [Self::F; 2],
-            x: &[f32; 32],
-        ) -> Self::F {
-            let x = x.as_chunks().0;
-            let sum = self.mul_add(self.splat(scales[0]), self.mul(first, self.load(&x[0])), sum);
-            self.mul_add(self.splat(scales[1]), self.mul(second, self.load(&x[1])), sum)
+            x: [&[f32; 32]; T],
+        ) {
+            for (sum, x) in sums.iter_mut().zip(x) {
+                let x = x.as_chunks().0;
+                let first = self.mul_add(self.splat(scales[0]), self.mul(first, self.load(&x[0])), *sum);
+                *sum = self.mul_add(self.splat(scales[1]), self.mul(second, self.load(&x[1])), first);
+            }
         }
     };
 }
@@ -57,6 +67,9 @@ pub(super) trait Lanes: Copy {
     type Codes: Copy;
     /// How many vectors of 16 numbers the registers hold.
     const REGISTERS: usize;
+    /// The largest number of tokens for which codes are multiplied as they are unpacked, in registers, because that is faster than
+    /// decoding them into the L1 cache: at most four.
+    const TOKENS_IN_REGISTERS: usize;
 
     fn bytes(self, bytes: &[u8; 32]) -> Self::B;
     fn store_bytes(self, bytes: Self::B, to: &mut [u8; 32]);
@@ -103,10 +116,17 @@ pub(super) trait Lanes: Copy {
     fn numbers(self, codes: Self::Codes) -> [Self::F; 2];
     /// Brings the factors of 32 codes into the order and the size that [`add_scaled`](Self::add_scaled) needs.
     fn arrange(self, x: &mut [f32; 32]);
-    /// Adds the products of codes and arranged factors, times a scale, to a vector whose 16 numbers together are the sum.
-    fn add_scaled(self, sum: Self::F, scale: f32, codes: Self::Codes, x: &[f32; 32]) -> Self::F;
+    /// Adds the products of codes and the arranged factors of each x, times a scale, to a vector for each x, whose 16 numbers together
+    /// are the sum. It does not depend on the number of x.
+    fn add_scaled<const T: usize>(self, sums: &mut [Self::F; T], scale: f32, codes: Self::Codes, x: [&[f32; 32]; T]);
     /// The same where the first and the last 16 codes have a scale each.
-    fn add_scaled_halves(self, sum: Self::F, scales: [f32; 2], codes: Self::Codes, x: &[f32; 32]) -> Self::F;
+    fn add_scaled_halves<const T: usize>(
+        self,
+        sums: &mut [Self::F; T],
+        scales: [f32; 2],
+        codes: Self::Codes,
+        x: [&[f32; 32]; T],
+    );
 
     /// Adds the products of each x with each row to a vector whose 16 numbers together are the sum. All have equally many vectors.
     #[inline(always)]
@@ -226,6 +246,7 @@ impl Lanes for Portable {
     type F = [f32; 16];
     type B = [u8; 32];
     const REGISTERS: usize = 4;
+    const TOKENS_IN_REGISTERS: usize = 1;
     codes_are_numbers!();
 
     #[inline(always)]
@@ -446,14 +467,19 @@ mod tests {
                 l.store(x, &mut to);
                 to
             };
+            let added = |add: &dyn Fn(&mut [L::F; 1]), sum: L::F| {
+                let mut sums = [sum];
+                add(&mut sums);
+                sums[0]
+            };
             // Sums of these products are exact in any order.
             let mut factors: [f32; 32] = std::array::from_fn(|i| i as f32 - 8.0);
             l.arrange(&mut factors);
             let products = [
-                l.add_scaled(x, 0.5, l.codes(a), &factors),
-                l.add_scaled(l.sub(x, x), -2.0, fives, &factors),
-                l.add_scaled_halves(y, [0.5, 4.0], l.codes(b), &factors),
-                l.add_scaled_halves(l.sub(x, x), [-1.0, 0.25], chosen, &factors),
+                added(&|sums| l.add_scaled(sums, 0.5, l.codes(a), [&factors]), x),
+                added(&|sums| l.add_scaled(sums, -2.0, fives, [&factors]), l.sub(x, x)),
+                added(&|sums| l.add_scaled_halves(sums, [0.5, 4.0], l.codes(b), [&factors]), y),
+                added(&|sums| l.add_scaled_halves(sums, [-1.0, 0.25], chosen, [&factors]), l.sub(x, x)),
             ];
             (bytes.to_vec(), numbers.into_iter().map(stored).collect(), l.sums(products))
         }

@@ -92,7 +92,7 @@ impl<B: Block<LEN>, const LEN: usize> VectorWork for Row<'_, B, LEN> {
         let Self { blocks, x } = self;
         let mut values = vec![0.0; x.len()];
         B::decode(l, blocks, &mut values);
-        (values, l.sums([B::dot(l, blocks, &B::arranged(l, x)); 4])[0])
+        (values, l.sums([B::dots(l, blocks, [&B::arranged(l, x)])[0]; 4])[0])
     }
 }
 

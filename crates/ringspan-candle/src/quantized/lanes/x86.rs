@@ -123,6 +123,7 @@ impl Folded<[__m256; 2]> for V3 {
 impl Lanes for V4 {
     type F = __m512;
     const REGISTERS: usize = 32;
+    const TOKENS_IN_REGISTERS: usize = 1;
     shared!();
     codes_are_numbers!();
 
@@ -248,16 +249,31 @@ const fn highest_bytes(first: u8) -> [u8; 32] {
 /// The factor that turns an integer whose highest byte is a code, and whose other bytes are zero, into the code: 2^-24.
 const OF_HIGHEST_BYTES: f32 = 1.0 / (1 << 24) as f32;
 
-/// Sums of products of codes and arranged factors. In each half of both vectors are those of the same half of the codes.
+/// Adds the products of codes and the arranged factors of each x, times the scale of each lane, to the sums. Each half of both vectors of a
+/// sum has the products of the same half of the codes.
 #[inline(always)]
-fn products(l: V3, codes: __m256i, x: &[f32; 32]) -> [__m256; 2] {
-    let x = x.as_chunks::<8>().0;
-    let even = l.avx._mm256_mul_ps(shifted_numbers(l, codes, const { highest_bytes(0) }), cast(x[0]));
-    let odd = l.avx._mm256_mul_ps(shifted_numbers(l, codes, const { highest_bytes(4) }), cast(x[1]));
-    [
-        l.fma._mm256_fmadd_ps(shifted_numbers(l, codes, const { highest_bytes(8) }), cast(x[2]), even),
-        l.fma._mm256_fmadd_ps(shifted_numbers(l, codes, const { highest_bytes(12) }), cast(x[3]), odd),
-    ]
+fn add_products_of_codes<const T: usize>(
+    l: V3,
+    sums: &mut [[__m256; 2]; T],
+    scales: __m256,
+    codes: __m256i,
+    x: [&[f32; 32]; T],
+) {
+    // Each x is multiplied with the numbers of the codes while they are in registers.
+    let numbers = [
+        shifted_numbers(l, codes, const { highest_bytes(0) }),
+        shifted_numbers(l, codes, const { highest_bytes(4) }),
+        shifted_numbers(l, codes, const { highest_bytes(8) }),
+        shifted_numbers(l, codes, const { highest_bytes(12) }),
+    ];
+    for (sum, x) in sums.iter_mut().zip(x) {
+        let x = x.as_chunks::<8>().0;
+        let even = l.avx._mm256_mul_ps(numbers[0], cast(x[0]));
+        let odd = l.avx._mm256_mul_ps(numbers[1], cast(x[1]));
+        let even = l.fma._mm256_fmadd_ps(numbers[2], cast(x[2]), even);
+        let odd = l.fma._mm256_fmadd_ps(numbers[3], cast(x[3]), odd);
+        *sum = [l.fma._mm256_fmadd_ps(scales, even, sum[0]), l.fma._mm256_fmadd_ps(scales, odd, sum[1])];
+    }
 }
 
 /// Codes that become [`highest_bytes`], as numbers that are 2^24 times as large.
@@ -277,6 +293,7 @@ fn widen_16(l: V3, codes: __m128i) -> [__m256; 2] {
 impl Lanes for V3 {
     type F = [__m256; 2];
     const REGISTERS: usize = 8;
+    const TOKENS_IN_REGISTERS: usize = 4;
     shared!();
 
     /// Bytes, from which products take four numbers of each half: that is less work than to convert the numbers in their order.
@@ -302,15 +319,20 @@ impl Lanes for V3 {
     }
 
     #[inline(always)]
-    fn add_scaled(self, sum: [__m256; 2], scale: f32, codes: __m256i, x: &[f32; 32]) -> [__m256; 2] {
-        self.mul_add(self.splat(scale), products(self, codes, x), sum)
+    fn add_scaled<const T: usize>(self, sums: &mut [[__m256; 2]; T], scale: f32, codes: __m256i, x: [&[f32; 32]; T]) {
+        add_products_of_codes(self, sums, self.avx._mm256_set1_ps(scale), codes, x);
     }
 
     #[inline(always)]
-    fn add_scaled_halves(self, sum: [__m256; 2], scales: [f32; 2], codes: __m256i, x: &[f32; 32]) -> [__m256; 2] {
+    fn add_scaled_halves<const T: usize>(
+        self,
+        sums: &mut [[__m256; 2]; T],
+        scales: [f32; 2],
+        codes: __m256i,
+        x: [&[f32; 32]; T],
+    ) {
         let (first, last) = (self.avx._mm256_set1_ps(scales[0]), self.avx._mm256_set1_ps(scales[1]));
-        let scales = self.avx._mm256_blend_ps::<0xf0>(first, last);
-        self.mul_add([scales; 2], products(self, codes, x), sum)
+        add_products_of_codes(self, sums, self.avx._mm256_blend_ps::<0xf0>(first, last), codes, x);
     }
 
     /// Adds to the first eight numbers of a sum only, so that each sum takes one register: 12 sums of three x and four rows, the three x and
