@@ -70,7 +70,7 @@ impl Decoder {
         &self.config
     }
 
-    /// The model as a stack of units, each with its forward function.
+    /// The parts of the model: embedding, layers, norm and output head.
     pub fn model(&self) -> &dyn LanguageModel {
         &*self.model
     }

@@ -3,7 +3,7 @@
 use crate::decoder::Decoder;
 use crate::error::Error;
 use candle_core::{Result, Tensor};
-use ringspan_candle::gradients::{EmbeddedGradients, Gradients, Graph, LossGradients, TrainableModel, variable};
+use ringspan_candle::gradients::{EmbeddingOutputGradients, Gradients, Graph, LossGradients, TrainableModel, variable};
 use ringspan_candle::layers::ForwardPass;
 use ringspan_candle::model::{Layer, ModelParameters, UnitWeights};
 use ringspan_candle::{Adapters, Attend, Model, StoredWeights, Unit};
@@ -41,13 +41,8 @@ impl Model for Decoder {
     }
 
     /// # Errors
-    /// Tokens outside the vocabulary, and a loss on the load of experts that the pass does not know of.
+    /// Tokens outside the vocabulary.
     fn embedded(&self, batch: &TokenBatch, pass: &ForwardPass) -> Result<(Tensor, ())> {
-        if let Some(coefficient) = self.config().router_aux_loss().filter(|_| self.experts() > 0)
-            && pass.attend().experts().router_gradients(0).is_empty()
-        {
-            return Err(candle_core::Error::wrap(Error::Unbalanced { coefficient }));
-        }
         Ok((self.embed(pass.weights(), batch.tokens, pass.attend()).map_err(candle_core::Error::wrap)?, ()))
     }
 
@@ -59,6 +54,17 @@ impl Model for Decoder {
 impl TrainableModel for Decoder {
     fn trains(&self, name: &str) -> bool {
         Self::trains(self, name)
+    }
+
+    /// # Errors
+    /// A loss on the load of experts that `attend` does not know of.
+    fn check(&self, _: &TokenBatch, attend: &dyn Attend) -> Result<()> {
+        if let Some(coefficient) = self.config().router_aux_loss().filter(|_| self.experts() > 0)
+            && attend.experts().router_gradients(0).is_empty()
+        {
+            return Err(candle_core::Error::wrap(Error::Unbalanced { coefficient }));
+        }
+        Ok(())
     }
 
     fn head_units(&self) -> Vec<Unit> {
@@ -100,7 +106,7 @@ impl TrainableModel for Decoder {
         &self,
         batch: &TokenBatch,
         _: &dyn UnitWeights,
-        EmbeddedGradients { d_x, .. }: EmbeddedGradients,
+        EmbeddingOutputGradients { d_x, .. }: EmbeddingOutputGradients,
         attend: &dyn Attend,
     ) -> Result<Gradients> {
         let embedding = self.model().embedding();

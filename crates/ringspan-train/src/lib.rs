@@ -58,4 +58,4 @@ pub use settings::{Settings, TrainArgs};
 pub use single_step::{StepResults, single_step};
 pub use tokenizer::{EndToken, Tokenizer};
 pub use trainer::{Outcome, plan, plan_on, train, train_on};
-pub use training_loop::{LoopEnd, StepEnd, Steps, TrainingRun, run_steps};
+pub use training_loop::{LoopEnd, StepOutcome, Steps, TrainingRun, run_steps};

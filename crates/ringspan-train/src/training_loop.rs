@@ -5,7 +5,7 @@ pub trait TrainingRun {
     /// The error of a failed call.
     type Error;
 
-    /// Whether to stop before the next step, on which all ranks agree.
+    /// Whether to stop before the next step, on which all ranks agree. What has been saved by now may be committed.
     ///
     /// # Errors
     /// Failures of other ranks.
@@ -15,7 +15,7 @@ pub trait TrainingRun {
     ///
     /// # Errors
     /// What leaves nothing to save, such as failures of other ranks.
-    fn step(&mut self, index: u64) -> Result<StepEnd<Self::Error>, Self::Error>;
+    fn step(&mut self, index: u64) -> Result<StepOutcome<Self::Error>, Self::Error>;
 
     /// What follows after `steps` steps, such as an evaluation.
     ///
@@ -42,13 +42,13 @@ pub trait TrainingRun {
 
 /// How a step ended.
 #[derive(Debug)]
-pub enum StepEnd<E> {
+pub enum StepOutcome<E> {
     /// The run goes on.
     Done,
     /// The step has changed nothing, and the run ends with this error. The state before the step is saved.
-    Undone(E),
+    FailedBefore(E),
     /// The step is done, and the run ends with this error. The state after the step is saved.
-    Last(E),
+    FailedAfter(E),
 }
 
 /// The steps of a run.
@@ -56,8 +56,8 @@ pub enum StepEnd<E> {
 pub struct Steps {
     /// The first one: the number of steps that earlier runs have taken and saved.
     pub first: u64,
-    /// Their number, with those of earlier runs.
-    pub all: u64,
+    /// The number of steps after which the training is complete, those of earlier runs included.
+    pub total: u64,
     /// The state is saved after each multiple of this number, and at the end.
     pub save_every: Option<u64>,
 }
@@ -77,18 +77,18 @@ pub struct LoopEnd {
 /// Those of the run.
 pub fn run_steps<R: TrainingRun>(run: &mut R, steps: Steps) -> Result<LoopEnd, R::Error> {
     let (mut step, mut saved, mut interrupted) = (steps.first, steps.first, false);
-    while step < steps.all {
+    while step < steps.total {
         if run.agreed_to_stop()? {
             interrupted = true;
             break;
         }
         let failure = match run.step(step)? {
-            StepEnd::Undone(error) => Some(error),
-            StepEnd::Last(error) => {
+            StepOutcome::FailedBefore(error) => Some(error),
+            StepOutcome::FailedAfter(error) => {
                 step += 1;
                 Some(error)
             }
-            StepEnd::Done => {
+            StepOutcome::Done => {
                 step += 1;
                 None
             }
@@ -121,7 +121,7 @@ mod tests {
     struct Noted {
         log: Vec<String>,
         stop_before: u64,
-        ends: fn(u64) -> StepEnd<&'static str>,
+        ends: fn(u64) -> StepOutcome<&'static str>,
     }
 
     impl TrainingRun for Noted {
@@ -132,7 +132,7 @@ mod tests {
             Ok(taken == self.stop_before)
         }
 
-        fn step(&mut self, index: u64) -> Result<StepEnd<Self::Error>, Self::Error> {
+        fn step(&mut self, index: u64) -> Result<StepOutcome<Self::Error>, Self::Error> {
             self.log.push(format!("step {index}"));
             Ok((self.ends)(index))
         }
@@ -154,7 +154,7 @@ mod tests {
     }
 
     fn run(
-        ends: fn(u64) -> StepEnd<&'static str>,
+        ends: fn(u64) -> StepOutcome<&'static str>,
         stop_before: u64,
         steps: Steps,
     ) -> (Result<LoopEnd, &'static str>, String) {
@@ -165,8 +165,8 @@ mod tests {
 
     #[test]
     fn the_state_is_saved_where_it_is_due_and_once_at_the_end() {
-        let steps = |first, all, every| Steps { first, all, save_every: every };
-        let done = |_| StepEnd::Done;
+        let steps = |first, total, every| Steps { first, total, save_every: every };
+        let done = |_| StepOutcome::Done;
         let (end, log) = run(done, 9, steps(1, 4, Some(2)));
         assert_eq!(end, Ok(LoopEnd { steps: 4, interrupted: false }));
         assert_eq!(log, "step 1, after 2, save 2, step 2, after 3, step 3, after 4, save 4, finish");
@@ -182,14 +182,14 @@ mod tests {
 
     #[test]
     fn an_error_of_a_step_ends_the_run_after_the_last_good_state_is_saved() {
-        let steps = Steps { first: 0, all: 9, save_every: Some(2) };
-        let diverged = |index| if index == 1 { StepEnd::Undone("diverged") } else { StepEnd::Done };
+        let steps = Steps { first: 0, total: 9, save_every: Some(2) };
+        let diverged = |index| if index == 1 { StepOutcome::FailedBefore("diverged") } else { StepOutcome::Done };
         let (end, log) = run(diverged, 9, steps);
         assert_eq!((end, &*log), (Err("diverged"), "step 0, after 1, step 1, save 1, finish"));
-        let diverged = |index| if index == 2 { StepEnd::Undone("diverged") } else { StepEnd::Done };
+        let diverged = |index| if index == 2 { StepOutcome::FailedBefore("diverged") } else { StepOutcome::Done };
         let (end, log) = run(diverged, 9, steps);
         assert_eq!((end, &*log), (Err("diverged"), "step 0, after 1, step 1, after 2, save 2, step 2, finish"));
-        let spike = |index| if index == 0 { StepEnd::Last("spike") } else { StepEnd::Done };
+        let spike = |index| if index == 0 { StepOutcome::FailedAfter("spike") } else { StepOutcome::Done };
         let (end, log) = run(spike, 9, steps);
         assert_eq!((end, &*log), (Err("spike"), "step 0, save 1, finish"));
     }

@@ -11,7 +11,7 @@ use crate::activation_store::{ActivationStore, CheckpointPolicy};
 use crate::attend::Attend;
 use crate::layers::ForwardPass;
 use crate::model::{Model, StoredWeights, Unit, UnitWeights, constant};
-use candle_core::{Result, Tensor};
+use candle_core::{Result, Tensor, bail};
 use std::collections::BTreeMap;
 
 /// Gradients by the names of their parameters.
@@ -19,8 +19,21 @@ pub type Gradients = BTreeMap<String, Tensor>;
 
 /// A model with a loss, whose gradients [`loss_and_gradients`] computes.
 pub trait TrainableModel: Model {
-    /// Whether a parameter receives a gradient.
+    /// Whether a parameter receives a gradient (PyTorch's `requires_grad`).
     fn trains(&self, name: &str) -> bool;
+
+    /// Refuses a batch before anything is computed or gathered, alike on all ranks.
+    ///
+    /// # Errors
+    /// A loss of which `attend` does not know.
+    fn check(&self, _batch: &Self::Batch<'_>, _attend: &dyn Attend) -> Result<()> {
+        Ok(())
+    }
+
+    /// Whether [`embedding_gradients`](Self::embedding_gradients) takes the embedding's weights, which are then prefetched.
+    fn embedding_gradients_need_weights(&self) -> bool {
+        false
+    }
 
     /// The units whose parameters the output head reads: its own, and the embedding's where they share a matrix.
     fn head_units(&self) -> Vec<Unit> {
@@ -52,7 +65,7 @@ pub trait TrainableModel: Model {
         &self,
         batch: &Self::Batch<'_>,
         weights: &dyn UnitWeights,
-        embedded: EmbeddedGradients,
+        output: EmbeddingOutputGradients,
         attend: &dyn Attend,
     ) -> Result<Gradients>;
 }
@@ -73,7 +86,7 @@ pub struct LossGradients {
 
 /// Gradients with respect to what the embedding has computed.
 #[derive(Debug)]
-pub struct EmbeddedGradients {
+pub struct EmbeddingOutputGradients {
     /// The gradient of the first layer's input, `[T, C]`.
     pub d_x: Tensor,
     /// The gradients of the [variables](TrainableModel::condition_variables) among the conditions.
@@ -93,7 +106,8 @@ pub struct EmbeddedGradients {
 /// that is replicated in the group is the sum of the callers' gradients.
 ///
 /// # Errors
-/// A batch that does not fit the model, missing weights, failures of other ranks, and what `on_gradients` returns.
+/// A batch that does not fit the model, missing weights, failures of other ranks, and what `on_gradients` returns. Errors of other crates
+/// are [wrapped](candle_core::Error::wrap), so that their texts are left of them.
 pub fn loss_and_gradients<'a, M: TrainableModel>(
     model: &M,
     weights: &dyn UnitWeights,
@@ -102,15 +116,17 @@ pub fn loss_and_gradients<'a, M: TrainableModel>(
     attend: &'a dyn Attend,
     on_gradients: &mut dyn FnMut(Unit, Gradients) -> Result<()>,
 ) -> Result<f64> {
+    model.check(batch, attend)?;
     let (layers, adapters) = (model.layer_count(), model.adapter_sizes());
     let unit = |unit: Unit| weights.unit(unit, model.all_parameters().of_unit(unit));
     let store = ActivationStore::new(attend, policy.into(), layers);
-    let (x, conditions) = {
+    let (mut x, conditions) = {
         let embedding = constant(unit(Unit::Embedding)?);
         weights.prefetch(after(layers, None))?;
-        model.embedded(batch, &ForwardPass::new(&embedding, attend, adapters))?
+        let (x, conditions) = model.embedded(batch, &ForwardPass::new(&embedding, attend, adapters))?;
+        (x.detach(), conditions)
     };
-    let (mut x, mut inputs) = (x.detach(), Vec::with_capacity(layers));
+    let mut inputs = Vec::with_capacity(layers);
     for index in 0..layers {
         let parameters = unit(Unit::Layer(index))?;
         weights.prefetch(after(layers, Some(index)))?;
@@ -136,9 +152,12 @@ pub fn loss_and_gradients<'a, M: TrainableModel>(
     on_gradients(Unit::Head, gradients)?;
 
     let (mut d_x, variables) = (d_x, model.condition_variables(&conditions));
+    if d_conditions.len() != variables.len() {
+        bail!("a loss has gradients of {} conditions, and the model has {}", d_conditions.len(), variables.len());
+    }
     for (index, input) in inputs.into_iter().enumerate().rev() {
         let parameters = unit(Unit::Layer(index))?;
-        if index > 0 {
+        if index > 0 || model.embedding_gradients_need_weights() {
             weights.prefetch(before(index))?;
         }
         store.backward(index)?;
@@ -159,8 +178,8 @@ pub fn loss_and_gradients<'a, M: TrainableModel>(
 
     let known = d_conditions.into_iter().zip(variables);
     let d_conditions = known.map(|(known, variable)| known.map_or_else(|| variable.zeros_like(), Ok));
-    let embedded = EmbeddedGradients { d_x, d_conditions: d_conditions.collect::<Result<_>>()? };
-    let mut gradients = model.embedding_gradients(batch, weights, embedded, attend)?;
+    let output = EmbeddingOutputGradients { d_x, d_conditions: d_conditions.collect::<Result<_>>()? };
+    let mut gradients = model.embedding_gradients(batch, weights, output, attend)?;
     for (name, of_head) in shared {
         let sum = match gradients.remove(&name) {
             Some(of_embedding) => (of_embedding + of_head)?,
@@ -178,8 +197,7 @@ fn after(layers: usize, layer: Option<usize>) -> Unit {
     if next < layers { Unit::Layer(next) } else { Unit::Head }
 }
 
-/// The unit that the backward pass needs next, while the first `layers` layers are still ahead of it. Below the first layer
-/// nothing is prefetched: an embedding of tokens needs no weights there.
+/// The unit that the backward pass needs next, while the first `layers` layers are still ahead of it.
 fn before(layers: usize) -> Unit {
     layers.checked_sub(1).map_or(Unit::Embedding, Unit::Layer)
 }

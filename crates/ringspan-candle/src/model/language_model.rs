@@ -4,7 +4,8 @@ use super::Layer;
 use crate::layers::{RmsNorm, VocabEmbedding, VocabHead};
 use std::fmt;
 
-/// The parts of a language model: embedding, layers, norm, output head.
+/// The parts of a language model: embedding, layers, norm, output head. A [`Model`](super::Model) of language, such as the decoders of
+/// `ringspan-models`, holds them.
 ///
 /// It defines what is computed, and holds no weights. Tensor parallelism, adapters, dropout and the storage of
 /// activations are left to its layers (see [`layers`](crate::layers)).

@@ -7,10 +7,11 @@ use std::collections::BTreeMap;
 
 /// A source of a model's weights. A pass takes those of one unit after the other, in the order in which it computes them.
 pub trait UnitWeights {
-    /// The weights of a unit's `parameters`; on a rank that has a part of a model's experts, those of its own.
+    /// The weights of a unit, whose parameters are `parameters`; on a rank that has a part of a model's experts, those of its own. Sources
+    /// that know their units by themselves need not look at `parameters`.
     ///
     /// # Errors
-    /// Missing weights, failures of other ranks that hold them.
+    /// Missing weights, unless they are first missed where they are read; failures of other ranks that hold them.
     fn unit(&self, unit: Unit, parameters: &[Parameter]) -> Result<StoredWeights>;
 
     /// Announces the unit that is taken next, so that its weights may travel while the present one computes.

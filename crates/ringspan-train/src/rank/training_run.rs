@@ -8,7 +8,7 @@ use crate::{
     data_loader::DataLoader,
     error::{Error, Result},
     metrics::{EvaluationMetrics, StepMetrics},
-    training_loop::{LoopEnd, StepEnd, Steps, TrainingRun, run_steps},
+    training_loop::{LoopEnd, StepOutcome, Steps, TrainingRun, run_steps},
 };
 use ringspan::comm::Buffer;
 use std::{
@@ -43,7 +43,7 @@ impl Rank<'_> {
         let positions = data_loader.positions();
         let began = Instant::now();
         let mut run = RankRun { rank: self, stop, rank_zero, began, data_loader, positions, tokens, evaluation: None };
-        let steps = Steps { first: setup.spec.first_step, all: setup.spec.lr.steps, save_every: config.save_every };
+        let steps = Steps { first: setup.spec.first_step, total: setup.spec.lr.steps, save_every: config.save_every };
         let LoopEnd { steps, interrupted } = run_steps(&mut run, steps)?;
         if !interrupted {
             run.rank.export()?;
@@ -84,13 +84,13 @@ impl TrainingRun for RankRun<'_, '_, '_> {
         Ok(agreed.stop)
     }
 
-    fn step(&mut self, index: u64) -> Result<StepEnd<Error>> {
+    fn step(&mut self, index: u64) -> Result<StepOutcome<Error>> {
         let Self { rank, data_loader, began, .. } = self;
         rank.meter.start();
         let batches = data_loader.next_step(rank.config.grad_accumulation);
         let (loss, grad_norm) = match rank.step(index, &batches) {
             // Every rank returns the same error here, before anything was changed.
-            Err(diverged @ Error::Diverged { .. }) => return Ok(StepEnd::Undone(diverged)),
+            Err(diverged @ Error::Diverged { .. }) => return Ok(StepOutcome::FailedBefore(diverged)),
             loss_and_norm => loss_and_norm?,
         };
         let now: u64 = batches.iter().map(Batch::real_tokens).sum();
@@ -120,8 +120,8 @@ impl TrainingRun for RankRun<'_, '_, '_> {
             Ok(())
         })?;
         Ok(match rank.watchdog.check(index + 1, loss) {
-            Ok(()) => StepEnd::Done,
-            Err(spike) => StepEnd::Last(spike),
+            Ok(()) => StepOutcome::Done,
+            Err(spike) => StepOutcome::FailedAfter(spike),
         })
     }
 

@@ -11,7 +11,7 @@ use ringspan_candle::{CheckpointPolicy, Recompute};
 use ringspan_train::checkpoint::{Checkpoints, Progress, Region};
 use ringspan_train::data::PackerPosition;
 use ringspan_train::{
-    LoopEnd, MetricsFile, Optimizer, OptimizerState, StepEnd, Steps, TrainConfig, TrainingRun, run_steps,
+    LoopEnd, MetricsFile, Optimizer, OptimizerState, StepOutcome, Steps, TrainConfig, TrainingRun, run_steps,
 };
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -61,12 +61,14 @@ impl TrainingRun for RankRun<'_> {
         self.groups.decided(self.stop.load(Ordering::SeqCst))
     }
 
-    fn step(&mut self, index: u64) -> Result<StepEnd<Error>> {
+    fn step(&mut self, index: u64) -> Result<StepOutcome<Error>> {
         let (training, grad_clip) = (self.training, self.training.config.grad_clip);
         let settings = StepSettings { step: index, lr: training.lr.at(index), grad_clip };
         let (loss, grad_norm) = match self.trainer.step(&training.samples(index)?, settings) {
             // Every rank has the same error, and nothing of the step was kept.
-            Err(error @ Error::Train(ringspan_train::Error::Diverged { .. })) => return Ok(StepEnd::Undone(error)),
+            Err(error @ Error::Train(ringspan_train::Error::Diverged { .. })) => {
+                return Ok(StepOutcome::FailedBefore(error));
+            }
             done => done?,
         };
         let seconds = self.began.elapsed().as_secs_f64();
@@ -76,7 +78,7 @@ impl TrainingRun for RankRun<'_> {
             file.iter_mut().try_for_each(|file| file.append(&of_step))?;
             (self.on_step)(&of_step);
         }
-        Ok(StepEnd::Done)
+        Ok(StepOutcome::Done)
     }
 
     fn save(&mut self, steps: u64) -> Result<()> {
@@ -95,7 +97,7 @@ impl VideoTraining<'_> {
     ) -> Result<RankEnd> {
         let (began, trainer) = (Instant::now(), self.trainer(weights, groups)?);
         let mut run = RankRun { training: self, groups, trainer, stop, metrics, on_step, began };
-        let steps = Steps { first: self.first_step(), all: self.lr.steps, save_every: self.config.save_every };
+        let steps = Steps { first: self.first_step(), total: self.lr.steps, save_every: self.config.save_every };
         let LoopEnd { steps, interrupted } = run_steps(&mut run, steps)?;
         Ok((steps, interrupted, run.trainer.matrices()?))
     }

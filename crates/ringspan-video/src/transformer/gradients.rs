@@ -6,7 +6,7 @@ use super::video_context::{Timesteps, VideoContext};
 use super::{Unit, WanTransformer};
 use crate::error::{Error, Result, of_candle};
 use candle_core::Tensor;
-use ringspan_candle::gradients::{EmbeddedGradients, Gradients, Graph, LossGradients, TrainableModel, variable};
+use ringspan_candle::gradients::{EmbeddingOutputGradients, Gradients, Graph, LossGradients, TrainableModel, variable};
 use ringspan_candle::layers::ForwardPass;
 use ringspan_candle::lora::layer_of;
 use ringspan_candle::model::{Layer, ModelParameters, UnitWeights};
@@ -75,7 +75,8 @@ pub struct FlowBatch<'a> {
 }
 
 impl<'a> FlowBatch<'a> {
-    /// The sample, which is the same on all ranks, with this rank's tokens of it.
+    /// The sample, which is the same on all ranks, with this rank's tokens of it. Its loss is computed with the attention of the same
+    /// `video` ([`VideoContext::attention`]).
     ///
     /// # Errors
     /// As for [`check_sample`](WanTransformer::check_sample), and time steps that do not fit the tokens.
@@ -160,6 +161,10 @@ impl TrainableModel for WanTransformer {
         layer_of(name).is_some()
     }
 
+    fn embedding_gradients_need_weights(&self) -> bool {
+        true
+    }
+
     fn condition_variables<'a>(&self, FlowConditions { times, text }: &'a FlowConditions) -> Vec<&'a Tensor> {
         vec![text, &times.projected, &times.embedded]
     }
@@ -187,7 +192,7 @@ impl TrainableModel for WanTransformer {
         &self,
         FlowBatch { sample, times, .. }: &FlowBatch,
         weights: &dyn UnitWeights,
-        EmbeddedGradients { d_conditions, .. }: EmbeddedGradients,
+        EmbeddingOutputGradients { d_conditions, .. }: EmbeddingOutputGradients,
         attend: &dyn Attend,
     ) -> candle_core::Result<Gradients> {
         let Ok([d_text, d_projected, d_embedded]) = <[Tensor; 3]>::try_from(d_conditions) else {
