@@ -6,9 +6,8 @@ use crate::lora::Lora;
 use crate::registry;
 use candle_core::Tensor;
 use ringspan::Mask;
-use ringspan_candle::gradients::TrainableModel;
 use ringspan_candle::layers::{ForwardPass, MixtureOfExperts};
-use ringspan_candle::model::{LinearLayer, ModelParameters, Parameter, UnitWeights};
+use ringspan_candle::model::{LinearLayer, ModelParameters, Parameter};
 use ringspan_candle::shard::HeadCounts;
 use ringspan_candle::{Adapters, Attend, LanguageModel, StoredWeights, Unit};
 use std::collections::{BTreeMap, BTreeSet};
@@ -179,18 +178,6 @@ impl Decoder {
     /// The parameters of all units, and how they are sharded.
     pub fn all_parameters(&self) -> &ModelParameters {
         &self.parameters
-    }
-
-    /// The parameters of the last norm and the output head; with tied weights they come from two units, the embedding's included.
-    ///
-    /// # Errors
-    /// Errors of `weights`.
-    pub fn head_parameters(&self, weights: &dyn UnitWeights) -> Result<StoredWeights> {
-        let mut head = StoredWeights::new();
-        for unit in self.head_units() {
-            head.extend(weights.unit(unit, self.parameters(unit))?);
-        }
-        Ok(head)
     }
 
     /// The parameters of a unit with their shapes.

@@ -20,7 +20,7 @@ pub trait TrainingRun {
     /// What follows after `steps` steps, such as an evaluation.
     ///
     /// # Errors
-    /// Those of what follows.
+    /// The evaluation, or whatever else follows, has failed.
     fn stepped(&mut self, _steps: u64) -> Result<(), Self::Error> {
         Ok(())
     }
@@ -74,7 +74,7 @@ pub struct LoopEnd {
 /// Takes the steps of a run and saves its state where it is due, before the run ends, and before it ends with an error of a step.
 ///
 /// # Errors
-/// Those of the run.
+/// A call of the run has failed, or a step has ended with an error.
 pub fn run_steps<R: TrainingRun>(run: &mut R, steps: Steps) -> Result<LoopEnd, R::Error> {
     let (mut step, mut saved, mut interrupted) = (steps.first, steps.first, false);
     while step < steps.total {

@@ -40,6 +40,18 @@ pub trait TrainableModel: Model {
         vec![Unit::Head]
     }
 
+    /// The weights of all [`head_units`](Self::head_units).
+    ///
+    /// # Errors
+    /// Missing weights, failures of other ranks that hold them.
+    fn head_weights(&self, weights: &dyn UnitWeights) -> Result<StoredWeights> {
+        let mut head = StoredWeights::new();
+        for unit in self.head_units() {
+            head.extend(weights.unit(unit, self.all_parameters().of_unit(unit))?);
+        }
+        Ok(head)
+    }
+
     /// The [`variable`]s among the conditions of a pass, of which layers, head and embedding need gradients.
     fn condition_variables<'a>(&self, conditions: &'a Self::Conditions) -> Vec<&'a Tensor>;
 
@@ -57,7 +69,7 @@ pub trait TrainableModel: Model {
         attend: &dyn Attend,
     ) -> Result<LossGradients>;
 
-    /// The gradients of the embedding's parameters, which takes them from `weights` if it reads them.
+    /// The gradients of the embedding's parameters. An embedding that computes with them again takes them from `weights`.
     ///
     /// # Errors
     /// Missing parameters, failures of other ranks.
@@ -80,7 +92,7 @@ pub struct LossGradients {
     /// The gradients of the [variables](TrainableModel::condition_variables) among the conditions; `None` for one that the head does not
     /// read.
     pub d_conditions: Vec<Option<Tensor>>,
-    /// The gradients of trained parameters, those included that the embedding has too.
+    /// The gradients of trained parameters. A matrix that head and embedding share is among them; its gradient is added to the embedding's.
     pub gradients: Gradients,
 }
 
@@ -107,7 +119,7 @@ pub struct EmbeddingOutputGradients {
 ///
 /// # Errors
 /// A batch that does not fit the model, missing weights, failures of other ranks, and what `on_gradients` returns. Errors of other crates
-/// are [wrapped](candle_core::Error::wrap), so that their texts are left of them.
+/// are [wrapped](candle_core::Error::wrap), so only their texts remain.
 pub fn loss_and_gradients<'a, M: TrainableModel>(
     model: &M,
     weights: &dyn UnitWeights,
@@ -139,10 +151,7 @@ pub fn loss_and_gradients<'a, M: TrainableModel>(
     }
     attend.experts().forward_ended(model.experts())?;
 
-    let mut head = StoredWeights::new();
-    for of_head in model.head_units() {
-        head.extend(unit(of_head)?);
-    }
+    let head = model.head_weights(weights)?;
     weights.prefetch(before(layers))?;
     let LossGradients { loss, d_x, mut d_conditions, mut gradients } =
         model.loss(batch, &conditions, x, head, attend)?;

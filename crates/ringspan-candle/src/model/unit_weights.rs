@@ -53,7 +53,7 @@ impl<'a> UnitSequence<'a> {
     /// The weights of the next unit.
     ///
     /// # Errors
-    /// Those of the source; a pass that takes more units than it has named.
+    /// The source fails, or the pass takes more units than it has named.
     pub fn take(&mut self) -> Result<StoredWeights> {
         let Some(unit) = self.rest.next() else { bail!("a pass takes more units than it has named") };
         let weights = self.weights.unit(unit, self.parameters.of_unit(unit))?;

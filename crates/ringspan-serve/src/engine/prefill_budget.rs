@@ -1,7 +1,7 @@
 //! Chooses how many prompt tokens a step prefills while other requests decode, from the measured times of earlier steps.
 //!
 //! The time of a step is the time between two tokens of every decoding request. A step that reads prompts may take
-//! [`SLOWER`] times what a step takes that only generates, and all but [`EXCEEDING`] of such steps should stay below. So while prompts
+//! [`SLOWER`] times what a step takes that only generates, and a share of [`EXCEEDING`] of such steps may take longer. So while prompts
 //! wait, up to two thirds of the time are theirs, less where times vary, however fast the machine, the model and the mesh are, and
 //! however long the texts. Only where that were very few tokens, they take longer.
 
@@ -17,7 +17,7 @@ const SLOWER: f64 = 3.0;
 /// arithmetic that does not get faster with more tokens.
 const FEWEST: usize = 4;
 
-/// Number of measurements whose median counts: one slow step changes nothing.
+/// Number of measurements of which a median or a quartile counts: one slow step changes nothing.
 const MEASUREMENTS: usize = 5;
 
 /// The share of steps that may take longer than [`SLOWER`]. Times vary, since other programs run and caches are shared, and a budget that
@@ -63,7 +63,7 @@ struct DecodeTimes {
 }
 
 impl DecodeTimes {
-    /// What a step takes. It is the lower quartile, because a step between two that read prompts finds the caches full of what those
+    /// The time of a step that only generates: the lower quartile of those measured, because a step between two that read prompts finds the caches full of what those
     /// have read, and takes longer than one among others of its kind.
     fn usual(&self) -> Option<f64> {
         self.seconds.quantile(0.25)

@@ -17,7 +17,7 @@ use ringspan::{
 };
 use ringspan_candle::{
     CheckpointPolicy, ExpertLoad, Experts, InputDropout, LoadBalancedExperts, ParallelRank, StoredWeights, Unit,
-    context::Context, gradients::loss_and_gradients, tensor_parallel,
+    context::Context, gradients::TrainableModel, gradients::loss_and_gradients, tensor_parallel,
 };
 use ringspan_models::TokenBatch;
 use std::{
@@ -212,7 +212,7 @@ impl Rank<'_> {
     fn last(&self, local: &LocalBatch) -> Result<(Tensor, StoredWeights)> {
         let decoder = &self.setup.spec.decoder;
         let last = hidden_states(decoder, &self.shards, &local.tokens, &local.context).map_err(model_error)?;
-        let head = decoder.head_parameters(&self.shards).map_err(model_error)?;
+        let head = decoder.head_weights(&self.shards).map_err(model_error)?;
         let last = decoder.norm(&head, &last).map_err(model_error)?;
         let last = self.groups.tensor.gather(&last, local.tokens.len())?;
         Ok((last, head))
