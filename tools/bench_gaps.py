@@ -23,7 +23,7 @@ import tiny_server
 
 def stream(url: str, tokens: list[int], stop: threading.Event, times: list[float]) -> None:
     """Appends when each token of a text comes, until it ends or `stop` is set."""
-    body = dict(prompt=tokens, max_tokens=4_000, temperature=0, ignore_eos=True, stream=True, model="bench")
+    body = dict(prompt=tokens, max_tokens=20_000, temperature=0, ignore_eos=True, stream=True, model="bench")
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )

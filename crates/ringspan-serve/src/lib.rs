@@ -6,6 +6,7 @@ mod context;
 pub mod engine;
 mod error;
 mod generate;
+mod greatest_logit;
 mod groups;
 mod mesh;
 mod model;

@@ -1,6 +1,7 @@
 //! Sampling of the next token from logits: temperature, then top-k, then top-p (the nucleus), then a random draw.
 
 use crate::error::{Error, Result};
+use crate::greatest_logit::GreatestLogit;
 use crate::token_weights::{TokenWeights, index_at};
 use rand_chacha::{
     ChaCha8Rng,
@@ -207,20 +208,9 @@ fn sort_first(tokens: &mut [usize], logits: &[f32], sorted: usize, n: usize) -> 
 
 /// The index of the greatest logit, the lowest among equals.
 fn argmax(logits: &[f32]) -> Result<usize> {
-    let wrong = |problem: String| Error::Logits { vocabulary: logits.len(), problem };
-    let mut best: Option<usize> = None;
-    for (token, &logit) in logits.iter().enumerate() {
-        if logit.is_nan() || logit == f32::INFINITY {
-            return Err(wrong(format!("the one of token {token} is {logit}")));
-        }
-        if best.is_none_or(|best| logit > logits[best]) {
-            best = Some(token);
-        }
-    }
-    match best {
-        Some(best) if logits[best] > f32::NEG_INFINITY => Ok(best),
-        Some(_) => Err(wrong("all are -inf".into())),
-        None => Err(wrong("the vocabulary is empty".into())),
+    match GreatestLogit::new(logits, 0) {
+        Some(greatest) => greatest.token(logits.len()),
+        None => Err(Error::Logits { vocabulary: 0, problem: "the vocabulary is empty".into() }),
     }
 }
 

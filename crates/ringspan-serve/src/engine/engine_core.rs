@@ -2,14 +2,14 @@
 
 use super::fingerprint::fingerprint;
 use super::rank::{EngineRank, Outcome};
-use super::rank_command::RankCommand;
+use super::rank_command::{LogitBlock, RankCommand};
 use super::request::{Metrics, RankMetrics};
 use super::scheduler::{ScheduledStep, Scheduler};
 use super::sequence::Sequence;
 use super::session;
 use super::shared::{Command, Ending, Shared};
 use super::step::{CachePage, Outputs, Step, StepSequence, WindowPages};
-use super::step_logits::{DrawnTokens, LogitRow, logit_rows, pool_hidden, read_logits};
+use super::step_logits::{DrawnTokens, LogitRow, logit_rows, pool_hidden, read_logits, take_tokens};
 use crate::error::Result;
 use candle_core::Tensor;
 use std::collections::BTreeMap;
@@ -239,19 +239,26 @@ impl<'a> EngineCore<'a> {
     fn step(&mut self, scheduled: &ScheduledStep, ranks: &mut EngineRank) -> Result<()> {
         let rows = logit_rows(self.scheduler, scheduled);
         let most = (MOST_LOGITS / self.shared.limits.vocabulary.max(1)).max(1);
-        let command = RankCommand::Compute {
-            step: scheduled.step.clone(),
-            blocks: rows.chunks(most).map(<[LogitRow]>::len).collect(),
-        };
+        let alike = rows.chunk_by(|a, b| a.only_most_likely() == b.only_most_likely());
+        let blocks: Vec<&[LogitRow]> = alike.flat_map(|rows| rows.chunks(most)).collect();
+        let of_block =
+            |rows: &&[LogitRow]| LogitBlock { rows: rows.len(), only_most_likely: rows[0].only_most_likely() };
+        let command =
+            RankCommand::Compute { step: scheduled.step.clone(), blocks: blocks.iter().map(of_block).collect() };
         let Outcome::Computed(hidden) = ranks.command(&command)? else { return Err(ranks.unexpected("hidden states")) };
         self.steps += 1;
         self.scheduler.computed(scheduled);
         let mut drawn = DrawnTokens::new();
         if let Some(hidden) = &hidden {
             pool_hidden(self.scheduler, scheduled, hidden)?;
-            for block in rows.chunks(most) {
+            for block in blocks {
                 let indices: Vec<u32> = block.iter().map(|row| row.row as u32).collect();
                 let of_block = hidden.index_select(&Tensor::new(indices, hidden.device())?, 0)?;
+                if block[0].only_most_likely() {
+                    let tokens = ranks.executor.most_likely(block.len(), Some(&of_block))?;
+                    take_tokens(self.scheduler, block, tokens.ok_or_else(|| ranks.unexpected("tokens"))?, &mut drawn);
+                    continue;
+                }
                 let logits = ranks.executor.logits(block.len(), Some(&of_block))?;
                 let mut logits = logits.ok_or_else(|| ranks.unexpected("logits"))?;
                 read_logits(self.scheduler, self.shared.limits.vocabulary, block, &mut logits, &mut drawn)?;

@@ -38,6 +38,13 @@ pub trait Executor {
     /// As for [`execute`](Self::execute).
     fn logits(&mut self, rows: usize, hidden: Option<&Tensor>) -> Result<Option<Vec<f32>>>;
 
+    /// The most likely token after each of `rows` hidden states, which rank 0 gives as `[n, C]`, on rank 0: of equally likely ones the
+    /// lowest, or why there is none. It needs the logits of no other rank.
+    ///
+    /// # Errors
+    /// As for [`execute`](Self::execute).
+    fn most_likely(&mut self, rows: usize, hidden: Option<&Tensor>) -> Result<Option<Vec<Result<u32>>>>;
+
     /// Reads an adapter from a PEFT folder.
     ///
     /// # Errors

@@ -7,13 +7,15 @@ use super::request::Limits;
 use super::row_parts::{RowPart, row_parts};
 use super::step::{CachePage, Step};
 use crate::error::{Error, Result};
+use crate::greatest_logit::GreatestLogit;
 use crate::groups::Groups;
 use crate::model::Model;
 use crate::model_parallel_rank::within;
 use crate::paged::{KvDtype, PagedCache, PerKind, execute, to_first_stage};
-use candle_core::{DType, Tensor};
+use candle_core::{CpuStorage, DType, Storage, Tensor};
 use ringspan::comm::Buffer;
 use ringspan_candle::cast::cast;
+use ringspan_candle::pool;
 use ringspan_candle::tensor_parallel::part;
 use ringspan_candle::{Devices, StoredWeights, Weight};
 use std::collections::BTreeSet;
@@ -97,6 +99,46 @@ impl<'a> ModelExecutor<'a> {
         // Casting back loses nothing: the states had this type before they were widened to f32 for the broadcast.
         Ok(cast(&Tensor::from_slice(states, shape, self.devices.of(self.groups.rank()).tensors())?, dtype)?)
     }
+
+    /// The logits `[n, v]` of this rank's share of the vocabulary, for `rows` hidden states of rank 0; `None` for an empty share.
+    ///
+    /// Each rank has a share, since the head's matrix is often as large as many layers, and would else be read by one rank while the
+    /// others wait.
+    fn own_logits(&self, rows: usize, hidden: Option<&Tensor>) -> Result<Option<Tensor>> {
+        let hidden = self.broadcast(rows, hidden)?;
+        if share(self.vocabulary, self.groups, self.groups.rank()).is_empty() {
+            return Ok(None);
+        }
+        Ok(Some(self.model.decoder().model().head().logits(&hidden, &self.head)?))
+    }
+
+    /// Sends a buffer to rank 0, which gets those of all ranks.
+    fn to_rank_0(&self, own: Buffer) -> Result<Option<Vec<Arc<Buffer>>>> {
+        let mut buffers = vec![Buffer::F32(Vec::new()); self.groups.size()];
+        buffers[0] = own;
+        let buffers = self.groups.world().all_to_all(buffers)?;
+        Ok((self.groups.rank() == 0).then_some(buffers))
+    }
+
+    fn no_tokens(&self, rows: usize) -> Error {
+        Error::Logits { vocabulary: self.vocabulary, problem: format!("ranks sent no token for each of {rows} rows") }
+    }
+}
+
+/// The greatest logit of each row of logits `[n, v]`, whose columns are the tokens from `first` on.
+fn greatest_of_rows(logits: &Tensor, first: usize) -> Result<Vec<GreatestLogit>> {
+    let width = logits.dim(1)?;
+    let of_rows = |all: &[f32]| {
+        let rows = all.chunks_exact(width).collect();
+        pool::map(rows, |row| GreatestLogit::new(row, first)).into_iter().flatten().collect()
+    };
+    // On a CPU they are read where they are.
+    let (storage, layout) = logits.storage_and_layout();
+    if let (Storage::Cpu(CpuStorage::F32(all)), Some((start, end))) = (&*storage, layout.contiguous_offsets()) {
+        return Ok(of_rows(&all[start..end]));
+    }
+    drop(storage);
+    Ok(of_rows(&logits.flatten_all()?.to_vec1::<f32>()?))
 }
 
 /// The part of a vocabulary whose logits a rank computes: of the rows of the output head that tensor and pipeline parallelism give it,
@@ -121,27 +163,15 @@ impl Executor for ModelExecutor<'_> {
         }
     }
 
-    /// Each rank computes the logits of its share of the vocabulary: the head's matrix is often as large as many layers, and
-    /// would else be read by one rank while the others wait.
     fn logits(&mut self, rows: usize, hidden: Option<&Tensor>) -> Result<Option<Vec<f32>>> {
-        let hidden = self.broadcast(rows, hidden)?;
-        let (rank, ranks) = (self.groups.rank(), self.groups.size());
-        let own = match share(self.vocabulary, self.groups, rank).is_empty() {
-            true => Vec::new(),
-            false => {
-                let logits = self.model.decoder().model().head().logits(&hidden, &self.head)?;
-                logits.flatten_all()?.to_vec1()?
-            }
+        let own = match self.own_logits(rows, hidden)? {
+            Some(logits) => logits.flatten_all()?.to_vec1()?,
+            None => Vec::new(),
         };
-        if ranks == 1 {
+        if self.groups.size() == 1 {
             return Ok(Some(own));
         }
-        let mut parts = vec![Buffer::F32(Vec::new()); ranks];
-        parts[0] = Buffer::F32(own);
-        let parts = self.groups.world().all_to_all(parts)?;
-        if rank != 0 {
-            return Ok(None);
-        }
+        let Some(parts) = self.to_rank_0(Buffer::F32(own))? else { return Ok(None) };
         let mut all = vec![0.0; rows * self.vocabulary];
         for (from, sent) in parts.iter().enumerate() {
             let (sent, share) = (sent.f32()?, share(self.vocabulary, self.groups, from));
@@ -157,6 +187,32 @@ impl Executor for ModelExecutor<'_> {
             }
         }
         Ok(Some(all))
+    }
+
+    fn most_likely(&mut self, rows: usize, hidden: Option<&Tensor>) -> Result<Option<Vec<Result<u32>>>> {
+        let first = share(self.vocabulary, self.groups, self.groups.rank()).start;
+        let own = match self.own_logits(rows, hidden)? {
+            Some(logits) => greatest_of_rows(&logits, first)?,
+            None => Vec::new(),
+        };
+        let words = own.into_iter().flat_map(GreatestLogit::to_words).collect();
+        let Some(parts) = self.to_rank_0(Buffer::U64(words))? else { return Ok(None) };
+        let mut greatest: Vec<Option<GreatestLogit>> = vec![None; rows];
+        for part in &parts {
+            let Buffer::U64(words) = &**part else { return Err(self.no_tokens(rows)) };
+            let (words, []) = words.as_chunks() else { return Err(self.no_tokens(rows)) };
+            if !words.is_empty() && words.len() != rows {
+                return Err(self.no_tokens(rows));
+            }
+            for (greatest, words) in greatest.iter_mut().zip(words) {
+                let found = GreatestLogit::from_words(*words).ok_or_else(|| self.no_tokens(rows))?;
+                *greatest = Some(greatest.map_or(found, |other| other.or(found)));
+            }
+        }
+        let token = |greatest: Option<GreatestLogit>| {
+            Ok(greatest.ok_or_else(|| self.no_tokens(rows))?.token(self.vocabulary).map(|token| token as u32))
+        };
+        greatest.into_iter().map(token).collect::<Result<_>>().map(Some)
     }
 
     fn load_adapter(&mut self, slot: u64, folder: &Path) -> Result<()> {

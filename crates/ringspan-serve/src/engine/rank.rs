@@ -1,7 +1,7 @@
 //! A rank of the engine: it carries out the commands of rank 0.
 
 use super::executor::{Executor, KvRowLayout};
-use super::rank_command::RankCommand;
+use super::rank_command::{LogitBlock, RankCommand};
 use super::row_parts::RowPart;
 use super::step::CachePage;
 use crate::error::{Error, Result};
@@ -109,8 +109,12 @@ impl<'a> EngineRank<'a> {
             }
             self.carry_out(&command)?;
             if let RankCommand::Compute { blocks, .. } = command {
-                for rows in blocks {
-                    self.executor.logits(rows, None)?;
+                for LogitBlock { rows, only_most_likely } in blocks {
+                    if only_most_likely {
+                        self.executor.most_likely(rows, None)?;
+                    } else {
+                        self.executor.logits(rows, None)?;
+                    }
                 }
             }
         }

@@ -9,8 +9,8 @@ use std::path::PathBuf;
 pub(super) enum RankCommand {
     /// Do nothing: the engine waits for requests, and the command is a heartbeat.
     Wait,
-    /// Compute a step, then logits of as many rows in each block.
-    Compute { step: Step, blocks: Vec<usize> },
+    /// Compute a step, then the logits of each block.
+    Compute { step: Step, blocks: Vec<LogitBlock> },
     /// Read an adapter.
     Load { slot: u64, folder: PathBuf },
     /// Forget an adapter.
@@ -24,6 +24,14 @@ pub(super) enum RankCommand {
     WritePage { cp_rank: usize, page: CachePage },
     /// End.
     End,
+}
+
+/// Rows whose logits are computed together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct LogitBlock {
+    pub(super) rows: usize,
+    /// Whether rank 0 needs no logits, but only which token has the greatest.
+    pub(super) only_most_likely: bool,
 }
 
 const WAIT: u64 = 0;
@@ -44,7 +52,9 @@ impl RankCommand {
             Self::Compute { step, blocks } => {
                 words.0.push(COMPUTE);
                 words.step(step);
-                words.list(blocks, |words, rows| words.0.push(*rows as u64));
+                words.list(blocks, |words, block| {
+                    words.0.extend([block.rows as u64, u64::from(block.only_most_likely)])
+                });
             }
             Self::Load { slot, folder } => {
                 words.0.extend([LOAD, *slot]);
@@ -71,7 +81,7 @@ impl RankCommand {
         let mut words = WordReader(words);
         let command = match words.next()? {
             WAIT => Self::Wait,
-            COMPUTE => Self::Compute { step: words.step()?, blocks: words.list(WordReader::size)? },
+            COMPUTE => Self::Compute { step: words.step()?, blocks: words.list(WordReader::block)? },
             LOAD => {
                 let slot = words.next()?;
                 let bytes = words.list(|words| u8::try_from(words.next()?).ok())?;
@@ -143,6 +153,10 @@ impl WordReader<'_> {
         u32::try_from(self.next()?).ok()
     }
 
+    fn block(&mut self) -> Option<LogitBlock> {
+        Some(LogitBlock { rows: self.size()?, only_most_likely: self.next()? == 1 })
+    }
+
     fn list<T>(&mut self, each: impl Fn(&mut Self) -> Option<T>) -> Option<Vec<T>> {
         (0..self.size()?).map(|_| each(self)).collect()
     }
@@ -201,9 +215,11 @@ mod tests {
             [(Outputs::None, None), (Outputs::Last, Some(3)), (Outputs::All, Some(0))].map(sequence).to_vec();
         let step = Step { copies, sequences, shares_layers: false };
         let shared = Step { shares_layers: true, ..step.clone() };
+        let block = |(rows, only_most_likely)| LogitBlock { rows, only_most_likely };
+        let blocks = [(64, true), (1, false)].map(block).to_vec();
         for command in [
             RankCommand::Wait,
-            RankCommand::Compute { step, blocks: vec![64, 1] },
+            RankCommand::Compute { step, blocks },
             RankCommand::Compute { step: shared, blocks: Vec::new() },
             RankCommand::Load { slot: 4, folder: "/tmp/größe".into() },
             RankCommand::Unload { slot: 4 },

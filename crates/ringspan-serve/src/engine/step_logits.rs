@@ -30,6 +30,15 @@ enum LogitPurpose {
         /// Number of drafts before the token.
         drafts: usize,
     },
+    /// Like `Draw`, where that takes the most likely token.
+    TakeMostLikely { drafts: usize },
+}
+
+impl LogitRow {
+    /// Whether no logits are needed, but only which token has the greatest.
+    pub(super) fn only_most_likely(&self) -> bool {
+        matches!(self.purpose, LogitPurpose::TakeMostLikely { .. })
+    }
 }
 
 /// The use of a row of logits.
@@ -56,28 +65,30 @@ impl SequenceDraws<'_> {
     /// Draws tokens as long as the ones before are the drafts with which the logits were computed.
     fn draw(mut self) -> Vec<Result<Drawn, String>> {
         for (drafts, logits) in self.rows {
-            let Sequence { drafts: guessed, sampler, stop_token_ids, .. } = &mut *self.sequence;
-            let follows = match drafts.checked_sub(1) {
-                None => true,
-                Some(last) => matches!(
-                    self.drawn.get(last),
-                    Some(Ok(Drawn { token, ends: false, .. }))
-                        if guessed.get(last) == Some(token) && !stop_token_ids.contains(token)
-                ),
-            };
-            if !follows {
+            if !are_drawn(self.sequence, drafts, &self.drawn) {
                 break;
             }
-            self.drawn.push(sampler.draw(logits));
+            self.drawn.push(self.sequence.sampler.draw(logits));
         }
         self.drawn
     }
 }
 
+/// Whether the first `drafts` drafts of a sequence were drawn, so that the logits after them are those of its text.
+fn are_drawn(sequence: &Sequence, drafts: usize, drawn: &[Result<Drawn, String>]) -> bool {
+    let Some(last) = drafts.checked_sub(1) else { return true };
+    matches!(
+        drawn.get(last),
+        Some(Ok(Drawn { token, ends: false, .. }))
+            if sequence.drafts.get(last) == Some(token) && !sequence.stop_token_ids.contains(token)
+    )
+}
+
 /// What was drawn for each sequence, by its arrival: tokens, or why none could be.
 pub(super) type DrawnTokens = HashMap<u64, Vec<Result<Drawn, String>>>;
 
-/// The rows of which logits are needed, in the order of the rows that the step outputs.
+/// The rows of which logits are needed: first those of which only the most likely token is, and both in the order of the rows that the
+/// step outputs.
 pub(super) fn logit_rows(scheduler: &mut Scheduler, step: &ScheduledStep) -> Vec<LogitRow> {
     let mut rows = Vec::new();
     for (row, arrival, position) in output_rows(step) {
@@ -96,9 +107,14 @@ pub(super) fn logit_rows(scheduler: &mut Scheduler, step: &ScheduledStep) -> Vec
         if let Some(drafts) = next.checked_sub(sequence.tokens.len())
             && next < sequence.longest
         {
-            rows.push(LogitRow { row, arrival, purpose: LogitPurpose::Draw { drafts } });
+            let purpose = match sequence.sampler.takes_most_likely() {
+                true => LogitPurpose::TakeMostLikely { drafts },
+                false => LogitPurpose::Draw { drafts },
+            };
+            rows.push(LogitRow { row, arrival, purpose });
         }
     }
+    rows.sort_by_key(|row| !row.only_most_likely());
     rows
 }
 
@@ -117,6 +133,24 @@ pub(super) fn pool_hidden(scheduler: &mut Scheduler, step: &ScheduledStep, hidde
         }
     }
     Ok(())
+}
+
+/// Takes the most likely tokens after a block of rows.
+pub(super) fn take_tokens(
+    scheduler: &mut Scheduler,
+    block: &[LogitRow],
+    tokens: Vec<Result<u32>>,
+    drawn: &mut DrawnTokens,
+) {
+    for (LogitRow { arrival, purpose, .. }, token) in block.iter().zip(tokens) {
+        let LogitPurpose::TakeMostLikely { drafts } = *purpose else { continue };
+        let Some(index) = scheduler.find(*arrival) else { continue };
+        let sequence = &mut scheduler.running()[index];
+        let drawn = drawn.entry(*arrival).or_default();
+        if are_drawn(sequence, drafts, drawn) {
+            drawn.push(token.map(|token| sequence.sampler.take(token)).map_err(|error| error.to_string()));
+        }
+    }
 }
 
 /// Reads the logits of a block of rows, on all threads of the rank.
@@ -144,6 +178,7 @@ pub(super) fn read_logits(
             (LogitPurpose::Draw { drafts }, Some(LogitTask::Draw(last, draws))) if *last == arrival => {
                 draws.rows.push((drafts, logits));
             }
+            (LogitPurpose::TakeMostLikely { .. }, _) => {}
             (LogitPurpose::Draw { drafts }, _) => {
                 let Some(sequence) = sequences.remove(&arrival) else { continue };
                 // A block may end between the drafts of a sequence.

@@ -58,6 +58,28 @@ impl TokenSampler {
         Self { constraint, ..self }
     }
 
+    /// Whether the next tokens are the model's most likely ones, whatever their logits are: nothing changes logits, and nobody asks
+    /// for probabilities.
+    pub(super) fn takes_most_likely(&self) -> bool {
+        let SamplingParams { temperature, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, .. } =
+            &self.params;
+        let is_penalized = (*repetition_penalty, *presence_penalty, *frequency_penalty) != (1.0, 0.0, 0.0);
+        let may_stop = self.generated >= self.min_tokens || self.stop_token_ids.is_empty();
+        let changes_logits = is_penalized || !logit_bias.is_empty() || self.constraint.is_some() || !may_stop;
+        *temperature == 0.0 && self.logprobs.is_none() && !changes_logits
+    }
+
+    /// Takes the most likely token, where [`takes_most_likely`](Self::takes_most_likely).
+    pub(super) fn take(&mut self, token: u32) -> Drawn {
+        self.count(token);
+        Drawn { token, logprobs: None, ends: false }
+    }
+
+    fn count(&mut self, token: u32) {
+        self.generated += 1;
+        *self.times.entry(token).or_default() += 1;
+    }
+
     /// Draws the next token, given its logits `[V]`, which are changed.
     pub(super) fn draw(&mut self, logits: &mut [f32]) -> Result<Drawn, String> {
         // Log-probabilities are those of the model, whatever changes the logits below.
@@ -82,8 +104,7 @@ impl TokenSampler {
         let filter = Filter { temperature, top_k, top_p, min_p };
         let token = filter.draw(logits, &mut self.random).map_err(|error| error.to_string())?;
         let logprobs = raw.map(|(raw, top)| Distribution::new(&raw).of(token, top));
-        self.generated += 1;
-        *self.times.entry(token).or_default() += 1;
+        self.count(token);
         let ends = match &mut self.constraint {
             Some(constraint) if !self.stop_token_ids.contains(&token) => constraint.advance(token)?,
             _ => false,

@@ -38,6 +38,11 @@ pub(super) fn greedy(prompt: &[u32], max_tokens: usize) -> Request {
     Request { sampling: SamplingParams::greedy(), logprobs: Some(3), ..Request::new(prompt.to_vec(), max_tokens) }
 }
 
+/// Like [`greedy`], without probabilities: only which token is the most likely one crosses from rank to rank.
+pub(super) fn most_likely(prompt: &[u32], max_tokens: usize) -> Request {
+    Request { logprobs: None, ..greedy(prompt, max_tokens) }
+}
+
 /// All that a client heard.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct Completion {
@@ -114,6 +119,7 @@ fn long_greedy_and_seeded_texts_are_equal_on_every_mesh_and_equal_recomputation(
         let engine = start(&model, ring, &small());
         let (one, other) = (ask(&engine, greedy(&prompt, 256)), ask(&engine, seeded_of(&prompt, 256)));
         assert_eq!(one.tokens[..40], expected, "{ring} ranks");
+        assert_eq!(ask(&engine, most_likely(&prompt, 256)).tokens, one.tokens, "{ring} ranks");
         assert_eq!((one.tokens.len(), one.end), (256, Some(FinishReason::Length)));
         assert_ne!(one.tokens, other.tokens);
         if let Some((greedy, seeded)) = &first {

@@ -1,6 +1,6 @@
 //! Tests of the engine with tensor, expert and pipeline parallelism: each request gets the events that one rank would send.
 
-use super::engine::{ask, close, collect, greedy, seeded_of, small};
+use super::engine::{ask, close, collect, greedy, most_likely, seeded_of, small};
 use super::engine_adapters::adapted;
 use crate::support::*;
 use ringspan_models::{Decoder, ModelSource};
@@ -47,10 +47,12 @@ pub(super) fn serves_as_one_rank(name: &str, model: &Arc<Model>, meshes: impl In
         let engine = start_on(model, mesh.clone(), &options);
         for round in 0..2 {
             let client = engine.client();
-            let [greedy, concurrent, seeded] = [greedy(&prompt, 20), greedy(&other, 9), seeded_of(&prompt, 20)]
-                .map(|request| client.submit(request).expect("taken"));
+            let requests = [greedy(&prompt, 20), greedy(&other, 9), seeded_of(&prompt, 20), most_likely(&prompt, 20)];
+            let [greedy, concurrent, seeded, most_likely] =
+                requests.map(|request| client.submit(request).expect("taken"));
             let (greedy, seeded, read) = (collect(greedy), collect(seeded), ask(&engine, read(&other)));
             collect(concurrent);
+            assert_eq!(collect(most_likely).tokens, expected.0.tokens, "{name}, {mesh}, round {round}");
             assert_eq!(greedy.tokens, expected.0.tokens, "{name}, {mesh}, round {round}");
             assert_eq!(seeded.tokens, expected.1.tokens, "{name}, {mesh}, round {round}");
             close(&greedy.logprobs, &expected.0.logprobs);

@@ -1,6 +1,6 @@
 //! Tests of speculative decoding: texts equal those without it, token for token, however tokens are sampled.
 
-use super::engine::{ask, close, greedy, small, start};
+use super::engine::{ask, close, greedy, most_likely, small, start};
 use crate::support::*;
 use ringspan_serve::engine::EngineOptions;
 use ringspan_serve::engine::request::{EngineClient, Request, SamplingParams, TokenConstraint};
@@ -43,6 +43,8 @@ fn requests() -> Vec<Request> {
         greedy(&repeated, 80),
         greedy(&tokens(17, 5), 90),
         end(greedy(&tokens(17, 5), 90)),
+        most_likely(&repeated, 80),
+        end(most_likely(&tokens(17, 5), 90)),
         drawn(|_| {}),
         end(drawn(|_| {})),
         drawn(|sampling| (sampling.top_k, sampling.top_p, sampling.min_p) = (Some(20), Some(0.9), Some(0.01))),
