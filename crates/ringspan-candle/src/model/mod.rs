@@ -22,7 +22,7 @@ use std::fmt;
 /// A model as a stack of units: an embedding, layers, an output head.
 ///
 /// It defines what is computed, and holds no weights: a pass takes them unit by unit from [`UnitWeights`]. Models with a loss are
-/// [`TrainableModel`](crate::gradients::TrainableModel)s.
+/// [`TrainableModel`](crate::gradients::TrainableModel)s. `examples/forecast` implements both for a model of its own.
 pub trait Model: fmt::Debug + Send + Sync {
     /// What a pass computes with: tokens and their targets, or noisy latents, time steps, a prompt and the velocity.
     type Batch<'a>;
