@@ -1,6 +1,6 @@
 //! A model that is not one of language, trained unit by unit on series whose readings are distributed over ranks.
 //!
-//! `cargo run --release -p ringspan-train --example forecast [RANKS [STEPS [READINGS]]]` trains on RANKS threads (4 by default) and
+//! `cargo run --release --example forecast [RANKS [STEPS [READINGS]]]` trains on RANKS threads (4 by default) and
 //! on one, and prints both losses: they are equal but for rounding. The model (`model.rs`) implements `Model` and `TrainableModel`;
 //! gradients come from `loss_and_gradients`, the optimizer and the loop from `ringspan-train`, all as the trainer of language models
 //! and that of videos use them.

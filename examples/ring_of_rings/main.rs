@@ -1,6 +1,6 @@
 //! A strategy from outside the library: a ring of nodes, each of which is a ring of ranks.
 //!
-//! `cargo run --release --example ring_of_rings` computes attention of six ranks on two nodes by it, forward and backward, compares
+//! `cargo run --release -p ringspan --example ring_of_rings` computes attention of six ranks on two nodes by it, forward and backward, compares
 //! results with those of one rank, and counts what crosses from node to node.
 //!
 //! In a plain ring, the last rank of a node sends all blocks to the next node, over its link alone. Here, each block enters a node

@@ -1,7 +1,7 @@
 //! A video of a prompt, without downloads: a small video transformer of WAN's form is trained on moving shapes, in a quarter of an hour
 //! on two cores, and the folder of its pipeline is what `ringspan video` takes. The videos shown are of prompts that the training lacks.
 //!
-//!     cargo run --release -p ringspan-video --example shapes [FOLDER [STEPS [BATCH]]]
+//!     cargo run --release --example shapes [FOLDER [STEPS [BATCH]]]
 //!
 //! In a folder that has a pipeline already, the training goes on from its transformer.
 //!

@@ -19,7 +19,7 @@ impl GreatestLogit {
         );
         let index = match max {
             Some(max) => logits.iter().position(|logit| *logit == max),
-            None => logits.iter().position(|logit| is_no_logit(*logit)),
+            None => logits.iter().position(|logit| is_nan_or_infinite(*logit)),
         };
         index.map(|index| Self { token: first + index, logit: logits[index] })
     }
@@ -27,8 +27,8 @@ impl GreatestLogit {
     /// The greatest of the logits of both, which are of different tokens.
     pub(crate) fn or(self, other: Self) -> Self {
         let (low, high) = if self.token < other.token { (self, other) } else { (other, self) };
-        let is_first_wrong = is_no_logit(high.logit) && !is_no_logit(low.logit);
-        if is_first_wrong || high.logit > low.logit { high } else { low }
+        let only_high_is_wrong = is_nan_or_infinite(high.logit) && !is_nan_or_infinite(low.logit);
+        if only_high_is_wrong || high.logit > low.logit { high } else { low }
     }
 
     /// The token, the most likely one of a vocabulary of this size.
@@ -39,7 +39,7 @@ impl GreatestLogit {
         let Self { token, logit } = self;
         let refused = |problem| Err(Error::Logits { vocabulary, problem });
         match logit {
-            _ if is_no_logit(logit) => refused(format!("the one of token {token} is {logit}")),
+            _ if is_nan_or_infinite(logit) => refused(format!("the one of token {token} is {logit}")),
             f32::NEG_INFINITY => refused("all are -inf".into()),
             _ => Ok(token),
         }
@@ -56,14 +56,15 @@ impl GreatestLogit {
     }
 }
 
-fn is_no_logit(logit: f32) -> bool {
+/// Whether the model has computed no number; -inf is one, the logit of a token that cannot come.
+fn is_nan_or_infinite(logit: f32) -> bool {
     logit.is_nan() || logit == f32::INFINITY
 }
 
 /// The greatest logit, -inf if there are none; `None` if one is NaN or infinite.
 #[inline(always)]
 fn greatest(logits: &[f32]) -> Option<f32> {
-    // A compiler keeps the order of comparisons with one maximum, so there are as many as vectors hold.
+    // With a single maximum the compiler must keep the order of comparisons; maxima of columns are computed by vector instructions.
     const LANES: usize = 32;
     let (mut max, mut is_logit) = ([f32::NEG_INFINITY; LANES], [true; LANES]);
     let chunks = logits.chunks_exact(LANES);
@@ -74,7 +75,7 @@ fn greatest(logits: &[f32]) -> Option<f32> {
             *is_logit &= *logit < f32::INFINITY;
         }
     }
-    let all_are = is_logit.into_iter().all(|is_logit| is_logit) && !rest.iter().any(|logit| is_no_logit(*logit));
+    let all_are = is_logit.into_iter().all(|is_logit| is_logit) && !rest.iter().any(|logit| is_nan_or_infinite(*logit));
     all_are.then(|| max.iter().chain(rest).copied().fold(f32::NEG_INFINITY, f32::max))
 }
 
@@ -91,7 +92,7 @@ mod tests {
 
     /// Token by token, as a person would look for it.
     fn plain(logits: &[f32]) -> Option<usize> {
-        let wrong = logits.iter().position(|logit| is_no_logit(*logit));
+        let wrong = logits.iter().position(|logit| is_nan_or_infinite(*logit));
         let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         wrong.or_else(|| logits.iter().position(|logit| *logit == max))
     }

@@ -37,12 +37,12 @@ fn write_model(folder: &Path, [heads, dim, ffn, layers]: [usize; 4], dtype: DTyp
 fn the_peak_is_what_the_plan_predicts() -> Result<()> {
     let mut wrong = Vec::new();
     for (model_sizes, side, prompt, mesh, threads, recompute, activations, accumulation) in [
-        ([4, 48, 768, 4], 64, 16, (1, 1), 1, "keep-attention", "f32", 1),
-        ([4, 48, 768, 4], 64, 16, (1, 1), 1, "nothing", "bf16", 1),
-        ([4, 48, 1536, 2], 64, 16, (1, 1), 1, "full", "f32", 1),
+        ([4, 48, 768, 4], 48, 16, (1, 1), 1, "keep-attention", "f32", 1),
+        ([4, 48, 768, 4], 48, 16, (1, 1), 1, "nothing", "bf16", 1),
+        ([4, 48, 1536, 2], 48, 16, (1, 1), 1, "full", "f32", 1),
         ([4, 48, 768, 2], 32, 512, (1, 1), 1, "full", "f32", 40),
-        ([3, 128, 1536, 3], 64, 512, (1, 1), 2, "nothing", "f32", 1),
-        ([3, 128, 1536, 3], 64, 512, (1, 1), 2, "keep-attention", "bf16", 1),
+        ([3, 128, 1536, 3], 48, 512, (1, 1), 2, "nothing", "f32", 1),
+        ([3, 128, 1536, 3], 48, 512, (1, 1), 2, "keep-attention", "bf16", 1),
         ([4, 48, 192, 4], 64, 16, (2, 2), 1, "keep-attention", "f32", 1),
         ([4, 48, 192, 4], 64, 16, (3, 1), 1, "full", "f32", 1),
         ([4, 48, 192, 4], 64, 16, (2, 1), 1, "full", "f32", 1),
