@@ -23,7 +23,11 @@ import tiny_server
 
 def stream(url: str, tokens: list[int], stop: threading.Event, times: list[float]) -> None:
     """Appends when each token of a text comes, until it ends or `stop` is set."""
-    body = dict(prompt=tokens, max_tokens=20_000, temperature=0, ignore_eos=True, stream=True, model="bench")
+    # A text may fill the context, so that it does not end before a long prompt is read.
+    with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as response:
+        longest = json.load(response)["data"][0]["max_model_len"]
+    most = longest - len(tokens)
+    body = dict(prompt=tokens, max_tokens=most, temperature=0, ignore_eos=True, stream=True, model="bench")
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
