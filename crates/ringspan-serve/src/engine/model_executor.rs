@@ -119,10 +119,6 @@ impl<'a> ModelExecutor<'a> {
         let buffers = self.groups.world().all_to_all(buffers)?;
         Ok((self.groups.rank() == 0).then_some(buffers))
     }
-
-    fn no_tokens(&self, rows: usize) -> Error {
-        Error::Logits { vocabulary: self.vocabulary, problem: format!("ranks sent no token for each of {rows} rows") }
-    }
 }
 
 /// The greatest logit of each row of logits `[n, v]`, whose columns are the tokens from `first` on.
@@ -198,21 +194,28 @@ impl Executor for ModelExecutor<'_> {
         let words = own.into_iter().flat_map(GreatestLogit::to_words).collect();
         let Some(parts) = self.to_rank_0(Buffer::U64(words))? else { return Ok(None) };
         let mut greatest: Vec<Option<GreatestLogit>> = vec![None; rows];
-        for part in &parts {
-            let Buffer::U64(words) = &**part else { return Err(self.no_tokens(rows)) };
-            let (words, []) = words.as_chunks() else { return Err(self.no_tokens(rows)) };
-            if !words.is_empty() && words.len() != rows {
-                return Err(self.no_tokens(rows));
+        for (from, sent) in parts.iter().enumerate() {
+            let expected = if share(self.vocabulary, self.groups, from).is_empty() { 0 } else { rows };
+            let wrong = || {
+                let problem = format!(
+                    "rank {from} sent {} words, not a token and its logit for each of {expected} rows",
+                    sent.len()
+                );
+                Error::Logits { vocabulary: self.vocabulary, problem }
+            };
+            let Buffer::U64(words) = &**sent else { return Err(wrong()) };
+            let (words, []) = words.as_chunks() else { return Err(wrong()) };
+            if words.len() != expected {
+                return Err(wrong());
             }
             for (greatest, words) in greatest.iter_mut().zip(words) {
-                let found = GreatestLogit::from_words(*words).ok_or_else(|| self.no_tokens(rows))?;
+                let found = GreatestLogit::from_words(*words).ok_or_else(wrong)?;
                 *greatest = Some(greatest.map_or(found, |other| other.or(found)));
             }
         }
-        let token = |greatest: Option<GreatestLogit>| {
-            Ok(greatest.ok_or_else(|| self.no_tokens(rows))?.token(self.vocabulary).map(|token| token as u32))
-        };
-        greatest.into_iter().map(token).collect::<Result<_>>().map(Some)
+        let empty = || Error::Logits { vocabulary: self.vocabulary, problem: "the vocabulary is empty".into() };
+        let token = |greatest: Option<GreatestLogit>| greatest.ok_or_else(empty)?.token(self.vocabulary);
+        Ok(Some(greatest.into_iter().map(|greatest| token(greatest).map(|token| token as u32)).collect()))
     }
 
     fn load_adapter(&mut self, slot: u64, folder: &Path) -> Result<()> {
