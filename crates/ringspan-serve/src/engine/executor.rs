@@ -39,7 +39,7 @@ pub trait Executor {
     fn logits(&mut self, rows: usize, hidden: Option<&Tensor>) -> Result<Option<Vec<f32>>>;
 
     /// The most likely token after each of `rows` hidden states, which rank 0 gives as `[n, C]`, on rank 0: of equally likely ones the
-    /// lowest, or why there is none. It needs the logits of no other rank.
+    /// lowest, or why there is none. Ranks exchange the greatest logit of their share of the vocabulary, not all logits.
     ///
     /// # Errors
     /// As for [`execute`](Self::execute).

@@ -58,8 +58,8 @@ impl TokenSampler {
         Self { constraint, ..self }
     }
 
-    /// Whether the next tokens are the model's most likely ones, whatever their logits are: nothing changes logits, and nobody asks
-    /// for probabilities.
+    /// Whether the next tokens are the model's most likely ones: sampling is greedy, nothing changes logits, and nobody asks for
+    /// probabilities.
     pub(super) fn takes_most_likely(&self) -> bool {
         let SamplingParams { temperature, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, .. } =
             &self.params;

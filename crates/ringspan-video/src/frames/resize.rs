@@ -47,7 +47,7 @@ pub fn resized(picture: &RgbFrame, width: usize, height: usize, filter: ResizeFi
     // The type of pixels is known to the compiler: `resize`, which finds it out, is the code of all types, most of this crate's.
     let mut wide = TypedImage::<U8x3>::new(columns, side(picture.height)?);
     resizer.resize_typed(&from, &mut wide, &options).map_err(|of| error(&of))?;
-    // Both directions take a reference, so that the compiler makes the code of one type of images, half a megabyte.
+    // Both directions take a reference, so that the compiler makes the code of one type of images only.
     let wide = TypedImageRef::new(columns, side(picture.height)?, wide.pixels()).map_err(|of| error(&of))?;
     let mut to = TypedImage::<U8x3>::new(columns, rows);
     resizer.resize_typed(&wide, &mut to, &options).map_err(|of| error(&of))?;
