@@ -8,28 +8,64 @@ mod k_quants;
 pub(super) use codes::{BlockCodes, BlockTarget};
 pub(super) use k_quants::{Q4K, Q5K, Q6K};
 
+use super::input::Input;
 use super::lanes::{Lanes, f16_to_f32};
 use bytemuck::{AnyBitPattern, Pod, Zeroable};
+use ringspan::kernel::prefetch;
 
 /// A block of LEN numbers. Consecutive blocks form a part of a row; their fields are bytes, so blocks may lie at any address.
 pub(super) trait Block<const LEN: usize>: AnyBitPattern {
     /// Decodes blocks and writes their numbers: LEN for each.
     fn decode<L: Lanes>(l: L, blocks: &[Self], to: &mut [f32]);
 
-    /// Brings factors of whole blocks into the order in which [`dots`](Self::dots) reads them.
-    fn arranged<L: Lanes>(l: L, x: &[f32]) -> Arranged;
+    /// Brings the factors of whole blocks, of one or several tokens, into the order in which [`add_dots`](Self::add_dots) reads them.
+    fn arranged<L: Lanes>(l: L, x: Input) -> Arranged;
 
-    /// Multiplies the numbers of blocks with as many of each x, and sums the products in each lane; the lanes are not summed. A sum does
-    /// not depend on the number of x.
-    fn dots<L: Lanes, const T: usize>(l: L, blocks: &[Self], x: [&Arranged; T]) -> [L::F; T];
+    /// Adds the products of the numbers of blocks and as many factors of each of T tokens, from block `first` on, to a vector for each
+    /// token, whose lanes are not summed. A sum does not depend on the number of tokens. The `next` blocks, as many, are prefetched.
+    fn add_dots<L: Lanes, const T: usize>(
+        l: L,
+        blocks: &[Self],
+        next: &[Self],
+        first: usize,
+        x: &Arranged,
+        sums: &mut [L::F; T],
+    );
 }
 
-/// The factors of a row's numbers.
+/// The factors of some tokens.
 pub(super) struct Arranged {
-    /// In the order of the instruction set and the format.
-    x: Vec<f32>,
-    /// For formats with minima, the sums of each 32 factors of a block, and zeros behind them; none for others.
+    /// 32 factors of each token, in the order of the instruction set and the format, then the next 32 of each. Behind the last are zeros.
+    x: Vec<CacheLine>,
+    /// For formats with minima, the sums of each 32 factors of a block and zeros behind them, of each token, then those of the next block;
+    /// none for others.
     sums: Vec<[f32; 16]>,
+    pub(super) tokens: usize,
+}
+
+/// Vectors across two cache lines would take twice as long to load.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C, align(64))]
+struct CacheLine([f32; 16]);
+
+impl Arranged {
+    /// Factors in their order.
+    fn in_order(x: Input) -> Self {
+        let mut lines = vec![CacheLine::zeroed(); 2 * x.tokens * x.width.div_ceil(32)];
+        let to = bytemuck::cast_slice_mut::<_, [f32; 32]>(&mut lines);
+        for t in 0..x.tokens {
+            for (i, run) in x.row(t).chunks(32).enumerate() {
+                to[i * x.tokens + t][..run.len()].copy_from_slice(run);
+            }
+        }
+        Self { x: lines, sums: Vec::new(), tokens: x.tokens }
+    }
+
+    /// The factors of each block of LEN numbers: the first 32 of each of the T tokens, then the next 32.
+    #[inline(always)]
+    fn factors<const LEN: usize, const T: usize>(&self) -> &[[[f32; LEN]; T]] {
+        bytemuck::cast_slice::<_, f32>(&self.x).as_chunks().0.as_chunks().0
+    }
 }
 
 /// A block of LEN numbers, at least 32.
@@ -66,43 +102,45 @@ impl<B: BlockNumbers<LEN>, const LEN: usize> Block<LEN> for B {
     }
 
     #[inline(always)]
-    fn arranged<L: Lanes>(l: L, x: &[f32]) -> Arranged {
-        let mut sums = Vec::new();
+    fn arranged<L: Lanes>(l: L, x: Input) -> Arranged {
+        let mut arranged = Arranged::in_order(x);
         if Self::HAS_MINIMA {
-            for x in x.as_chunks::<LEN>().0 {
-                let mut of_block = [0.0; 16];
-                for (sum, x) in of_block.iter_mut().zip(x.as_chunks::<32>().0) {
-                    *sum = x.iter().sum();
+            arranged.sums = vec![[0.0; 16]; arranged.x.len() / (LEN / 16)];
+            for t in 0..x.tokens {
+                for (block, row) in x.row(t).as_chunks::<LEN>().0.iter().enumerate() {
+                    for (sum, row) in arranged.sums[block * x.tokens + t].iter_mut().zip(row.as_chunks::<32>().0) {
+                        *sum = row.iter().sum();
+                    }
                 }
-                sums.push(of_block);
             }
         }
-        let mut x = x.to_vec();
-        for x in x.as_chunks_mut::<32>().0 {
+        for x in bytemuck::cast_slice_mut(&mut arranged.x) {
             l.arrange(x);
         }
-        Arranged { x, sums }
+        arranged
     }
 
     #[inline(always)]
-    fn dots<L: Lanes, const T: usize>(l: L, blocks: &[Self], x: [&Arranged; T]) -> [L::F; T] {
-        let factors: [&[[f32; LEN]]; T] = std::array::from_fn(|t| &x[t].x.as_chunks().0[..blocks.len()]);
-        let mut sum =
-            Sum { x: [&[]; T], sums_of_x: [&[0.0; 16]; T], sums: [l.splat(0.0); T], minima: [l.splat(0.0); T] };
-        for (i, block) in blocks.iter().enumerate() {
-            for t in 0..T {
-                sum.x[t] = factors[t][i].as_chunks().0;
-                if Self::HAS_MINIMA {
-                    sum.sums_of_x[t] = &x[t].sums[i];
-                }
+    fn add_dots<L: Lanes, const T: usize>(
+        l: L,
+        blocks: &[Self],
+        next: &[Self],
+        first: usize,
+        x: &Arranged,
+        sums: &mut [L::F; T],
+    ) {
+        let factors = &x.factors::<LEN, T>()[first..first + blocks.len()];
+        let sums_of_x = if Self::HAS_MINIMA { &x.sums.as_chunks().0[first..first + blocks.len()] } else { &[] };
+        let mut sum = Sum { x: &[], sums_of_x: &[[0.0; 16]; T], sums: *sums };
+        for (i, ((block, next), factors)) in blocks.iter().zip(next).zip(factors).enumerate() {
+            prefetch(std::slice::from_ref(next));
+            sum.x = factors.as_flattened().as_chunks().0;
+            if Self::HAS_MINIMA {
+                sum.sums_of_x = &sums_of_x[i];
             }
             block.visit(l, &mut sum);
         }
-        let mut sums = sum.sums;
-        for (sum, minima) in sums.iter_mut().zip(sum.minima) {
-            *sum = l.sub(*sum, minima);
-        }
-        sums
+        *sums = sum.sums;
     }
 }
 
@@ -139,25 +177,20 @@ impl<L: Lanes> Visitor<L> for Store<'_> {
     }
 }
 
-/// A visitor that multiplies the numbers with the arranged factors of each x and sums the products.
+/// A visitor that multiplies the numbers with the arranged factors of T tokens and sums the products.
 struct Sum<'a, F, const T: usize> {
-    x: [&'a [[f32; 32]]; T],
-    /// The sums of each 32 factors.
-    sums_of_x: [&'a [f32; 16]; T],
+    /// 32 factors of each token, then the next 32 of each.
+    x: &'a [[f32; 32]],
+    /// The sums of each 32 factors of each token.
+    sums_of_x: &'a [[f32; 16]; T],
     sums: [F; T],
-    /// The products of minima and factors, which are to be subtracted.
-    minima: [F; T],
 }
 
 impl<'a, F, const T: usize> Sum<'a, F, T> {
     /// The factors of numbers 32 i to 32 i + 31.
     #[inline(always)]
-    fn factors(&self, i: usize) -> [&'a [f32; 32]; T] {
-        let mut factors = [&[0.0; 32]; T];
-        for (factors, x) in factors.iter_mut().zip(self.x) {
-            *factors = &x[i];
-        }
-        factors
+    fn factors(&self, i: usize) -> &'a [[f32; 32]; T] {
+        &self.x.as_chunks().0[i]
     }
 }
 
@@ -182,9 +215,7 @@ impl<L: Lanes, const T: usize> Visitor<L> for Sum<'_, L::F, T> {
     /// A minimum is multiplied with the sum of its factors, which takes fewer operations than subtracting it from each number.
     #[inline(always)]
     fn minima(&mut self, l: L, minima: &[f32; 16]) {
-        for (sum, sums_of_x) in self.minima.iter_mut().zip(self.sums_of_x) {
-            *sum = l.mul_add(l.load(minima), l.load(sums_of_x), *sum);
-        }
+        l.subtract_minima(&mut self.sums, minima, self.sums_of_x);
     }
 }
 
@@ -208,8 +239,13 @@ macro_rules! with_block {
 }
 pub(super) use with_block;
 
-/// Number of independent sums, so that additions do not wait for each other.
-const CHAINS: usize = 2;
+/// Converts 32 blocks of one number each.
+macro_rules! widened {
+    ($l:ident, $widen:ident, $blocks:expr) => {{
+        let [first, second]: [[[u8; 2]; 16]; 2] = bytemuck::cast($blocks);
+        [$l.$widen(first), $l.$widen(second)]
+    }};
+}
 
 /// Defines a format whose blocks are one number: as many as there are lanes are decoded together.
 macro_rules! plain {
@@ -228,45 +264,45 @@ macro_rules! plain {
                 }
                 if !rest.is_empty() {
                     let mut last = [0.0; 16];
-                    l.store(l.$widen(bytemuck::cast(padded(rest))), &mut last);
+                    l.store(l.$widen(bytemuck::cast(padded::<_, 16>(rest))), &mut last);
                     rest_to.copy_from_slice(&last[..rest.len()]);
                 }
             }
 
             #[inline(always)]
-            fn arranged<L: Lanes>(_: L, x: &[f32]) -> Arranged {
-                Arranged { x: x.to_vec(), sums: Vec::new() }
+            fn arranged<L: Lanes>(_: L, x: Input) -> Arranged {
+                Arranged::in_order(x)
             }
 
             #[inline(always)]
-            fn dots<L: Lanes, const T: usize>(l: L, blocks: &[Self], x: [&Arranged; T]) -> [L::F; T] {
-                let (blocks, rest) = blocks.as_chunks::<16>();
-                let mut sums = [[l.splat(0.0); CHAINS]; T];
-                for (i, blocks) in blocks.iter().enumerate() {
-                    let numbers = l.$widen(bytemuck::cast(*blocks));
-                    for (sums, x) in sums.iter_mut().zip(x) {
-                        let sum = &mut sums[i % CHAINS];
-                        *sum = l.mul_add(numbers, l.load(&x.x.as_chunks().0[i]), *sum);
-                    }
+            fn add_dots<L: Lanes, const T: usize>(
+                l: L,
+                blocks: &[Self],
+                next: &[Self],
+                first: usize,
+                x: &Arranged,
+                sums: &mut [L::F; T],
+            ) {
+                let factors = &x.factors::<32, T>()[first / 32..];
+                let (blocks, rest) = blocks.as_chunks::<32>();
+                let mut all = *sums;
+                for ((blocks, next), x) in blocks.iter().zip(next.as_chunks::<32>().0).zip(factors) {
+                    prefetch(next);
+                    l.add_numbers(&mut all, widened!(l, $widen, *blocks), x);
                 }
-                let mut together = [l.splat(0.0); T];
-                for ((together, mut sums), x) in together.iter_mut().zip(sums).zip(x) {
-                    if !rest.is_empty() {
-                        let last = l.$widen(bytemuck::cast(padded(rest)));
-                        sums[0] = l.mul_add(last, l.load(&padded(&x.x[16 * blocks.len()..])), sums[0]);
-                    }
-                    *together = l.add(sums[0], sums[1]);
+                if !rest.is_empty() {
+                    l.add_numbers(&mut all, widened!(l, $widen, padded::<_, 32>(rest)), &factors[blocks.len()]);
                 }
-                together
+                *sums = all;
             }
         }
     };
 }
 
-/// Pads fewer than 16 elements with zeros.
+/// Pads fewer than N elements with zeros.
 #[inline(always)]
-pub(super) fn padded<T: Zeroable + Copy>(rest: &[T]) -> [T; 16] {
-    let mut padded = [T::zeroed(); 16];
+pub(super) fn padded<T: Zeroable + Copy, const N: usize>(rest: &[T]) -> [T; N] {
+    let mut padded = [T::zeroed(); N];
     padded[..rest.len()].copy_from_slice(rest);
     padded
 }

@@ -1,25 +1,23 @@
-//! Products with a few tokens, as in generation: for the fewest, blocks are decoded and multiplied in registers; for more
-//! tokens, they are decoded into the L1 cache and multiplied there.
+//! Products with a few tokens, as in generation: blocks are decoded and multiplied in registers, or decoded into the L1 cache and
+//! multiplied there, whichever is faster.
 
-use super::blocks::{Arranged, Block, with_block};
+mod in_l1_cache;
+mod in_registers;
+
+use super::blocks::with_block;
 use super::input::Input;
 use super::lanes::{Lanes, VectorWork, dispatch};
 use super::matrix::QuantizedMatrix;
 use crate::pool;
-use ringspan::kernel::prefetch;
-use std::marker::PhantomData;
+use in_l1_cache::{in_l1_cache, packed};
+use in_registers::{arranged, in_registers};
 use std::ops::Range;
 
 /// The largest number of tokens for these products. Up to about 160 they are faster than tiles. Products by tiles have the bits of
 /// those with the decoded weight, so that training with more tokens than these beside stored weights is training beside the decoded ones.
 pub(super) const FEW: usize = 128;
-/// Columns that are decoded at once, which are whole blocks in all formats.
-const COLUMNS: usize = 512;
-/// Rows of the matrix that are multiplied at once.
+/// Rows of the matrix whose sums are completed together.
 const ROWS: usize = 4;
-/// How many bytes ahead of a product in registers are prefetched: while they are decoded, processors reach no further than a few
-/// blocks, too few to keep memory busy.
-const AHEAD: usize = 4096;
 
 /// Adds `x weight^T` to out: x `[T, in]`, weight `[out, in]`, out `[T, out]`.
 pub(super) fn add_forward(x: Input, weight: &QuantizedMatrix, out: &mut [f32]) {
@@ -31,7 +29,7 @@ pub(super) fn add_forward(x: Input, weight: &QuantizedMatrix, out: &mut [f32]) {
     let outs = split_columns(out, rows, &ranges);
     let parts: Vec<_> = ranges.into_iter().zip(outs).collect();
     if x.tokens <= dispatch(TokensInRegisters) {
-        let x: Vec<Arranged> = (0..x.tokens).map(|t| with_block!(weight.format(), arranged(x.row(t)))).collect();
+        let x = with_block!(weight.format(), arranged(x));
         pool::map(parts, |(range, out): (Range<usize>, _)| {
             with_block!(weight.format(), in_registers(&x, columns, weight.bytes_of_rows(range), out));
         });
@@ -70,319 +68,4 @@ pub(super) fn split_columns<'a>(
         }
     }
     columns
-}
-
-/// Arranges the numbers of x for [`in_registers`].
-fn arranged<B: Block<LEN>, const LEN: usize>(x: &[f32]) -> Arranged {
-    dispatch(Arrange::<B, LEN> { x, blocks: PhantomData })
-}
-
-struct Arrange<'a, B, const LEN: usize> {
-    x: &'a [f32],
-    blocks: PhantomData<B>,
-}
-
-impl<B: Block<LEN>, const LEN: usize> VectorWork for Arrange<'_, B, LEN> {
-    type Output = Arranged;
-
-    #[inline(always)]
-    fn run<L: Lanes>(self, l: L) -> Arranged {
-        B::arranged(l, self.x)
-    }
-}
-
-/// Adds the products of each x, of `width` columns, with the rows that are stored, one number of its out for each row.
-fn in_registers<B: Block<LEN>, const LEN: usize>(x: &[Arranged], width: usize, stored: &[u8], out: Vec<&mut [f32]>) {
-    dispatch(InRegisters::<B, LEN> { x, width, blocks: bytemuck::cast_slice(stored), out });
-}
-
-/// Adds the products of packed x, of `width` columns, with the rows that are stored, one number of each token's out for each row.
-fn in_l1_cache<B: Block<LEN>, const LEN: usize>(x: &[Chunk], width: usize, stored: &[u8], out: Vec<&mut [f32]>) {
-    dispatch(InL1Cache::<B, LEN> { x, width, blocks: bytemuck::cast_slice(stored), out });
-}
-
-struct InRegisters<'a, B, const LEN: usize> {
-    x: &'a [Arranged],
-    width: usize,
-    blocks: &'a [B],
-    out: Vec<&'a mut [f32]>,
-}
-
-impl<B: Block<LEN>, const LEN: usize> VectorWork for InRegisters<'_, B, LEN> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<L: Lanes>(self, l: L) {
-        match self.x {
-            [] => {}
-            [a] => self.multiply(l, [a]),
-            [a, b] => self.multiply(l, [a, b]),
-            [a, b, c] => self.multiply(l, [a, b, c]),
-            [a, b, c, d] => self.multiply(l, [a, b, c, d]),
-            more => unreachable!("{} tokens have sums in registers", more.len()),
-        }
-    }
-}
-
-impl<B: Block<LEN>, const LEN: usize> InRegisters<'_, B, LEN> {
-    #[inline(always)]
-    fn multiply<L: Lanes, const T: usize>(mut self, l: L, x: [&Arranged; T]) {
-        // Loops, since closures that iterators call would not be compiled for the instruction set.
-        let of_row = self.width / LEN;
-        let mut ahead = self.blocks.get(AHEAD / size_of::<B>()..).unwrap_or_default().chunks(of_row);
-        for (at, rows) in self.blocks.chunks(ROWS * of_row).enumerate() {
-            // Fewer rows are summed in the same way, so that the bits of a product do not depend on the rows beside it.
-            let mut sums = [[l.splat(0.0); ROWS]; T];
-            for (r, row) in rows.chunks_exact(of_row).enumerate() {
-                prefetch(ahead.next().unwrap_or_default());
-                for (sums, sum) in sums.iter_mut().zip(B::dots(l, row, x)) {
-                    sums[r] = sum;
-                }
-            }
-            let some = ROWS * at..ROWS * at + rows.len() / of_row;
-            for (out, sums) in self.out.iter_mut().zip(sums) {
-                for (out, sum) in out[some.clone()].iter_mut().zip(l.sums(sums)) {
-                    *out += sum;
-                }
-            }
-        }
-    }
-}
-
-/// Columns of one row, aligned to a cache line: a vector across two cache lines takes twice as long to load.
-#[derive(Clone, Copy)]
-#[repr(align(64))]
-struct Chunk([f32; COLUMNS]);
-
-impl Chunk {
-    const ZERO: Self = Self([0.0; COLUMNS]);
-
-    #[inline(always)]
-    fn vectors(&self) -> &[[f32; 16]] {
-        self.0.as_chunks().0
-    }
-}
-
-/// The rows of x in chunks, all tokens' first chunks before their second ones. As it is, x may have all its rows in the same few places
-/// of the L1 cache: those of 2,048 columns are 8 KB apart. Behind the last column are zeros.
-fn packed(x: Input) -> Vec<Chunk> {
-    let mut packed = vec![Chunk::ZERO; x.tokens * x.width.div_ceil(COLUMNS)];
-    for token in 0..x.tokens {
-        for (chunk, from) in x.row(token).chunks(COLUMNS).enumerate() {
-            packed[chunk * x.tokens + token].0[..from.len()].copy_from_slice(from);
-        }
-    }
-    packed
-}
-
-struct InL1Cache<'a, B, const LEN: usize> {
-    x: &'a [Chunk],
-    width: usize,
-    blocks: &'a [B],
-    out: Vec<&'a mut [f32]>,
-}
-
-impl<B: Block<LEN>, const LEN: usize> VectorWork for InL1Cache<'_, B, LEN> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<L: Lanes>(self, l: L) {
-        let Self { x, width, blocks, mut out } = self;
-        let (tokens, of_row) = (out.len(), width / LEN);
-        let rows = blocks.len() / of_row;
-        let mut decoded = [Chunk::ZERO; ROWS];
-        let mut sums = vec![[l.splat(0.0); ROWS]; tokens];
-        for first in (0..rows).step_by(ROWS) {
-            // There may be fewer rows at the end; what the other chunks then hold is not used.
-            let together = ROWS.min(rows - first);
-            sums.fill([l.splat(0.0); ROWS]);
-            for (start, x) in (0..width).step_by(COLUMNS).zip(x.chunks_exact(tokens)) {
-                let width = COLUMNS.min(width - start);
-                for (row, Chunk(decoded)) in decoded.iter_mut().take(together).enumerate() {
-                    let at = (first + row) * of_row + start / LEN;
-                    B::decode(l, &blocks[at..at + width / LEN], &mut decoded[..width]);
-                    // Rows take turns, so processors do not foresee what is read next of this row, or of the one in the same place.
-                    let last = start + width == self.width;
-                    let next = at + width / LEN + if last { (ROWS - 1) * of_row } else { 0 };
-                    let next = next.min(blocks.len())..(next + COLUMNS / LEN).min(blocks.len());
-                    prefetch(&blocks[next]);
-                    // The last vector is multiplied as a whole, so its rest is filled with zeros.
-                    decoded[width..width.next_multiple_of(16)].fill(0.0);
-                }
-                add_products(l, x, &decoded, width.div_ceil(16), &mut sums);
-            }
-            for (out, sums) in out.iter_mut().zip(&sums) {
-                for (out, sum) in out[first..first + together].iter_mut().zip(l.sums(*sums)) {
-                    *out += sum;
-                }
-            }
-        }
-    }
-}
-
-/// Adds the products of x with decoded rows to the sums of each token: for as many tokens at once as there are registers for, so that
-/// each vector that is loaded is multiplied several times. The order of a sum does not depend on the number of tokens.
-#[inline(always)]
-fn add_products<L: Lanes>(l: L, x: &[Chunk], rows: &[Chunk; ROWS], vectors: usize, sums: &mut [[L::F; ROWS]]) {
-    assert_eq!(x.len(), sums.len(), "each token has its sums");
-    let (mut x, mut sums) = (x, sums);
-    while !x.is_empty() {
-        let done = match x.len() {
-            4.. if L::REGISTERS >= 32 => add_tile::<L, 4>(l, x, rows, vectors, sums),
-            // Four are taken as two and two: the sums of one token alone would wait for each other.
-            3 | 5.. if L::REGISTERS < 32 => add_tile::<L, 3>(l, x, rows, vectors, sums),
-            2.. => add_tile::<L, 2>(l, x, rows, vectors, sums),
-            _ => add_tile::<L, 1>(l, x, rows, vectors, sums),
-        };
-        (x, sums) = (&x[done..], &mut sums[done..]);
-    }
-}
-
-/// Does [`add_products`] for the first T tokens; returns T.
-#[inline(always)]
-fn add_tile<L: Lanes, const T: usize>(
-    l: L,
-    x: &[Chunk],
-    rows: &[Chunk; ROWS],
-    vectors: usize,
-    sums: &mut [[L::F; ROWS]],
-) -> usize {
-    let x: [&[[f32; 16]]; T] = std::array::from_fn(|t| &x[t].vectors()[..vectors]);
-    let rows: [&[[f32; 16]]; ROWS] = std::array::from_fn(|r| &rows[r].vectors()[..vectors]);
-    if let Some(sums) = sums.first_chunk_mut() {
-        l.add_products(x, rows, sums);
-    }
-    T
-}
-
-#[cfg(test)]
-mod tests {
-    use super::super::blocks::{BF16, Q8_0};
-    use super::super::lanes::on_each;
-    use super::super::tests::matrix;
-    use super::super::{Format, QuantizedMatrix};
-    use super::*;
-
-    /// [`InL1Cache`] with an output of its own, `[T, rows]`.
-    #[derive(Clone, Copy)]
-    struct Products<'a, B, const LEN: usize> {
-        x: &'a [Chunk],
-        tokens: usize,
-        width: usize,
-        blocks: &'a [B],
-    }
-
-    impl<B: Block<LEN>, const LEN: usize> VectorWork for Products<'_, B, LEN> {
-        type Output = Vec<f32>;
-
-        #[inline(always)]
-        fn run<L: Lanes>(self, l: L) -> Vec<f32> {
-            let Self { x, tokens, width, blocks } = self;
-            let rows = blocks.len() * LEN / width;
-            let mut out = vec![0.0; tokens * rows];
-            InL1Cache { x, width, blocks, out: out.chunks_exact_mut(rows).collect() }.run(l);
-            out
-        }
-    }
-
-    fn products<B: Block<LEN>, const LEN: usize>(x: Input, weight: &QuantizedMatrix) -> Vec<Vec<f32>> {
-        let (rows, width) = weight.dims();
-        let blocks = bytemuck::cast_slice(weight.bytes_of_rows(0..rows));
-        on_each(Products::<B, LEN> { x: &packed(x), tokens: x.tokens, width, blocks })
-    }
-
-    /// [`InRegisters`] with an output of its own, `[T, rows]`.
-    #[derive(Clone, Copy)]
-    struct ProductsInRegisters<'a, B, const LEN: usize> {
-        x: &'a [f32],
-        width: usize,
-        blocks: &'a [B],
-    }
-
-    impl<B: Block<LEN>, const LEN: usize> VectorWork for ProductsInRegisters<'_, B, LEN> {
-        type Output = Vec<f32>;
-
-        #[inline(always)]
-        fn run<L: Lanes>(self, l: L) -> Vec<f32> {
-            let Self { x, width, blocks } = self;
-            let x: Vec<Arranged> = x.chunks(width).map(|x| B::arranged(l, x)).collect();
-            let rows = blocks.len() * LEN / width;
-            let mut out = vec![0.0; x.len() * rows];
-            InRegisters { x: &x, width, blocks, out: out.chunks_exact_mut(rows).collect() }.run(l);
-            out
-        }
-    }
-
-    fn in_registers<B: Block<LEN>, const LEN: usize>(x: &[f32], weight: &QuantizedMatrix) -> Vec<Vec<f32>> {
-        let (rows, width) = weight.dims();
-        let blocks = bytemuck::cast_slice(weight.bytes_of_rows(0..rows));
-        on_each(ProductsInRegisters::<B, LEN> { x, width, blocks })
-    }
-
-    #[test]
-    fn products_in_registers_have_the_bits_of_one_token_alone() -> candle_core::Result<()> {
-        const ROWS: usize = 7;
-        const WIDTH: usize = 512;
-        for format in Format::ALL {
-            let weight = matrix(format, ROWS, WIDTH)?;
-            let decoded = weight.dequantize()?.flatten_all()?.to_vec1::<f32>()?;
-            let x: Vec<f32> = (0..4 * WIDTH).map(|i| (0.37 * i as f32).cos()).collect();
-            let size: f32 = decoded.iter().map(|w| w.abs()).sum::<f32>() / ROWS as f32;
-            let alone: Vec<Vec<Vec<f32>>> =
-                x.chunks(WIDTH).map(|x| with_block!(format, in_registers(x, &weight))).collect();
-            for tokens in 1..=4 {
-                let together = with_block!(format, in_registers(&x[..tokens * WIDTH], &weight));
-                for (set, products) in together.iter().enumerate() {
-                    for (t, products) in products.chunks(ROWS).enumerate() {
-                        assert_eq!(products, alone[t][set], "{format}, token {t} of {tokens}");
-                        for (row, product) in decoded.chunks(WIDTH).zip(products) {
-                            let x = &x[t * WIDTH..];
-                            let wanted: f64 = row.iter().zip(x).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum();
-                            let wrong = (f64::from(*product) - wanted).abs();
-                            assert!(wrong < 1e-6 * f64::from(size), "{format}, token {t}: {product}, not {wanted}");
-                        }
-                    }
-                }
-            }
-        }
-        Ok(())
-    }
-
-    #[test]
-    fn every_instruction_set_multiplies_tokens_as_if_each_were_one_of_others() -> candle_core::Result<()> {
-        const ROWS: usize = 7;
-        const MOST: usize = 9;
-        // More columns than are decoded at once; those of bf16 end within a vector.
-        for (format, width) in [(Format::Q8_0, 608), (Format::BF16, 517)] {
-            let weight = matrix(format, ROWS, width)?;
-            let decoded = weight.dequantize()?.flatten_all()?.to_vec1::<f32>()?;
-            let x: Vec<f32> = (0..MOST * width).map(|i| (0.37 * i as f32).cos()).collect();
-            let of_first = |tokens: usize| {
-                let x = Input::new(&x[..tokens * width], tokens, width);
-                match format {
-                    Format::BF16 => products::<BF16, 1>(x, &weight),
-                    _ => products::<Q8_0, 32>(x, &weight),
-                }
-            };
-            let wanted: Vec<f64> = x
-                .chunks(width)
-                .flat_map(|x| {
-                    decoded
-                        .chunks(width)
-                        .map(move |row| row.iter().zip(x).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum())
-                })
-                .collect();
-            let all = of_first(MOST);
-            for got in &all {
-                let wrong = got.iter().zip(&wanted).map(|(got, wanted)| (f64::from(*got) - wanted).abs());
-                assert!(wrong.fold(0.0, f64::max) < 1e-4, "{format}");
-            }
-            for tokens in 1..MOST {
-                for (few, all) in of_first(tokens).iter().zip(&all) {
-                    assert_eq!(few, &all[..tokens * ROWS], "{format}, {tokens} tokens");
-                }
-            }
-        }
-        Ok(())
-    }
 }

@@ -27,7 +27,7 @@ macro_rules! codes_are_numbers {
             sums: &mut [Self::F; T],
             scale: f32,
             [first, second]: [Self::F; 2],
-            x: [&[f32; 32]; T],
+            x: &[[f32; 32]; T],
         ) {
             // The scale is multiplied with the sum, which takes fewer operations than multiplying it with each code of one x.
             for (sum, x) in sums.iter_mut().zip(x) {
@@ -38,12 +38,39 @@ macro_rules! codes_are_numbers {
         }
 
         #[inline(always)]
+        fn add_numbers<const T: usize>(
+            self,
+            sums: &mut [Self::F; T],
+            [first, second]: [Self::F; 2],
+            x: &[[f32; 32]; T],
+        ) {
+            for (sum, x) in sums.iter_mut().zip(x) {
+                let x = x.as_chunks().0;
+                let products = self.mul_add(second, self.load(&x[1]), self.mul(first, self.load(&x[0])));
+                *sum = self.add(products, *sum);
+            }
+        }
+
+        #[inline(always)]
+        fn subtract_minima<const T: usize>(
+            self,
+            sums: &mut [Self::F; T],
+            minima: &[f32; 16],
+            sums_of_x: &[[f32; 16]; T],
+        ) {
+            let negative = self.sub(self.splat(0.0), self.load(minima));
+            for (sum, sums_of_x) in sums.iter_mut().zip(sums_of_x) {
+                *sum = self.mul_add(negative, self.load(sums_of_x), *sum);
+            }
+        }
+
+        #[inline(always)]
         fn add_scaled_halves<const T: usize>(
             self,
             sums: &mut [Self::F; T],
             scales: [f32; 2],
             [first, second]: [Self::F; 2],
-            x: [&[f32; 32]; T],
+            x: &[[f32; 32]; T],
         ) {
             for (sum, x) in sums.iter_mut().zip(x) {
                 let x = x.as_chunks().0;
@@ -67,9 +94,11 @@ pub(super) trait Lanes: Copy {
     type Codes: Copy;
     /// How many vectors of 16 numbers the registers hold.
     const REGISTERS: usize;
-    /// The largest number of tokens for which codes are multiplied as they are unpacked, in registers, because that is faster than
-    /// decoding them into the L1 cache: at most four.
-    const TOKENS_IN_REGISTERS: usize;
+    /// The largest number of tokens for which it is faster to multiply the codes of a weight as they are unpacked, in registers, than to
+    /// decode them into the L1 cache first.
+    const TOKENS_IN_REGISTERS: usize = if Self::SEVERAL_IN_REGISTERS { 8 } else { 1 };
+    /// Whether more than one token is multiplied in registers: eight, whose sums and the numbers of 32 codes fill 16 registers.
+    const SEVERAL_IN_REGISTERS: bool;
 
     fn bytes(self, bytes: &[u8; 32]) -> Self::B;
     fn store_bytes(self, bytes: Self::B, to: &mut [u8; 32]);
@@ -118,15 +147,19 @@ pub(super) trait Lanes: Copy {
     fn arrange(self, x: &mut [f32; 32]);
     /// Adds the products of codes and the arranged factors of each x, times a scale, to a vector for each x, whose 16 numbers together
     /// are the sum. It does not depend on the number of x.
-    fn add_scaled<const T: usize>(self, sums: &mut [Self::F; T], scale: f32, codes: Self::Codes, x: [&[f32; 32]; T]);
+    fn add_scaled<const T: usize>(self, sums: &mut [Self::F; T], scale: f32, codes: Self::Codes, x: &[[f32; 32]; T]);
     /// The same where the first and the last 16 codes have a scale each.
     fn add_scaled_halves<const T: usize>(
         self,
         sums: &mut [Self::F; T],
         scales: [f32; 2],
         codes: Self::Codes,
-        x: [&[f32; 32]; T],
+        x: &[[f32; 32]; T],
     );
+    /// The same for numbers in their order, and factors in their order.
+    fn add_numbers<const T: usize>(self, sums: &mut [Self::F; T], numbers: [Self::F; 2], x: &[[f32; 32]; T]);
+    /// Subtracts the products of at most eight minima, with zeros behind them, and the sums of each x.
+    fn subtract_minima<const T: usize>(self, sums: &mut [Self::F; T], minima: &[f32; 16], sums_of_x: &[[f32; 16]; T]);
 
     /// Adds the products of each x with each row to a vector whose 16 numbers together are the sum. All have equally many vectors.
     #[inline(always)]
@@ -246,7 +279,7 @@ impl Lanes for Portable {
     type F = [f32; 16];
     type B = [u8; 32];
     const REGISTERS: usize = 4;
-    const TOKENS_IN_REGISTERS: usize = 1;
+    const SEVERAL_IN_REGISTERS: bool = false;
     codes_are_numbers!();
 
     #[inline(always)]
@@ -476,10 +509,10 @@ mod tests {
             let mut factors: [f32; 32] = std::array::from_fn(|i| i as f32 - 8.0);
             l.arrange(&mut factors);
             let products = [
-                added(&|sums| l.add_scaled(sums, 0.5, l.codes(a), [&factors]), x),
-                added(&|sums| l.add_scaled(sums, -2.0, fives, [&factors]), l.sub(x, x)),
-                added(&|sums| l.add_scaled_halves(sums, [0.5, 4.0], l.codes(b), [&factors]), y),
-                added(&|sums| l.add_scaled_halves(sums, [-1.0, 0.25], chosen, [&factors]), l.sub(x, x)),
+                added(&|sums| l.add_scaled(sums, 0.5, l.codes(a), &[factors]), x),
+                added(&|sums| l.add_scaled(sums, -2.0, fives, &[factors]), l.sub(x, x)),
+                added(&|sums| l.add_scaled_halves(sums, [0.5, 4.0], l.codes(b), &[factors]), y),
+                added(&|sums| l.add_scaled_halves(sums, [-1.0, 0.25], chosen, &[factors]), l.sub(x, x)),
             ];
             (bytes.to_vec(), numbers.into_iter().map(stored).collect(), l.sums(products))
         }

@@ -1,5 +1,6 @@
 use super::blocks::{Block, with_block};
 use super::dots;
+use super::input::Input;
 use super::lanes::{Lanes, VectorWork, f16_to_f32, on_each};
 use super::{Format, QuantizedMatrix, linear_quantized, linear_quantized_recomputed};
 use crate::activation_dtype::ActivationDType;
@@ -92,7 +93,9 @@ impl<B: Block<LEN>, const LEN: usize> VectorWork for Row<'_, B, LEN> {
         let Self { blocks, x } = self;
         let mut values = vec![0.0; x.len()];
         B::decode(l, blocks, &mut values);
-        (values, l.sums([B::dots(l, blocks, [&B::arranged(l, x)])[0]; 4])[0])
+        let mut sums = [l.splat(0.0)];
+        B::add_dots(l, blocks, blocks, 0, &B::arranged(l, Input::new(x, 1, x.len())), &mut sums);
+        (values, l.sums([sums[0]; 4])[0])
     }
 }
 

@@ -123,7 +123,7 @@ impl Folded<[__m256; 2]> for V3 {
 impl Lanes for V4 {
     type F = __m512;
     const REGISTERS: usize = 32;
-    const TOKENS_IN_REGISTERS: usize = 1;
+    const SEVERAL_IN_REGISTERS: bool = false;
     shared!();
     codes_are_numbers!();
 
@@ -249,31 +249,39 @@ const fn highest_bytes(first: u8) -> [u8; 32] {
 /// The factor that turns an integer whose highest byte is a code, and whose other bytes are zero, into the code: 2^-24.
 const OF_HIGHEST_BYTES: f32 = 1.0 / (1 << 24) as f32;
 
-/// Adds the products of codes and the arranged factors of each x, times the scale of each lane, to the sums. Each half of both vectors of a
-/// sum has the products of the same half of the codes.
+/// Adds the products of codes and the arranged factors of each x, times the scale of each lane, to the first eight numbers of its sum,
+/// so that a sum takes one register. Each half has the products of the same half of the codes.
 #[inline(always)]
 fn add_products_of_codes<const T: usize>(
     l: V3,
     sums: &mut [[__m256; 2]; T],
     scales: __m256,
     codes: __m256i,
-    x: [&[f32; 32]; T],
+    x: &[[f32; 32]; T],
 ) {
-    // Each x is multiplied with the numbers of the codes while they are in registers.
+    // The numbers of the codes stay in four registers. Scaling the sum of 32 products takes less work than scaling the numbers, unless
+    // there are many x, and additions to the sums of all blocks wait less for each other.
     let numbers = [
         shifted_numbers(l, codes, const { highest_bytes(0) }),
         shifted_numbers(l, codes, const { highest_bytes(4) }),
         shifted_numbers(l, codes, const { highest_bytes(8) }),
         shifted_numbers(l, codes, const { highest_bytes(12) }),
     ];
-    for (sum, x) in sums.iter_mut().zip(x) {
-        let x = x.as_chunks::<8>().0;
-        let even = l.avx._mm256_mul_ps(numbers[0], cast(x[0]));
-        let odd = l.avx._mm256_mul_ps(numbers[1], cast(x[1]));
-        let even = l.fma._mm256_fmadd_ps(numbers[2], cast(x[2]), even);
-        let odd = l.fma._mm256_fmadd_ps(numbers[3], cast(x[3]), odd);
-        *sum = [l.fma._mm256_fmadd_ps(scales, even, sum[0]), l.fma._mm256_fmadd_ps(scales, odd, sum[1])];
+    for t in 0..T {
+        let products = sum_of_products(l, numbers, &x[t]);
+        sums[t][0] = l.fma._mm256_fmadd_ps(scales, products, sums[t][0]);
     }
+}
+
+/// Sums the products of 32 numbers, eight in each of four vectors, and of 32 factors.
+#[inline(always)]
+fn sum_of_products(l: V3, numbers: [__m256; 4], x: &[f32; 32]) -> __m256 {
+    let x = x.as_chunks::<8>().0;
+    let mut products = l.avx._mm256_mul_ps(numbers[0], cast(x[0]));
+    for i in 1..4 {
+        products = l.fma._mm256_fmadd_ps(numbers[i], cast(x[i]), products);
+    }
+    products
 }
 
 /// Codes that become [`highest_bytes`], as numbers that are 2^24 times as large.
@@ -293,7 +301,7 @@ fn widen_16(l: V3, codes: __m128i) -> [__m256; 2] {
 impl Lanes for V3 {
     type F = [__m256; 2];
     const REGISTERS: usize = 8;
-    const TOKENS_IN_REGISTERS: usize = 4;
+    const SEVERAL_IN_REGISTERS: bool = true;
     shared!();
 
     /// Bytes, from which products take four numbers of each half: that is less work than to convert the numbers in their order.
@@ -319,7 +327,7 @@ impl Lanes for V3 {
     }
 
     #[inline(always)]
-    fn add_scaled<const T: usize>(self, sums: &mut [[__m256; 2]; T], scale: f32, codes: __m256i, x: [&[f32; 32]; T]) {
+    fn add_scaled<const T: usize>(self, sums: &mut [[__m256; 2]; T], scale: f32, codes: __m256i, x: &[[f32; 32]; T]) {
         add_products_of_codes(self, sums, self.avx._mm256_set1_ps(scale), codes, x);
     }
 
@@ -329,10 +337,36 @@ impl Lanes for V3 {
         sums: &mut [[__m256; 2]; T],
         scales: [f32; 2],
         codes: __m256i,
-        x: [&[f32; 32]; T],
+        x: &[[f32; 32]; T],
     ) {
         let (first, last) = (self.avx._mm256_set1_ps(scales[0]), self.avx._mm256_set1_ps(scales[1]));
         add_products_of_codes(self, sums, self.avx._mm256_blend_ps::<0xf0>(first, last), codes, x);
+    }
+
+    #[inline(always)]
+    fn add_numbers<const T: usize>(
+        self,
+        sums: &mut [[__m256; 2]; T],
+        [[a, b], [c, d]]: [[__m256; 2]; 2],
+        x: &[[f32; 32]; T],
+    ) {
+        for t in 0..T {
+            sums[t][0] = self.avx._mm256_add_ps(sum_of_products(self, [a, b, c, d], &x[t]), sums[t][0]);
+        }
+    }
+
+    #[inline(always)]
+    fn subtract_minima<const T: usize>(
+        self,
+        sums: &mut [[__m256; 2]; T],
+        minima: &[f32; 16],
+        sums_of_x: &[[f32; 16]; T],
+    ) {
+        let minima = cast(minima.as_chunks::<8>().0[0]);
+        for t in 0..T {
+            let sums_of_x = cast(sums_of_x[t].as_chunks::<8>().0[0]);
+            sums[t][0] = self.fma._mm256_fnmadd_ps(minima, sums_of_x, sums[t][0]);
+        }
     }
 
     /// Adds to the first eight numbers of a sum only, so that each sum takes one register: 12 sums of three x and four rows, the three x and

@@ -1,0 +1,198 @@
+//! Products with a few tokens whose codes are multiplied as they are unpacked, while they are in registers.
+
+use super::ROWS;
+use crate::quantized::blocks::{Arranged, Block};
+use crate::quantized::input::Input;
+use crate::quantized::lanes::{Lanes, VectorWork, dispatch};
+use std::marker::PhantomData;
+
+/// Rows of the matrix that take turns, so that factors in the L1 cache are read several times.
+const GROUP: usize = 2 * ROWS;
+/// How many factors of all tokens are multiplied with each row of a group: at most 24 KiB, most of an L1 cache.
+const FACTORS: usize = 6144;
+
+/// Arranges x, of at most [`Lanes::TOKENS_IN_REGISTERS`] tokens, for [`in_registers`].
+pub(super) fn arranged<B: Block<LEN>, const LEN: usize>(x: Input) -> Arranged {
+    dispatch(Arrange::<B, LEN> { x, blocks: PhantomData })
+}
+
+struct Arrange<'a, B, const LEN: usize> {
+    x: Input<'a>,
+    blocks: PhantomData<B>,
+}
+
+impl<B: Block<LEN>, const LEN: usize> VectorWork for Arrange<'_, B, LEN> {
+    type Output = Arranged;
+
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) -> Arranged {
+        B::arranged(l, self.x)
+    }
+}
+
+/// Adds the products of x, of `width` columns, with the rows that are stored, one number of each token's out for each row.
+pub(super) fn in_registers<B: Block<LEN>, const LEN: usize>(
+    x: &Arranged,
+    width: usize,
+    stored: &[u8],
+    out: Vec<&mut [f32]>,
+) {
+    dispatch(InRegisters::<B, LEN> { x, width, blocks: bytemuck::cast_slice(stored), out });
+}
+
+struct InRegisters<'a, B, const LEN: usize> {
+    x: &'a Arranged,
+    width: usize,
+    blocks: &'a [B],
+    out: Vec<&'a mut [f32]>,
+}
+
+impl<B: Block<LEN>, const LEN: usize> VectorWork for InRegisters<'_, B, LEN> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) {
+        let Self { x, width, blocks, mut out } = self;
+        let of_row = width / LEN;
+        for (at, group) in blocks.chunks(GROUP * of_row).enumerate() {
+            // Rows that have none behind them are fetched twice, which costs nothing.
+            let next =
+                blocks.get((at + 1) * GROUP * of_row..).filter(|next| next.len() >= group.len()).unwrap_or(group);
+            Rows { blocks: group, next, of_row, first: at * GROUP }.multiply(l, x, &mut out);
+        }
+    }
+}
+
+/// A group of rows of the matrix.
+#[derive(Clone, Copy)]
+struct Rows<'a, B, const LEN: usize> {
+    blocks: &'a [B],
+    /// The rows that follow, which are prefetched.
+    next: &'a [B],
+    /// The number of blocks of a row.
+    of_row: usize,
+    /// The index of the first row.
+    first: usize,
+}
+
+impl<B: Block<LEN>, const LEN: usize> Rows<'_, B, LEN> {
+    /// Adds the products with x to out.
+    #[inline(always)]
+    fn multiply<L: Lanes>(self, l: L, x: &Arranged, out: &mut [&mut [f32]]) {
+        // The other sizes are not compiled for instruction sets that multiply one token.
+        if !L::SEVERAL_IN_REGISTERS {
+            return self.multiply_each::<L, 1>(l, x, out);
+        }
+        match x.tokens {
+            1 => self.multiply_each::<L, 1>(l, x, out),
+            2 => self.multiply_each::<L, 2>(l, x, out),
+            3 => self.multiply_each::<L, 3>(l, x, out),
+            4 => self.multiply_each::<L, 4>(l, x, out),
+            5 => self.multiply_each::<L, 5>(l, x, out),
+            6 => self.multiply_each::<L, 6>(l, x, out),
+            7 => self.multiply_each::<L, 7>(l, x, out),
+            8 => self.multiply_each::<L, 8>(l, x, out),
+            more => unreachable!("{more} tokens have sums in registers"),
+        }
+    }
+
+    /// Does [`multiply`](Self::multiply) for T tokens.
+    #[inline(always)]
+    fn multiply_each<L: Lanes, const T: usize>(self, l: L, x: &Arranged, out: &mut [&mut [f32]]) {
+        // Loops, since closures that iterators call would not be compiled for the instruction set.
+        let rows = self.blocks.len() / self.of_row;
+        // Fewer rows are summed in the same way, so that the bits of a product do not depend on the rows beside it.
+        let mut sums = [[l.splat(0.0); T]; GROUP];
+        let parts = (T * LEN * self.of_row).div_ceil(FACTORS);
+        // Whole vectors of formats whose blocks are one number.
+        let part = self.of_row.div_ceil(parts).next_multiple_of(32usize.div_ceil(LEN));
+        for start in (0..self.of_row).step_by(part) {
+            let end = self.of_row.min(start + part);
+            for (r, sums) in sums.iter_mut().take(rows).enumerate() {
+                let part = r * self.of_row + start..r * self.of_row + end;
+                B::add_dots(l, &self.blocks[part.clone()], &self.next[part], start, x, sums);
+            }
+        }
+        for (t, out) in out.iter_mut().enumerate() {
+            let out = &mut out[self.first..self.first + rows];
+            for (sums, out) in sums.chunks_exact(ROWS).zip(out.chunks_mut(ROWS)) {
+                let sums = l.sums([sums[0][t], sums[1][t], sums[2][t], sums[3][t]]);
+                for (out, sum) in out.iter_mut().zip(sums) {
+                    *out += sum;
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::quantized::blocks::with_block;
+    use crate::quantized::lanes::on_each;
+    use crate::quantized::tests::matrix;
+    use crate::quantized::{Format, QuantizedMatrix};
+
+    /// [`InRegisters`] with an output of its own, `[T, rows]`.
+    #[derive(Clone, Copy)]
+    struct ProductsInRegisters<'a, B, const LEN: usize> {
+        x: &'a [f32],
+        width: usize,
+        blocks: &'a [B],
+    }
+
+    impl<B: Block<LEN>, const LEN: usize> VectorWork for ProductsInRegisters<'_, B, LEN> {
+        type Output = Vec<f32>;
+
+        #[inline(always)]
+        fn run<L: Lanes>(self, l: L) -> Vec<f32> {
+            let Self { x, width, blocks } = self;
+            let rows = blocks.len() * LEN / width;
+            let mut out = vec![0.0; x.len() / width * rows];
+            for (x, out) in x.chunks(L::TOKENS_IN_REGISTERS * width).zip(out.chunks_mut(L::TOKENS_IN_REGISTERS * rows))
+            {
+                let x = Input::new(x, x.len() / width, width);
+                let x = Arrange::<B, LEN> { x, blocks: PhantomData }.run(l);
+                InRegisters { x: &x, width, blocks, out: out.chunks_exact_mut(rows).collect() }.run(l);
+            }
+            out
+        }
+    }
+
+    fn in_registers<B: Block<LEN>, const LEN: usize>(x: &[f32], weight: &QuantizedMatrix) -> Vec<Vec<f32>> {
+        let (rows, width) = weight.dims();
+        let blocks = bytemuck::cast_slice(weight.bytes_of_rows(0..rows));
+        on_each(ProductsInRegisters::<B, LEN> { x, width, blocks })
+    }
+
+    #[test]
+    fn products_in_registers_have_the_bits_of_one_token_alone() -> candle_core::Result<()> {
+        const ROWS: usize = GROUP + 3;
+        const TOKENS: usize = 8;
+        for format in Format::ALL {
+            // More columns than are multiplied at once, which end within a vector where rows may.
+            let width = FACTORS / TOKENS + if format.block_len() == 1 { 235 } else { 256 };
+            let weight = matrix(format, ROWS, width)?;
+            let decoded = weight.dequantize()?.flatten_all()?.to_vec1::<f32>()?;
+            let x: Vec<f32> = (0..TOKENS * width).map(|i| (0.37 * i as f32).cos()).collect();
+            let size: f32 = decoded.iter().map(|w| w.abs()).sum::<f32>() / ROWS as f32;
+            let alone: Vec<Vec<Vec<f32>>> =
+                x.chunks(width).map(|x| with_block!(format, in_registers(x, &weight))).collect();
+            for tokens in 1..=TOKENS {
+                let together = with_block!(format, in_registers(&x[..tokens * width], &weight));
+                for (set, products) in together.iter().enumerate() {
+                    for (t, products) in products.chunks(ROWS).enumerate() {
+                        assert_eq!(products, alone[t][set], "{format}, token {t} of {tokens}");
+                        for (row, product) in decoded.chunks(width).zip(products) {
+                            let x = &x[t * width..];
+                            let wanted: f64 = row.iter().zip(x).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum();
+                            let wrong = (f64::from(*product) - wanted).abs();
+                            assert!(wrong < 1e-6 * f64::from(size), "{format}, token {t}: {product}, not {wanted}");
+                        }
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
