@@ -61,7 +61,7 @@ impl Arranged {
         Self { x: lines, sums: Vec::new(), tokens: x.tokens }
     }
 
-    /// The factors of each block of LEN numbers: the first 32 of each of the T tokens, then the next 32.
+    /// The factors of each block of LEN numbers, of T tokens: in their memory, the first 32 of each token, then the next 32 of each.
     #[inline(always)]
     fn factors<const LEN: usize, const T: usize>(&self) -> &[[[f32; LEN]; T]] {
         bytemuck::cast_slice::<_, f32>(&self.x).as_chunks().0.as_chunks().0

@@ -38,33 +38,6 @@ macro_rules! codes_are_numbers {
         }
 
         #[inline(always)]
-        fn add_numbers<const T: usize>(
-            self,
-            sums: &mut [Self::F; T],
-            [first, second]: [Self::F; 2],
-            x: &[[f32; 32]; T],
-        ) {
-            for (sum, x) in sums.iter_mut().zip(x) {
-                let x = x.as_chunks().0;
-                let products = self.mul_add(second, self.load(&x[1]), self.mul(first, self.load(&x[0])));
-                *sum = self.add(products, *sum);
-            }
-        }
-
-        #[inline(always)]
-        fn subtract_minima<const T: usize>(
-            self,
-            sums: &mut [Self::F; T],
-            minima: &[f32; 16],
-            sums_of_x: &[[f32; 16]; T],
-        ) {
-            let negative = self.sub(self.splat(0.0), self.load(minima));
-            for (sum, sums_of_x) in sums.iter_mut().zip(sums_of_x) {
-                *sum = self.mul_add(negative, self.load(sums_of_x), *sum);
-            }
-        }
-
-        #[inline(always)]
         fn add_scaled_halves<const T: usize>(
             self,
             sums: &mut [Self::F; T],
@@ -95,9 +68,9 @@ pub(super) trait Lanes: Copy {
     /// How many vectors of 16 numbers the registers hold.
     const REGISTERS: usize;
     /// The largest number of tokens for which it is faster to multiply the codes of a weight as they are unpacked, in registers, than to
-    /// decode them into the L1 cache first.
+    /// decode them into the L1 cache first: eight or one.
     const TOKENS_IN_REGISTERS: usize = if Self::SEVERAL_IN_REGISTERS { 8 } else { 1 };
-    /// Whether more than one token is multiplied in registers: eight, whose sums and the numbers of 32 codes fill 16 registers.
+    /// Whether there are products of several tokens in registers. Where it is false, the compiler leaves them out.
     const SEVERAL_IN_REGISTERS: bool;
 
     fn bytes(self, bytes: &[u8; 32]) -> Self::B;
@@ -156,10 +129,30 @@ pub(super) trait Lanes: Copy {
         codes: Self::Codes,
         x: &[[f32; 32]; T],
     );
-    /// The same for numbers in their order, and factors in their order.
-    fn add_numbers<const T: usize>(self, sums: &mut [Self::F; T], numbers: [Self::F; 2], x: &[[f32; 32]; T]);
-    /// Subtracts the products of at most eight minima, with zeros behind them, and the sums of each x.
-    fn subtract_minima<const T: usize>(self, sums: &mut [Self::F; T], minima: &[f32; 16], sums_of_x: &[[f32; 16]; T]);
+    /// Adds the products of numbers and factors, both in their order, to the vector of each x.
+    #[inline(always)]
+    fn add_numbers<const T: usize>(self, sums: &mut [Self::F; T], [first, second]: [Self::F; 2], x: &[[f32; 32]; T]) {
+        for (sum, x) in sums.iter_mut().zip(x) {
+            let x = x.as_chunks().0;
+            let products = self.mul_add(second, self.load(&x[1]), self.mul(first, self.load(&x[0])));
+            *sum = self.add(products, *sum);
+        }
+    }
+
+    /// Subtracts from the vector of each x the products of at most eight minima and the sums of the factors that they apply to; behind
+    /// both are zeros.
+    #[inline(always)]
+    fn subtract_minima<const T: usize>(
+        self,
+        sums: &mut [Self::F; T],
+        minima: &[f32; 16],
+        sums_of_factors: &[[f32; 16]; T],
+    ) {
+        let negative = self.sub(self.splat(0.0), self.load(minima));
+        for (sum, factors) in sums.iter_mut().zip(sums_of_factors) {
+            *sum = self.mul_add(negative, self.load(factors), *sum);
+        }
+    }
 
     /// Adds the products of each x with each row to a vector whose 16 numbers together are the sum. All have equally many vectors.
     #[inline(always)]
@@ -444,7 +437,7 @@ mod tests {
     struct All;
 
     impl VectorWork for All {
-        type Output = (Vec<[u8; 32]>, Vec<[f32; 16]>, [f32; 4]);
+        type Output = (Vec<[u8; 32]>, Vec<[f32; 16]>, [[f32; 4]; 2]);
 
         #[inline(always)]
         fn run<L: Lanes>(self, l: L) -> Self::Output {
@@ -507,14 +500,24 @@ mod tests {
             };
             // Sums of these products are exact in any order.
             let mut factors: [f32; 32] = std::array::from_fn(|i| i as f32 - 8.0);
+            let factors_in_order = [factors];
             l.arrange(&mut factors);
+            let factors = [factors];
+            let first_eight: [f32; 16] = std::array::from_fn(|i| if i < 8 { i as f32 - 2.5 } else { 0.0 });
             let products = [
-                added(&|sums| l.add_scaled(sums, 0.5, l.codes(a), &[factors]), x),
-                added(&|sums| l.add_scaled(sums, -2.0, fives, &[factors]), l.sub(x, x)),
-                added(&|sums| l.add_scaled_halves(sums, [0.5, 4.0], l.codes(b), &[factors]), y),
-                added(&|sums| l.add_scaled_halves(sums, [-1.0, 0.25], chosen, &[factors]), l.sub(x, x)),
+                added(&|sums| l.add_scaled(sums, 0.5, l.codes(a), &factors), x),
+                added(&|sums| l.add_scaled(sums, -2.0, fives, &factors), l.sub(x, x)),
+                added(&|sums| l.add_scaled_halves(sums, [0.5, 4.0], l.codes(b), &factors), y),
+                added(&|sums| l.add_scaled_halves(sums, [-1.0, 0.25], chosen, &factors), l.sub(x, x)),
             ];
-            (bytes.to_vec(), numbers.into_iter().map(stored).collect(), l.sums(products))
+            let others = [
+                added(&|sums| l.add_numbers(sums, l.numbers(fives), &factors_in_order), x),
+                added(&|sums| l.subtract_minima(sums, &first_eight, &[first_eight]), y),
+                x,
+                y,
+            ];
+            let sums = [l.sums(products), l.sums(others)];
+            (bytes.to_vec(), numbers.into_iter().map(stored).collect(), sums)
         }
     }
 

@@ -55,19 +55,16 @@ impl<B: Block<LEN>, const LEN: usize> VectorWork for InRegisters<'_, B, LEN> {
         let Self { x, width, blocks, mut out } = self;
         let of_row = width / LEN;
         for (at, group) in blocks.chunks(GROUP * of_row).enumerate() {
-            // Rows that have none behind them are fetched twice, which costs nothing.
-            let next =
-                blocks.get((at + 1) * GROUP * of_row..).filter(|next| next.len() >= group.len()).unwrap_or(group);
+            let next = blocks.get((at + 1) * GROUP * of_row..).unwrap_or_default();
             Rows { blocks: group, next, of_row, first: at * GROUP }.multiply(l, x, &mut out);
         }
     }
 }
 
 /// A group of rows of the matrix.
-#[derive(Clone, Copy)]
 struct Rows<'a, B, const LEN: usize> {
     blocks: &'a [B],
-    /// The rows that follow, which are prefetched.
+    /// The rows that follow, which are prefetched; there may be fewer.
     next: &'a [B],
     /// The number of blocks of a row.
     of_row: usize,
@@ -81,6 +78,7 @@ impl<B: Block<LEN>, const LEN: usize> Rows<'_, B, LEN> {
     fn multiply<L: Lanes>(self, l: L, x: &Arranged, out: &mut [&mut [f32]]) {
         // The other sizes are not compiled for instruction sets that multiply one token.
         if !L::SEVERAL_IN_REGISTERS {
+            assert_eq!(x.tokens, 1, "one token has sums in registers");
             return self.multiply_each::<L, 1>(l, x, out);
         }
         match x.tokens {
@@ -103,16 +101,21 @@ impl<B: Block<LEN>, const LEN: usize> Rows<'_, B, LEN> {
         let rows = self.blocks.len() / self.of_row;
         // Fewer rows are summed in the same way, so that the bits of a product do not depend on the rows beside it.
         let mut sums = [[l.splat(0.0); T]; GROUP];
-        let parts = (T * LEN * self.of_row).div_ceil(FACTORS);
-        // Whole vectors of formats whose blocks are one number.
-        let part = self.of_row.div_ceil(parts).next_multiple_of(32usize.div_ceil(LEN));
+        // Parts are whole vectors of formats whose blocks are one number.
+        let unit = 32usize.div_ceil(LEN);
+        let most = FACTORS / (T * LEN) / unit * unit;
+        let part = self.of_row.div_ceil(self.of_row.div_ceil(most)).next_multiple_of(unit);
         for start in (0..self.of_row).step_by(part) {
             let end = self.of_row.min(start + part);
             for (r, sums) in sums.iter_mut().take(rows).enumerate() {
                 let part = r * self.of_row + start..r * self.of_row + end;
-                B::add_dots(l, &self.blocks[part.clone()], &self.next[part], start, x, sums);
+                let blocks = &self.blocks[part.clone()];
+                // Where no row follows, this one is fetched twice, which costs nothing.
+                let next = self.next.get(part).unwrap_or(blocks);
+                B::add_dots(l, blocks, next, start, x, sums);
             }
         }
+        assert_eq!(out.len(), T, "each token has its output");
         for (t, out) in out.iter_mut().enumerate() {
             let out = &mut out[self.first..self.first + rows];
             for (sums, out) in sums.chunks_exact(ROWS).zip(out.chunks_mut(ROWS)) {
@@ -190,6 +193,25 @@ mod tests {
                             assert!(wrong < 1e-6 * f64::from(size), "{format}, token {t}: {product}, not {wanted}");
                         }
                     }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn one_token_of_more_columns_than_are_multiplied_at_once_has_the_product_of_f64() -> candle_core::Result<()> {
+        for format in Format::ALL {
+            let width = FACTORS + if format.block_len() == 1 { 235 } else { 256 };
+            let weight = matrix(format, 3, width)?;
+            let decoded = weight.dequantize()?.flatten_all()?.to_vec1::<f32>()?;
+            let x: Vec<f32> = (0..width).map(|i| (0.37 * i as f32).cos()).collect();
+            for products in with_block!(format, in_registers(&x, &weight)) {
+                for (row, product) in decoded.chunks(width).zip(products) {
+                    let terms = row.iter().zip(&x).map(|(w, x)| f64::from(*w) * f64::from(*x));
+                    let (wanted, size) = terms.fold((0.0, 0.0), |(sum, size), term| (sum + term, size + term.abs()));
+                    let wrong = (f64::from(product) - wanted).abs();
+                    assert!(wrong < 1e-6 * size, "{format}: {product}, not {wanted}");
                 }
             }
         }

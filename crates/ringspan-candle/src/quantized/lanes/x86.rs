@@ -259,8 +259,8 @@ fn add_products_of_codes<const T: usize>(
     codes: __m256i,
     x: &[[f32; 32]; T],
 ) {
-    // The numbers of the codes stay in four registers. Scaling the sum of 32 products takes less work than scaling the numbers, unless
-    // there are many x, and additions to the sums of all blocks wait less for each other.
+    // The numbers of the codes stay in four registers. It takes fewer operations to scale the sum of 32 products than to scale the numbers
+    // if there are fewer than four x, and with any number of x, one operation instead of four waits for the sum so far.
     let numbers = [
         shifted_numbers(l, codes, const { highest_bytes(0) }),
         shifted_numbers(l, codes, const { highest_bytes(4) }),
@@ -360,12 +360,12 @@ impl Lanes for V3 {
         self,
         sums: &mut [[__m256; 2]; T],
         minima: &[f32; 16],
-        sums_of_x: &[[f32; 16]; T],
+        sums_of_factors: &[[f32; 16]; T],
     ) {
         let minima = cast(minima.as_chunks::<8>().0[0]);
         for t in 0..T {
-            let sums_of_x = cast(sums_of_x[t].as_chunks::<8>().0[0]);
-            sums[t][0] = self.fma._mm256_fnmadd_ps(minima, sums_of_x, sums[t][0]);
+            let factors = cast(sums_of_factors[t].as_chunks::<8>().0[0]);
+            sums[t][0] = self.fma._mm256_fnmadd_ps(minima, factors, sums[t][0]);
         }
     }
 
