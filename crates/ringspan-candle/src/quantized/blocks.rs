@@ -18,6 +18,12 @@ pub(super) trait Block<const LEN: usize>: AnyBitPattern {
     /// Decodes blocks and writes their numbers: LEN for each.
     fn decode<L: Lanes>(l: L, blocks: &[Self], to: &mut [f32]);
 
+    /// The largest number of tokens whose products are faster with [`add_dots`](Self::add_dots) than in the L1 cache, if those of several
+    /// are on this machine.
+    const TOKENS: usize;
+    /// Whether [`add_dots`](Self::add_dots) may be called for some blocks of a row after the other.
+    const IN_PARTS: bool;
+
     /// Brings the factors of whole blocks, of one or several tokens, into the order in which [`add_dots`](Self::add_dots) reads them.
     fn arranged<L: Lanes>(l: L, x: Input) -> Arranged;
 
@@ -93,6 +99,9 @@ trait Visitor<L: Lanes> {
 }
 
 impl<B: BlockNumbers<LEN>, const LEN: usize> Block<LEN> for B {
+    const TOKENS: usize = 8;
+    const IN_PARTS: bool = true;
+
     #[inline(always)]
     fn decode<L: Lanes>(l: L, blocks: &[Self], to: &mut [f32]) {
         debug_assert_eq!(blocks.len() * LEN, to.len());
@@ -239,13 +248,8 @@ macro_rules! with_block {
 }
 pub(super) use with_block;
 
-/// Converts 32 blocks of one number each.
-macro_rules! widened {
-    ($l:ident, $widen:ident, $blocks:expr) => {{
-        let [first, second]: [[[u8; 2]; 16]; 2] = bytemuck::cast($blocks);
-        [$l.$widen(first), $l.$widen(second)]
-    }};
-}
+/// Number of independent sums, so that additions do not wait for each other.
+const CHAINS: usize = 2;
 
 /// Defines a format whose blocks are one number: as many as there are lanes are decoded together.
 macro_rules! plain {
@@ -255,6 +259,10 @@ macro_rules! plain {
         pub(super) struct $name([u8; 2]);
 
         impl Block<1> for $name {
+            /// Each token has two sums, and numbers need no unpacking: from five tokens on, the L1 cache is as fast.
+            const TOKENS: usize = 4;
+            const IN_PARTS: bool = false;
+
             #[inline(always)]
             fn decode<L: Lanes>(l: L, blocks: &[Self], to: &mut [f32]) {
                 debug_assert_eq!(blocks.len(), to.len());
@@ -264,7 +272,7 @@ macro_rules! plain {
                 }
                 if !rest.is_empty() {
                     let mut last = [0.0; 16];
-                    l.store(l.$widen(bytemuck::cast(padded::<_, 16>(rest))), &mut last);
+                    l.store(l.$widen(bytemuck::cast(padded(rest))), &mut last);
                     rest_to.copy_from_slice(&last[..rest.len()]);
                 }
             }
@@ -283,26 +291,37 @@ macro_rules! plain {
                 x: &Arranged,
                 sums: &mut [L::F; T],
             ) {
-                let factors = &x.factors::<32, T>()[first / 32..];
-                let (blocks, rest) = blocks.as_chunks::<32>();
-                let mut all = *sums;
-                for ((blocks, next), x) in blocks.iter().zip(next.as_chunks::<32>().0).zip(factors) {
+                debug_assert_eq!(first, 0, "rows are multiplied as a whole");
+                let factors = x.factors::<32, T>();
+                let (blocks, rest) = blocks.as_chunks::<16>();
+                let mut chains = [[l.splat(0.0); T]; CHAINS];
+                for (i, (blocks, next)) in blocks.iter().zip(next.as_chunks::<16>().0).enumerate() {
                     prefetch(next);
-                    l.add_numbers(&mut all, widened!(l, $widen, *blocks), x);
+                    let numbers = l.$widen(bytemuck::cast(*blocks));
+                    let (x, half) = (&factors[i / 2], i % 2);
+                    for (sum, x) in chains[i % CHAINS].iter_mut().zip(x) {
+                        *sum = l.mul_add(numbers, l.load(&x.as_chunks().0[half]), *sum);
+                    }
                 }
                 if !rest.is_empty() {
-                    l.add_numbers(&mut all, widened!(l, $widen, padded::<_, 32>(rest)), &factors[blocks.len()]);
+                    let last = l.$widen(bytemuck::cast(padded(rest)));
+                    let (x, half) = (&factors[blocks.len() / 2], blocks.len() % 2);
+                    for (sum, x) in chains[0].iter_mut().zip(x) {
+                        *sum = l.mul_add(last, l.load(&x.as_chunks().0[half]), *sum);
+                    }
                 }
-                *sums = all;
+                for (t, sum) in sums.iter_mut().enumerate() {
+                    *sum = l.add(*sum, l.add(chains[0][t], chains[1][t]));
+                }
             }
         }
     };
 }
 
-/// Pads fewer than N elements with zeros.
+/// Pads fewer than 16 elements with zeros.
 #[inline(always)]
-pub(super) fn padded<T: Zeroable + Copy, const N: usize>(rest: &[T]) -> [T; N] {
-    let mut padded = [T::zeroed(); N];
+pub(super) fn padded<T: Zeroable + Copy>(rest: &[T]) -> [T; 16] {
+    let mut padded = [T::zeroed(); 16];
     padded[..rest.len()].copy_from_slice(rest);
     padded
 }

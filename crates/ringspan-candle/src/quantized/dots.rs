@@ -10,7 +10,7 @@ use super::lanes::{Lanes, VectorWork, dispatch};
 use super::matrix::QuantizedMatrix;
 use crate::pool;
 use in_l1_cache::{in_l1_cache, packed};
-use in_registers::{arranged, in_registers};
+use in_registers::{arranged, in_registers, most_tokens};
 use std::ops::Range;
 
 /// The largest number of tokens for these products. Up to about 160 they are faster than tiles. Products by tiles have the bits of
@@ -28,7 +28,8 @@ pub(super) fn add_forward(x: Input, weight: &QuantizedMatrix, out: &mut [f32]) {
     let ranges = pool::parts(rows, columns);
     let outs = split_columns(out, rows, &ranges);
     let parts: Vec<_> = ranges.into_iter().zip(outs).collect();
-    if x.tokens <= dispatch(TokensInRegisters) {
+    let most = if dispatch(SeveralInRegisters) { with_block!(weight.format(), most_tokens()) } else { 1 };
+    if x.tokens <= most {
         let x = with_block!(weight.format(), arranged(x));
         pool::map(parts, |(range, out): (Range<usize>, _)| {
             with_block!(weight.format(), in_registers(&x, columns, weight.bytes_of_rows(range), out));
@@ -41,15 +42,15 @@ pub(super) fn add_forward(x: Input, weight: &QuantizedMatrix, out: &mut [f32]) {
     }
 }
 
-/// [`Lanes::TOKENS_IN_REGISTERS`] of this machine.
-struct TokensInRegisters;
+/// [`Lanes::SEVERAL_IN_REGISTERS`] of this machine.
+struct SeveralInRegisters;
 
-impl VectorWork for TokensInRegisters {
-    type Output = usize;
+impl VectorWork for SeveralInRegisters {
+    type Output = bool;
 
     #[inline(always)]
-    fn run<L: Lanes>(self, _: L) -> usize {
-        L::TOKENS_IN_REGISTERS
+    fn run<L: Lanes>(self, _: L) -> bool {
+        L::SEVERAL_IN_REGISTERS
     }
 }
 

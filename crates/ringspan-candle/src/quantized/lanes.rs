@@ -67,10 +67,8 @@ pub(super) trait Lanes: Copy {
     type Codes: Copy;
     /// How many vectors of 16 numbers the registers hold.
     const REGISTERS: usize;
-    /// The largest number of tokens for which it is faster to multiply the codes of a weight as they are unpacked, in registers, than to
-    /// decode them into the L1 cache first: eight or one.
-    const TOKENS_IN_REGISTERS: usize = if Self::SEVERAL_IN_REGISTERS { 8 } else { 1 };
-    /// Whether there are products of several tokens in registers. Where it is false, the compiler leaves them out.
+    /// Whether it is faster to multiply the codes of a weight with several tokens as they are unpacked, in registers, than to decode them
+    /// into the L1 cache first. Where it is false, the compiler leaves such products out.
     const SEVERAL_IN_REGISTERS: bool;
 
     fn bytes(self, bytes: &[u8; 32]) -> Self::B;
@@ -129,16 +127,6 @@ pub(super) trait Lanes: Copy {
         codes: Self::Codes,
         x: &[[f32; 32]; T],
     );
-    /// Adds the products of numbers and factors, both in their order, to the vector of each x.
-    #[inline(always)]
-    fn add_numbers<const T: usize>(self, sums: &mut [Self::F; T], [first, second]: [Self::F; 2], x: &[[f32; 32]; T]) {
-        for (sum, x) in sums.iter_mut().zip(x) {
-            let x = x.as_chunks().0;
-            let products = self.mul_add(second, self.load(&x[1]), self.mul(first, self.load(&x[0])));
-            *sum = self.add(products, *sum);
-        }
-    }
-
     /// Subtracts from the vector of each x the products of at most eight minima and the sums of the factors that they apply to; behind
     /// both are zeros.
     #[inline(always)]
@@ -500,7 +488,6 @@ mod tests {
             };
             // Sums of these products are exact in any order.
             let mut factors: [f32; 32] = std::array::from_fn(|i| i as f32 - 8.0);
-            let factors_in_order = [factors];
             l.arrange(&mut factors);
             let factors = [factors];
             let first_eight: [f32; 16] = std::array::from_fn(|i| if i < 8 { i as f32 - 2.5 } else { 0.0 });
@@ -510,12 +497,7 @@ mod tests {
                 added(&|sums| l.add_scaled_halves(sums, [0.5, 4.0], l.codes(b), &factors), y),
                 added(&|sums| l.add_scaled_halves(sums, [-1.0, 0.25], chosen, &factors), l.sub(x, x)),
             ];
-            let others = [
-                added(&|sums| l.add_numbers(sums, l.numbers(fives), &factors_in_order), x),
-                added(&|sums| l.subtract_minima(sums, &first_eight, &[first_eight]), y),
-                x,
-                y,
-            ];
+            let others = [added(&|sums| l.subtract_minima(sums, &first_eight, &[first_eight]), y), x, y, l.sub(x, y)];
             let sums = [l.sums(products), l.sums(others)];
             (bytes.to_vec(), numbers.into_iter().map(stored).collect(), sums)
         }

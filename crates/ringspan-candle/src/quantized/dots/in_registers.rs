@@ -11,7 +11,12 @@ const GROUP: usize = 2 * ROWS;
 /// How many factors of all tokens are multiplied with each row of a group: at most 24 KiB, most of an L1 cache.
 const FACTORS: usize = 6144;
 
-/// Arranges x, of at most [`Lanes::TOKENS_IN_REGISTERS`] tokens, for [`in_registers`].
+/// The largest number of tokens of x for [`in_registers`], if this machine multiplies several there.
+pub(super) fn most_tokens<B: Block<LEN>, const LEN: usize>() -> usize {
+    B::TOKENS
+}
+
+/// Arranges x, of at most [`most_tokens`], for [`in_registers`].
 pub(super) fn arranged<B: Block<LEN>, const LEN: usize>(x: Input) -> Arranged {
     dispatch(Arrange::<B, LEN> { x, blocks: PhantomData })
 }
@@ -101,10 +106,8 @@ impl<B: Block<LEN>, const LEN: usize> Rows<'_, B, LEN> {
         let rows = self.blocks.len() / self.of_row;
         // Fewer rows are summed in the same way, so that the bits of a product do not depend on the rows beside it.
         let mut sums = [[l.splat(0.0); T]; GROUP];
-        // Parts are whole vectors of formats whose blocks are one number.
-        let unit = 32usize.div_ceil(LEN);
-        let most = FACTORS / (T * LEN) / unit * unit;
-        let part = self.of_row.div_ceil(self.of_row.div_ceil(most)).next_multiple_of(unit);
+        let parts = if B::IN_PARTS { self.of_row.div_ceil(FACTORS / (T * LEN)) } else { 1 };
+        let part = self.of_row.div_ceil(parts);
         for start in (0..self.of_row).step_by(part) {
             let end = self.of_row.min(start + part);
             for (r, sums) in sums.iter_mut().take(rows).enumerate() {
@@ -152,8 +155,8 @@ mod tests {
             let Self { x, width, blocks } = self;
             let rows = blocks.len() * LEN / width;
             let mut out = vec![0.0; x.len() / width * rows];
-            for (x, out) in x.chunks(L::TOKENS_IN_REGISTERS * width).zip(out.chunks_mut(L::TOKENS_IN_REGISTERS * rows))
-            {
+            let most = if L::SEVERAL_IN_REGISTERS { B::TOKENS } else { 1 };
+            for (x, out) in x.chunks(most * width).zip(out.chunks_mut(most * rows)) {
                 let x = Input::new(x, x.len() / width, width);
                 let x = Arrange::<B, LEN> { x, blocks: PhantomData }.run(l);
                 InRegisters { x: &x, width, blocks, out: out.chunks_exact_mut(rows).collect() }.run(l);
@@ -171,8 +174,8 @@ mod tests {
     #[test]
     fn products_in_registers_have_the_bits_of_one_token_alone() -> candle_core::Result<()> {
         const ROWS: usize = GROUP + 3;
-        const TOKENS: usize = 8;
         for format in Format::ALL {
+            const TOKENS: usize = 8;
             // More columns than are multiplied at once, which end within a vector where rows may.
             let width = FACTORS / TOKENS + if format.block_len() == 1 { 235 } else { 256 };
             let weight = matrix(format, ROWS, width)?;

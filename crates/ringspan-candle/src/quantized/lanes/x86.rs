@@ -344,18 +344,6 @@ impl Lanes for V3 {
     }
 
     #[inline(always)]
-    fn add_numbers<const T: usize>(
-        self,
-        sums: &mut [[__m256; 2]; T],
-        [[a, b], [c, d]]: [[__m256; 2]; 2],
-        x: &[[f32; 32]; T],
-    ) {
-        for t in 0..T {
-            sums[t][0] = self.avx._mm256_add_ps(sum_of_products(self, [a, b, c, d], &x[t]), sums[t][0]);
-        }
-    }
-
-    #[inline(always)]
     fn subtract_minima<const T: usize>(
         self,
         sums: &mut [[__m256; 2]; T],
