@@ -77,8 +77,8 @@ impl CountingAllocator {
     }
 
     /// The result of `work`, and the sum of the peaks of all threads while it ran, which ranks that are threads would need if their peaks
-    /// coincided. Unlike [`peak_of`](Self::peak_of) it does not depend on which of them runs when. A buffer counts for the thread that allocates
-    /// it until a thread frees it, so the sum is right if each thread gives away as many bytes as it receives.
+    /// coincided. Unlike [`peak_of`](Self::peak_of) it does not depend on which of them runs when. A buffer counts for the thread that
+    /// allocates it until a thread frees it, so the sum is right if each thread gives away as many bytes as it receives.
     pub fn thread_peaks_of<R>(&self, work: impl FnOnce() -> R) -> (R, usize) {
         self.measurement.fetch_add(1, Relaxed);
         self.thread_peaks.store(0, Relaxed);

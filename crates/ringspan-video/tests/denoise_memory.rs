@@ -17,12 +17,18 @@ use support::random_transformer;
 #[global_allocator]
 static ALLOCATOR: CountingAllocator = CountingAllocator::new();
 
+/// The peaks of all ranks, added, are at least this share of what is predicted.
+const LEAST: f64 = 0.9;
+/// What ranks hold at once is at most this share of what is predicted.
+const MOST: f64 = 1.1;
+
 /// The allocator counts for the whole program, so one test runs at a time.
 static ALONE: Mutex<()> = Mutex::new(());
 
 /// Many tokens for the width, where the stream counts, and few, where the inner width of feed-forward layers does; both types of
-/// computation; one rank, and rings and Ulysses ranks; and blocks that are skipped in the second of three steps. The allocator counts all ranks together, so their peaks must coincide: they do in
-/// attention over all ranks, which is the largest moment of a narrow feed-forward layer.
+/// computation; one rank, and rings and Ulysses ranks; and blocks that are skipped in the second of three steps. Ranks are threads, whose
+/// peaks coincide in some runs only, so what they hold at once is at most what is predicted, and their peaks, added, are at least that. The
+/// added peaks have no upper bound: a buffer that a rank has given away counts for it, so they grow with the time a neighbor lags behind.
 #[test]
 fn the_peak_is_what_the_plan_predicts() -> Result<()> {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
@@ -61,23 +67,16 @@ fn the_peak_is_what_the_plan_predicts() -> Result<()> {
             let mesh = VideoMesh { ring, ulysses, ..VideoMesh::single() };
             let plan = DenoisePlan::new(&folder, &mesh, &inputs, &settings)?;
             let predicted = plan.machine_bytes() - plan.most_weights();
-            let (mut peak, mut ratio) = (0, 0.0);
-            // Ranks are threads, whose peaks coincide in some runs only, so the largest of up to four runs counts.
-            for _ in 0..4 {
-                let (latents, of_run) = ALLOCATOR
-                    .peak_of(|| denoise(&folder, &mut VideoRanks::start(&mesh)?, &inputs, &settings, |_| Ok(())));
-                assert!(latents?.is_some());
-                peak = peak.max(of_run);
-                ratio = peak as f64 / predicted as f64;
-                if ratio >= 0.9 {
-                    break;
-                }
-            }
+            let run = || denoise(&folder, &mut VideoRanks::start(&mesh)?, &inputs, &settings, |_| Ok(()));
+            let ((latents, peaks), at_once) = ALLOCATOR.peak_of(|| ALLOCATOR.thread_peaks_of(run));
+            assert!(latents?.is_some());
+            let [at_once, peaks] = [at_once, peaks].map(|bytes| bytes as f64 / predicted as f64);
             let said = format!(
-                "{weights}, {ffn}, {side}, threshold {cache_threshold}, {mesh}: {peak} bytes counted, {predicted} predicted: {ratio:.3}"
+                "{weights}, {ffn}, {side}, threshold {cache_threshold}, {mesh}: {predicted} bytes predicted, {at_once:.3} of it at once, \
+                 {peaks:.3} in the peaks of ranks"
             );
             println!("{said}");
-            if !(0.9..=1.1).contains(&ratio) {
+            if peaks < LEAST || at_once > MOST {
                 wrong.push(said);
             }
         }

@@ -73,7 +73,8 @@ fn the_peak_is_what_the_plan_predicts() -> Result<()> {
                 let predicted = passes.max(2 * joined);
                 let (result, peak): (Result<Option<VideoTensor>>, _) = ALLOCATOR.peak_of(|| run(&mut ranks));
                 assert!(result?.is_some());
-                // The peaks of ranks coincide in some runs only. Their sum is what they need if they do; that of the caller is the joined video.
+                // The peaks of ranks coincide in some runs only. Their sum is what they need if they do; that of the caller is the joined
+                // video.
                 let of_ranks = match count {
                     1 => peak,
                     _ => ALLOCATOR.thread_peaks_of(|| run(&mut ranks)).1 - joined as usize,

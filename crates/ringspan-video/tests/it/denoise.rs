@@ -209,8 +209,8 @@ fn a_run_sends_the_bytes_of_its_plan() -> Result<()> {
     Ok(())
 }
 
-/// The numbers of a video of 4,096 tokens in f32, with heads of 64: `Q` bytes are those of queries, keys and values of a head, which Ulysses
-/// sends, with the outputs that come back; `K` bytes are those of keys and values, which a ring sends.
+/// The numbers of a video of 4,096 tokens in f32, with heads of 64: `Q` bytes are those of queries, keys and values of a head, which
+/// Ulysses sends, with the outputs that come back; `K` bytes are those of keys and values, which a ring sends.
 const TOKENS: usize = 4096;
 const Q: u64 = 3 * 64 * 4 + 4 * 66;
 const K: u64 = 2 * 64 * 4;

@@ -159,8 +159,8 @@ fn branches_of_guidance_gather_each_block_once() -> Result<()> {
     Ok(())
 }
 
-/// More heads than ranks, so that none of the meshes is left out: with 5, 7 and 8 Ulysses ranks some have more heads than others. Of 7 tokens
-/// some ranks have none.
+/// More heads than ranks, so that none of the meshes is left out: with 5, 7 and 8 Ulysses ranks some have more heads than others. Of 7
+/// tokens some ranks have none.
 #[test]
 fn every_mesh_shares_twelve_heads_and_gives_the_velocity_of_one_rank() -> Result<()> {
     assert_eq!(meshes(12).count(), 20);
