@@ -5,9 +5,9 @@ if its code, tests apart, names something of it by a path that begins with `crat
 re-exports that thing. No sibling may use itself through others. A module and the ones inside it may use each other: they are parts
 of one thing, whose inner parts nobody else needs to know.
 
-ARCHITECTURE.md has drawings of the crates and of the modules of each (`<!-- drawing of ringspan -->`, or of a folder,
-`<!-- drawing of ringspan/kernel -->`); the script fails where they are not those of the code, and `--draw` writes them anew. A drawing
-leaves out an arrow where a longer way leads to the same module.
+ARCHITECTURE.md has a drawing of the crates, and docs/modules.md one of the modules of each that has several (`<!-- drawing of ringspan -->`,
+or of a folder, `<!-- drawing of ringspan/kernel -->`); the script fails where they are not those of the code, and `--draw` writes them
+anew. A drawing leaves out an arrow where a longer way leads to the same module.
 """
 
 import re
@@ -136,10 +136,7 @@ def drawing(graph: Graph) -> str:
 
 
 def drawn(text: str) -> str:
-    """ARCHITECTURE.md with its drawings as the code has them."""
-    missing = [name for name in ["crates", *sorted(crates())] if f"<!-- drawing of {name} -->" not in text]
-    if missing:
-        sys.exit(f"ARCHITECTURE.md has no drawing of {', '.join(missing)}")
+    """A page with its drawings as the code has them."""
 
     def anew(match: re.Match) -> str:
         crate, *folder = match[2].split("/")
@@ -150,12 +147,16 @@ def drawn(text: str) -> str:
 
 
 def main() -> None:
-    architecture = ROOT / "ARCHITECTURE.md"
-    text = architecture.read_text()
-    if sys.argv[1:] == ["--draw"]:
-        architecture.write_text(drawn(text))
-    elif drawn(text) != text:
-        sys.exit("the drawings in ARCHITECTURE.md are not those of the code: tools/check_module_cycles.py --draw makes them anew")
+    pages = {ROOT / name: (ROOT / name).read_text() for name in ("ARCHITECTURE.md", "docs/modules.md")}
+    several = [crate for crate in sorted(crates()) if any(modules(crate)[()].values())]
+    missing = [name for name in ["crates", *several] if not any(f"<!-- drawing of {name} -->" in text for text in pages.values())]
+    if missing:
+        sys.exit(f"no page has a drawing of {', '.join(missing)}")
+    for page, text in pages.items():
+        if sys.argv[1:] == ["--draw"]:
+            page.write_text(drawn(text))
+        elif drawn(text) != text:
+            sys.exit(f"the drawings in {page.name} are not those of the code: tools/check_module_cycles.py --draw makes them anew")
     refused = False
     for crate in sorted(crates()):
         folders = modules(crate)

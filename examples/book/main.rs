@@ -14,7 +14,7 @@ use clap::Parser;
 use prompt::Book;
 use ringspan_candle::{Devices, Precision};
 use ringspan_models::{Decoder, ModelSource};
-use ringspan_serve::engine::{Engine, EngineOptions, KvCache};
+use ringspan_serve::engine::{Engine, EngineOptions, KvCacheSize};
 use ringspan_serve::{Mesh, Model};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -93,9 +93,9 @@ fn on_ranks(model: &Arc<Model>, ranks: usize, length: usize, prepared: &Prepared
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
     let mesh = Mesh { ring: ranks, threads: (cores / ranks).max(1), ..Mesh::single() };
     let options = EngineOptions {
-        page: PAGE,
+        page_size: PAGE,
         // The text, and a page for the end of each question and its answer.
-        kv_cache: KvCache::Pages(length.div_ceil(PAGE * ranks) + 2 * prepared.prompts.len()),
+        kv_cache: KvCacheSize::Pages(length.div_ceil(PAGE * ranks) + 2 * prepared.prompts.len()),
         max_model_len: Some(length),
         max_running: 1,
         ..EngineOptions::default()

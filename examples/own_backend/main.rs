@@ -1,7 +1,7 @@
 //! A backend from outside the library: a device with memory of its own, which the library cannot read.
 //!
-//! `cargo run --release -p ringspan --example own_backend` computes attention of four ranks, each on such a device, forward and backward, and
-//! compares results with those of the CPU. The device here is made of the CPU: its memory is behind a lock, and it computes by the
+//! `cargo run --release -p ringspan --example own_backend` computes attention of four ranks, each on such a device, forward and backward,
+//! and compares results with those of the CPU. The device here is made of the CPU: its memory is behind a lock, and it computes by the
 //! library's CPU kernel. A backend for real hardware starts its own kernels in the same places.
 
 use half::{bf16, f16};

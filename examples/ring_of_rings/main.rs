@@ -1,7 +1,7 @@
 //! A strategy from outside the library: a ring of nodes, each of which is a ring of ranks.
 //!
-//! `cargo run --release -p ringspan --example ring_of_rings` computes attention of six ranks on two nodes by it, forward and backward, compares
-//! results with those of one rank, and counts what crosses from node to node.
+//! `cargo run --release -p ringspan --example ring_of_rings` computes attention of six ranks on two nodes by it, forward and backward,
+//! compares results with those of one rank, and counts what crosses from node to node.
 //!
 //! In a plain ring, the last rank of a node sends all blocks to the next node, over its link alone. Here, each block enters a node
 //! once, at the first rank that sees it, and visits the others from there; blocks of different owners enter at different ranks, so
@@ -24,8 +24,8 @@ struct RingOfRings {
 }
 
 impl RingOfRings {
-    /// The step in which `rank` computes the keys of `owner`: as many rounds over all ranks of a node as the owner's node is before that of `rank`,
-    /// and in a round, the distance of the two inside their nodes.
+    /// The step in which `rank` computes the keys of `owner`: as many rounds over all ranks of a node as the owner's node is before that of
+    /// `rank`, and in a round, the distance of the two inside their nodes.
     fn step(self, ring: usize, rank: usize, owner: usize) -> usize {
         let nodes = ring.div_ceil(self.node);
         let round = (rank / self.node + nodes - owner / self.node) % nodes;

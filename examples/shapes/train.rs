@@ -68,7 +68,8 @@ fn initial(transformer: &WanTransformer, before: &HashMap<String, Tensor>, seed:
     transformer.shapes().into_iter().enumerate().map(variable).collect()
 }
 
-/// Trains on this rank alone, from the weights `before` where there are any; returns the weights by their names, and the mean loss of the first and of the last steps.
+/// Trains on this rank alone, from the weights `before` where there are any; returns the weights by their names, and the mean loss of the
+/// first and of the last steps.
 pub(crate) fn train(
     groups: &RankGroups,
     config: &WanConfig,

@@ -13,7 +13,8 @@ pub enum ActivationDType {
     #[default]
     F32,
     /// Each 32 activations of a token are rounded to 16-bit integers with a common scale, at most by 2^-16 of the largest of them, and
-    /// multiplied by integer instructions, which is faster for several tokens and slower for one. Weights in F16 and BF16 are multiplied in f32 all the same.
+    /// multiplied by integer instructions, which is faster for several tokens and slower for one. Weights in F16 and BF16 are multiplied in
+    /// f32 all the same.
     Int16,
 }
 

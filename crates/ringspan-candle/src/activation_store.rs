@@ -23,14 +23,15 @@ use std::ops::Range;
 use std::{fmt, str::FromStr};
 
 /// Says which activations are recomputed before a layer's backward pass. All choices give the same gradients, to the
-/// last bit, with one exception: gated layers with adapters or biases are computed in tiles unless nothing is
+/// last bit, with one exception: on a CPU, feed-forward layers with biases or adapters are computed in tiles unless nothing is
 /// recomputed, and `Nothing` sums their gradients in another order.
 ///
 /// The numbers stored for each token and layer, with C hidden size, I inner width, H query heads of width Dv, G key-value
 /// heads, are:
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Recompute {
-    /// Recomputes the whole layer: only its input is stored, C numbers. On a CPU, attention's inputs are computed twice again.
+    /// Recomputes the whole layer: only its input is stored, C numbers. On a CPU, the backward pass computes attention's
+    /// inputs twice.
     Full,
     /// Recomputes all but attention: C + H (Dv + 2) numbers are stored. The longer the sequence, the more of a layer is
     /// attention.
@@ -102,7 +103,7 @@ pub struct ActivationStore<'a> {
     attentions: RefCell<BTreeMap<usize, SavedAttention>>,
     /// Outputs of matrix products, by the name of their layer.
     products: RefCell<BTreeMap<String, StoredActivation>>,
-    wide: RefCell<BTreeMap<String, GateUpActivations>>,
+    gate_ups: RefCell<BTreeMap<String, GateUpActivations>>,
     mixtures: RefCell<BTreeMap<usize, experts::SavedExperts>>,
     rotations: Rotations,
 }
@@ -119,7 +120,7 @@ impl<'a> ActivationStore<'a> {
             is_recomputing: Cell::new(false),
             attentions: RefCell::default(),
             products: RefCell::default(),
-            wide: RefCell::default(),
+            gate_ups: RefCell::default(),
             mixtures: RefCell::default(),
             rotations: Rotations::default(),
         }
@@ -252,7 +253,7 @@ impl<'a> ActivationStore<'a> {
     ) -> Result<Tensor> {
         let [gate, up, down] = weights;
         if self.is_recomputing.get() {
-            let (known, wide) = (self.products.borrow_mut().remove(name), self.wide.borrow_mut().remove(name));
+            let (known, wide) = (self.products.borrow_mut().remove(name), self.gate_ups.borrow_mut().remove(name));
             return match known.is_some() || !needs_values {
                 true => gated_mlp_recomputed(x, weights, activation, wide, known),
                 false => gated_mlp(x, gate, up, down, activation),
@@ -265,7 +266,7 @@ impl<'a> ActivationStore<'a> {
         if let Some(offload) = self.policy.offload {
             wide = wide.offload(offload)?;
         }
-        self.wide.borrow_mut().insert(name.to_owned(), wide);
+        self.gate_ups.borrow_mut().insert(name.to_owned(), wide);
         if needs_values {
             self.products.borrow_mut().insert(name.to_owned(), self.store(&out, self.policy.storage)?);
         }
@@ -308,7 +309,8 @@ impl<'a> ActivationStore<'a> {
 
 impl Attend for ActivationStore<'_> {
     fn layer_attention(&self, layer: usize, inputs: &AttentionInputs, mask: &Mask, score: &Score) -> Result<Tensor> {
-        // The first part of a recomputation needs attention's output, and the last its inputs.
+        // On a CPU, the backward pass of a layer first needs attention's output, and later differentiates attention from its inputs, so
+        // the recomputed output is stored between the two.
         if self.policy.recompute == Recompute::Full && !(self.is_recomputing.get() && inputs.q.device().is_cpu()) {
             return self.attend.layer_attention(layer, inputs, mask, score);
         }

@@ -1,12 +1,12 @@
-//! What low-rank adapters need to know of each row of their input: in training, what is dropped from it, and in serving, which of
-//! several adapters it asks for.
+//! Information on each row of their input that low-rank adapters read: in training, which elements are dropped, and in serving, which of
+//! several adapters the row selects.
 
 use crate::dropout::InputDropout;
 use candle_core::{Result, bail};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The adapter that each row asks for, by its slot among several.
+/// The adapter that each row selects, by its slot among several.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AdapterSelection(Arc<[Option<u64>]>);
 
@@ -24,12 +24,12 @@ impl AdapterSelection {
     }
 }
 
-/// What adapters need to know of the rows of their input.
+/// Information on the rows of their input that adapters read.
 #[derive(Debug, Clone)]
 pub enum AdapterRows {
     /// Elements of the input are dropped in training.
     Dropout(InputDropout),
-    /// Each row asks for one of several adapters.
+    /// Each row selects one of several adapters.
     Selection(AdapterSelection),
 }
 

@@ -74,8 +74,8 @@ impl SavedAttention {
         Self { storage, stored: None }
     }
 
-    /// Offloads the stored output to CPU memory, as [`stored_activation::StoredActivation::offload`] does. The statistics, two numbers for each token and
-    /// head, stay.
+    /// Offloads the stored output to CPU memory, as [`stored_activation::StoredActivation::offload`] does. The statistics, two numbers for
+    /// each token and head, stay.
     ///
     /// # Errors
     /// As for [`stored_activation::StoredActivation::offload`].

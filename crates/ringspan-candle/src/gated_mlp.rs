@@ -1,8 +1,9 @@
-//! A gated feed-forward layer as one operation with a backward pass, tile by tile over the tokens.
+//! A gated feed-forward layer. Shape letters: T tokens, C hidden size, W intermediate size.
 //!
-//! Shape letters: T tokens, C hidden size, W intermediate size. No tensor `[T, W]` is in memory, unless the forward pass is
-//! asked to store gate and up of all tokens as [`GateUpActivations`]: forward and backward hold the intermediate tensors of one tile, and
-//! the backward pass recomputes the tile's gate and up.
+//! On a CPU it is one operation with a backward pass that goes tile by tile over the tokens: forward and backward hold the
+//! intermediate tensors of one tile, and the backward pass recomputes the tile's gate and up. No tensor `[T, W]` is in memory, unless
+//! the forward pass is asked to store gate and up of all tokens as [`GateUpActivations`]. On a GPU it is composed of linear layers over all
+//! tokens, and holds gate and up `[T, W]`.
 
 mod gate_up;
 mod on_gpu;

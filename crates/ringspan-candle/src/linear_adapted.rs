@@ -166,7 +166,8 @@ impl AdaptedLinear {
     }
 }
 
-/// `x weight^T + bias` with what `add` adds to the sums of a range of rows: x `[T, in]` to `[T, out]`, in sums of f32 that are rounded once.
+/// `x weight^T + bias` with what `add` adds to the sums of a range of rows: x `[T, in]` to `[T, out]`, in sums of f32 that are rounded
+/// once.
 fn products<T: Number>(
     weight: &Weight,
     bias: Option<&Tensor>,

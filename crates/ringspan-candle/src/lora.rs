@@ -52,8 +52,8 @@ pub struct Adapters {
     pub sizes: BTreeMap<String, AdapterSize>,
     /// Share of an adapter's input that is dropped in training, in 0..1.
     pub dropout: f64,
-    /// Several adapters, of which each row asks for one by its slot ([`AdapterSelection`](crate::AdapterSelection)), in place of one for all
-    /// rows.
+    /// Several adapters, of which each row asks for one by its slot ([`AdapterSelection`](crate::AdapterSelection)), in place of one for
+    /// all rows.
     pub by_slot: BTreeMap<u64, Self>,
 }
 

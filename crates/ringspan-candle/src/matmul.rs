@@ -1,8 +1,8 @@
 //! Matrix products on the CPU, on the threads of this rank's pool: of f32 and bf16 in any combination, summed in f32.
 //!
 //! Attention's micro kernel computes them, except products of two f32 factors whose right factor has contiguous rows (`dy W`,
-//! `dy^T x`): for these the `gemm` crate is faster. For `x W^T` it is not: with 2 rows of x it takes 20 times as long as the
-//! micro kernel, with 64 rows twice as long, and as long with 1024 (`BENCHMARKS.md`). In a pool for which an instruction set was
+//! `dy^T x`): for these the `gemm` crate is faster. For `x W^T` it is not: compared with the micro kernel it takes 27 times as long with
+//! 2 rows of x, twice as long with 64, and equally long with 1024 (`BENCHMARKS.md`). In a pool for which an instruction set was
 //! chosen, the micro kernel computes all products.
 
 use crate::pool;

@@ -124,7 +124,7 @@ impl Experts for LoadBalancedExperts {
         self.inner.forward_ended(experts)?;
         let mut state = self.state();
         let LoadState::Collecting(layers) = &*state else {
-            bail!("the forward pass ended twice: experts are balanced once a pass, with a new Balanced each");
+            bail!("the forward pass ended twice: each pass needs a LoadBalancedExperts of its own");
         };
         // A rank without tokens has no load, and adds zeros.
         let zeros = || vec![0.0; experts];

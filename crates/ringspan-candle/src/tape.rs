@@ -200,8 +200,8 @@ pub(crate) fn apply_recomputable<const N: usize>(
 }
 
 /// Like [`apply`], for an operation whose output values nothing reads: while a tape records, the operation is recorded and
-/// not computed. Its output, of this shape and type, has no memory, and can only be an input of
-/// [`residual`](crate::residual::residual) or the output of the recording.
+/// not computed. Its output, of this shape and type, has no memory: it can only be the output of the recording, or an input of
+/// operations that check [`is_unused`] ([`residual`](crate::residual::residual), [`reshape`], reduce-scatter).
 ///
 /// # Errors
 /// As for [`apply`].

@@ -143,7 +143,7 @@ impl Weight {
         match self {
             Self::Dense(tensor) => Ok(Self::Dense(tensor.narrow(0, range.start, range.len())?)),
             Self::Quantized(matrix) => Ok(Self::Quantized(matrix.rows(range)?)),
-            Self::Stack(_) => self.one_matrix(),
+            Self::Stack(_) => self.expected_one_matrix(),
         }
     }
 
@@ -174,7 +174,7 @@ impl Weight {
         match self {
             Self::Dense(weight) => linear(x, weight, bias),
             Self::Quantized(weight) => in_f32(x, bias, |x, bias| linear_quantized(x, weight, bias)),
-            Self::Stack(_) => self.one_matrix(),
+            Self::Stack(_) => self.expected_one_matrix(),
         }
     }
 
@@ -192,7 +192,7 @@ impl Weight {
         match self {
             Self::Dense(weight) => linear_recomputed(x, weight, bias, known),
             Self::Quantized(weight) => in_f32(x, bias, |x, bias| linear_quantized_recomputed(x, weight, bias, known)),
-            Self::Stack(_) => self.one_matrix(),
+            Self::Stack(_) => self.expected_one_matrix(),
         }
     }
 
@@ -204,7 +204,7 @@ impl Weight {
         match self {
             Self::Dense(weight) => linear_wide(x, weight),
             Self::Quantized(weight) => linear_quantized(&cast(x, DType::F32)?, weight, None),
-            Self::Stack(_) => self.one_matrix(),
+            Self::Stack(_) => self.expected_one_matrix(),
         }
     }
 
@@ -216,12 +216,12 @@ impl Weight {
         match self {
             Self::Dense(table) => table.index_select(&Tensor::new(rows, table.device())?, 0),
             Self::Quantized(table) => cast(&table.dequantize_rows(rows)?, table.computed_in().dtype()),
-            Self::Stack(_) => self.one_matrix(),
+            Self::Stack(_) => self.expected_one_matrix(),
         }
     }
 
     /// Returns an error which says that these are the matrices of several experts, where one matrix is needed.
-    pub(crate) fn one_matrix<T>(&self) -> Result<T> {
+    pub(crate) fn expected_one_matrix<T>(&self) -> Result<T> {
         bail!("one matrix is needed here, and this has shape {:?}", self.dims())
     }
 }

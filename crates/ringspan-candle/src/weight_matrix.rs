@@ -31,7 +31,7 @@ impl WeightMatrix<'_> {
                 }
             }
             Weight::Quantized(matrix) => f(WeightMatrix::Quantized(matrix)),
-            Weight::Stack(_) => weight.one_matrix(),
+            Weight::Stack(_) => weight.expected_one_matrix(),
         }
     }
 

@@ -149,7 +149,7 @@ impl DrawArgs {
             }
         };
         ensure!(documents.size() < 1 << 40, "{} tokens are more than can be drawn", documents.size());
-        let longest = documents.iter().map(|document| document.extent).max().unwrap_or(0);
+        let longest = documents.iter().map(|document| document.seq_len).max().unwrap_or(0);
         let mask = self.mask(longest)?;
         let layout = self.layout.unwrap_or(self.mask.layout());
         // These layouts have a run for each block, so their runs grow with the tokens; narrower stripes are runs with a step.

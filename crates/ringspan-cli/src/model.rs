@@ -65,10 +65,9 @@ pub(crate) struct ModelArgs {
     /// Device that computes: cpu, cuda (all GPUs; ranks take them in turn), cuda:N (one of them)
     #[arg(long, default_value_t = DeviceName::Cpu, value_name = "NAME")]
     pub(crate) device: DeviceName,
-    /// Type in which the model computes: f32, or bf16, to which f32 weights are rounded. In bf16 are weights,
-    /// activations, products (with sums in f32) and cached keys and values; norms, rotations, gates, softmax and routers
-    /// compute in f32, and logits are f32. Matrices stay in memory as their file has them, except that bf16 rounds f32; as-stored is another word
-    /// for f32
+    /// Type in which the model computes: f32, or bf16, to which f32 weights are rounded. In bf16 are weights, activations, products (with
+    /// sums in f32) and cached keys and values; norms, rotations, gates, softmax and routers compute in f32, and logits are f32. Matrices
+    /// stay in memory as their file has them, except that bf16 rounds f32; as-stored is another word for f32
     #[arg(long, default_value_t = Precision::F32, value_parser = precision, value_name = "TYPE")]
     pub(crate) dtype: Precision,
     /// Type to which activations are rounded where CPUs multiply them with quantized weights: f32, or int16, which rounds each by

@@ -6,10 +6,11 @@ use crate::session::Session;
 use crate::{interrupt, model, output};
 use anyhow::{Context, Result, anyhow, ensure};
 use ringspan::comm::process_group::ProcessGroup;
+use ringspan_candle::DeviceName;
 use ringspan_http::{ServedModel, Server, Settings};
 use ringspan_models::{ModelSource, chat_template::ChatTemplate};
 use ringspan_serve::engine::request::{EngineClient, Limits};
-use ringspan_serve::engine::{Engine, EngineOptions, KvCache};
+use ringspan_serve::engine::{Engine, EngineOptions, KvCacheSize};
 use ringspan_serve::paged::KvDtype;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -56,7 +57,7 @@ pub(crate) struct ServeArgs {
     drain: u64,
     /// Memory for keys and values: bytes on each rank, such as 4GiB, or a share of the free memory for all ranks, such as 50%
     #[arg(long, default_value = "50%", value_name = "BYTES|SHARE%", value_parser = kv_cache, help_heading = "Engine")]
-    kv_cache: KvCache,
+    kv_cache: KvCacheSize,
     /// Type of the cached keys and values: f32, bf16, or q8_0, 8-bit integers in blocks of 32 (heads must be as wide as whole
     /// blocks); each token's are rounded once [default: the type in which the model computes]
     #[arg(long, value_name = "TYPE", help_heading = "Engine")]
@@ -73,8 +74,8 @@ pub(crate) struct ServeArgs {
     /// Most requests that wait; further ones are told to come later
     #[arg(long, default_value_t = 1024, value_name = "N", help_heading = "Engine")]
     max_waiting: usize,
-    /// Most prompt tokens in one step, in each attention replica: fewer shorten the time between other requests' tokens, more prefill prompts
-    /// faster
+    /// Most prompt tokens in one step, in each attention replica: fewer shorten the time between other requests' tokens, more prefill
+    /// prompts faster
     #[arg(long, default_value_t = 512, value_name = "N", help_heading = "Engine")]
     prefill_chunk: usize,
     /// Forget keys and values once their request has ended
@@ -104,13 +105,18 @@ pub(crate) struct ServeArgs {
     /// Pipeline stages P, each of which holds some of the layers, with the keys and values of these
     #[arg(long, default_value_t = 1, value_name = "P")]
     pp: usize,
-    /// Attention replicas D: each has the ranks of --ring, --ulysses and --tp, and computes requests of its own; --ep may share experts over
-    /// several of them
+    /// Attention replicas D: each has the ranks of --ring, --ulysses and --tp, and computes requests of its own; --ep may share experts
+    /// over several of them
     #[arg(long, default_value_t = 1, value_name = "D")]
     attn_dp: usize,
 }
 
 pub(crate) fn run(args: &ServeArgs, processes: &ProcessGroup) -> Result<()> {
+    let device = args.model.device;
+    ensure!(
+        device == DeviceName::Cpu,
+        "--device {device}: `serve` computes on CPUs; `generate` and `score` compute on GPUs, too"
+    );
     let settings = Settings {
         host: args.host.clone(),
         port: args.port,
@@ -168,7 +174,7 @@ pub(crate) fn run(args: &ServeArgs, processes: &ProcessGroup) -> Result<()> {
 impl ServeArgs {
     fn options(&self) -> EngineOptions {
         EngineOptions {
-            page: self.page,
+            page_size: self.page,
             kv_cache: self.kv_cache,
             kv_dtype: self.kv_dtype,
             max_model_len: self.max_model_len,
@@ -182,10 +188,10 @@ impl ServeArgs {
     }
 }
 
-/// Describes how many tokens and requests the engine has room for. Where all layers have a window, the pages that only say which tokens are cached take no
-/// memory, and are not counted.
+/// Describes how many tokens and requests the engine has room for. Where all layers have a window, the pages that only say which tokens are
+/// cached take no memory, and are not counted.
 fn summary(limits: &Limits) -> String {
-    let Limits { ranks, page, pages_per_rank, window_pages_per_rank, .. } = limits;
+    let Limits { ranks, page_size, pages_per_rank, window_pages_per_rank, .. } = limits;
     let ranks = match (*ranks, limits.attn_dp) {
         (1, _) => "1 rank".to_owned(),
         (_, 1) => format!("{ranks} ranks"),
@@ -193,13 +199,13 @@ fn summary(limits: &Limits) -> String {
     };
     let window = limits.window_lookback.map_or(0, |lookback| lookback.saturating_add(1));
     let pages = match (limits.has_full_layers, window) {
-        (true, 0) => format!("{pages_per_rank} pages of {page} tokens each"),
+        (true, 0) => format!("{pages_per_rank} pages of {page_size} tokens each"),
         (true, _) => format!(
-            "{pages_per_rank} pages of {page} tokens each, and {window_pages_per_rank} for layers with a window of {window} \
+            "{pages_per_rank} pages of {page_size} tokens each, and {window_pages_per_rank} for layers with a window of {window} \
              tokens"
         ),
         (false, _) => format!(
-            "{window_pages_per_rank} pages of {page} tokens each, all for layers with a window of {window} tokens"
+            "{window_pages_per_rank} pages of {page_size} tokens each, all for layers with a window of {window} tokens"
         ),
     };
     let holds =
@@ -237,11 +243,11 @@ fn adapter(text: &str) -> Result<(String, PathBuf)> {
     }
 }
 
-fn kv_cache(text: &str) -> Result<KvCache> {
-    let Some(share) = text.strip_suffix('%') else { return bytes(text).map(KvCache::Bytes) };
+fn kv_cache(text: &str) -> Result<KvCacheSize> {
+    let Some(share) = text.strip_suffix('%') else { return bytes(text).map(KvCacheSize::Bytes) };
     let share: f64 = share.trim().parse().with_context(|| format!("`{share}` is no number"))?;
     ensure!(share > 0.0 && share <= 100.0, "a share must be more than 0% and at most 100%");
-    Ok(KvCache::Share(share / 100.0))
+    Ok(KvCacheSize::Share(share / 100.0))
 }
 
 /// A number of draft tokens in a step.
@@ -290,8 +296,8 @@ mod tests {
         for wrong in ["", "x", "0", "-1GB", "1TBx", "nan"] {
             assert!(bytes(wrong).is_err(), "{wrong}");
         }
-        assert_eq!(kv_cache("25%").expect("a share"), KvCache::Share(0.25));
-        assert_eq!(kv_cache("1KiB").expect("bytes"), KvCache::Bytes(1024));
+        assert_eq!(kv_cache("25%").expect("a share"), KvCacheSize::Share(0.25));
+        assert_eq!(kv_cache("1KiB").expect("bytes"), KvCacheSize::Bytes(1024));
         for wrong in ["0%", "101%", "%", "nan%"] {
             assert!(kv_cache(wrong).is_err(), "{wrong}");
         }
@@ -314,7 +320,7 @@ mod tests {
                 window,
                 trained_length,
             };
-            let options = EngineOptions { kv_cache: KvCache::Bytes(1_000_000), ..EngineOptions::default() };
+            let options = EngineOptions { kv_cache: KvCacheSize::Bytes(1_000_000), ..EngineOptions::default() };
             summary(&options.limits(&sizes).expect("room"))
         };
         assert!(limits(1, 0).starts_with("1 rank with 1000 pages of 64 tokens each (1.0 MB"), "{}", limits(1, 0));

@@ -274,7 +274,7 @@ fn a_step_of_decoding_copies_no_tensor() {
                 let (q, k, v) =
                     (hold(&inputs.q, 1, 4)?, hold(&k, layout.tokens(rank), 2)?, hold(&v, layout.tokens(rank), 2)?);
                 let local = Inputs::new(q.view(), k.view(), v.view(), &problem.score);
-                let tokens = Tokens { queries: &query, keys: layout.runs(rank), extents: (1, 150) };
+                let tokens = Tokens { queries: &query, keys: layout.runs(rank), seq_lens: (1, 150) };
                 let count = || comm.barrier().and_then(|()| Ok((gpu.copied(), comm.barrier()?).0));
                 let before = count()?;
                 let (out, statistics) = on_device::decode(&group, &problem.mask, &tokens, &local, merge)?;

@@ -1,4 +1,4 @@
-//! API keys, compared in a time that says nothing about them.
+//! API keys, compared in constant time.
 
 use crate::error::ApiError;
 use axum::extract::{Request, State};
@@ -8,11 +8,11 @@ use axum::response::{IntoResponse, Response};
 use std::sync::Arc;
 use subtle::ConstantTimeEq;
 
-/// The keys that open the server; without any, it is open.
+/// The API keys of the server; without any, it answers all requests.
 #[derive(Clone)]
-pub(crate) struct Keys(pub(crate) Arc<[String]>);
+pub(crate) struct ApiKeys(pub(crate) Arc<[String]>);
 
-impl Keys {
+impl ApiKeys {
     fn admit(&self, key: &[u8]) -> bool {
         // All keys are compared, so that the time does not tell which one is similar.
         self.0.iter().fold(false, |found, known| found | bool::from(known.as_bytes().ct_eq(key)))
@@ -29,8 +29,8 @@ fn key(headers: &HeaderMap) -> Option<&[u8]> {
     bearer.or_else(|| headers.get("x-api-key").map(|value| value.as_bytes()))
 }
 
-/// Refuses requests without a key.
-pub(crate) async fn check(State(keys): State<Keys>, request: Request, next: Next) -> Response {
+/// Refuses requests whose API key is missing or wrong, if the server has keys.
+pub(crate) async fn check(State(keys): State<ApiKeys>, request: Request, next: Next) -> Response {
     let refused = |message: &str| {
         ApiError { code: Some("invalid_api_key"), ..ApiError::new(StatusCode::UNAUTHORIZED, message) }.into_response()
     };

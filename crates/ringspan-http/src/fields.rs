@@ -62,7 +62,7 @@ impl Fields {
         self.map.shift_remove(field).filter(|value| !value.is_null())
     }
 
-    /// Takes a value that must be there.
+    /// Unwraps the `value` that was taken from `field`, or returns the error that the field is required.
     pub(crate) fn required<T>(&self, field: &str, value: Option<T>) -> Result<T> {
         value.ok_or_else(|| ApiError::field(self.name(field), "is required"))
     }

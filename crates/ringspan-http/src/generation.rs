@@ -11,12 +11,12 @@ use std::sync::Arc;
 use std::time::Instant;
 use tokio::sync::mpsc;
 
-/// Parts of texts that wait for a client that reads slowly.
-const WAITING_PARTS: usize = 64;
+/// Number of chunks that wait for a client that reads slowly.
+const WAITING_CHUNKS: usize = 64;
 
-/// A part of a text, in this order: the prompt, texts, the end or a failure.
+/// A chunk of a choice's output. They come in this order: the prompt, texts, the finish or a failure.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) enum TextPart {
+pub(crate) enum OutputChunk {
     /// Log-probabilities of the prompt's tokens; the first has none.
     Prompt(Vec<Option<TokenLogprobs>>),
     /// Text that is certain, and the tokens that it came from.
@@ -29,14 +29,14 @@ pub(crate) enum TextPart {
         generated: usize,
     },
     /// The text has ended.
-    End(End),
+    Finish(Finish),
     /// The engine has failed: a sentence that says why.
     Failed(String),
 }
 
 /// How a text ended.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct End {
+pub(crate) struct Finish {
     /// Whether it ended because it was as long as allowed.
     pub(crate) length: bool,
     /// The stop string that ended it.
@@ -49,28 +49,28 @@ pub(crate) struct End {
     pub(crate) cached_tokens: usize,
 }
 
-/// The texts of a request, as they arrive.
+/// The output of all choices of a request, as it arrives.
 #[derive(Debug)]
-pub(crate) struct Texts {
-    receiver: mpsc::Receiver<(usize, TextPart)>,
+pub(crate) struct OutputStream {
+    receiver: mpsc::Receiver<(usize, OutputChunk)>,
     /// Number of texts that have not ended.
     open: usize,
 }
 
-impl Texts {
+impl OutputStream {
     /// The next part, with the index of its text; `None` once all texts have ended.
     ///
     /// # Errors
     /// A failure of the engine.
-    pub(crate) async fn next(&mut self) -> Result<Option<(usize, TextPart)>> {
+    pub(crate) async fn next(&mut self) -> Result<Option<(usize, OutputChunk)>> {
         if self.open == 0 {
             return Ok(None);
         }
         match self.receiver.recv().await {
-            Some((_, TextPart::Failed(message))) => Err(ApiError::failed(message)),
-            Some((index, TextPart::End(end))) => {
+            Some((_, OutputChunk::Failed(message))) => Err(ApiError::failed(message)),
+            Some((index, OutputChunk::Finish(end))) => {
                 self.open -= 1;
-                Ok(Some((index, TextPart::End(end))))
+                Ok(Some((index, OutputChunk::Finish(end))))
             }
             Some(part) => Ok(Some(part)),
             None => Err(ApiError::failed("the engine ended without an answer")),
@@ -82,7 +82,12 @@ impl Texts {
 ///
 /// # Errors
 /// A prompt that is too long, a grammar that is impossible, a refusal of the engine; then no text is computed.
-pub(crate) fn start(app: &Arc<App>, target: &Target, prompts: &[Vec<u32>], sampling: &Sampling) -> Result<Texts> {
+pub(crate) fn start(
+    app: &Arc<App>,
+    target: &Target,
+    prompts: &[Vec<u32>],
+    sampling: &Sampling,
+) -> Result<OutputStream> {
     let max_tokens: Vec<usize> =
         prompts.iter().map(|prompt| max_tokens(app, prompt, sampling)).collect::<Result<_>>()?;
     let mut queued = Vec::new();
@@ -105,20 +110,21 @@ pub(crate) fn start(app: &Arc<App>, target: &Target, prompts: &[Vec<u32>], sampl
             queued.push((prompt.clone(), app.engine.submit(request)?));
         }
     }
-    let (sender, receiver) = mpsc::channel(WAITING_PARTS);
+    let (sender, receiver) = mpsc::channel(WAITING_CHUNKS);
     let open = queued.len();
     for (index, (prompt, events)) in queued.into_iter().enumerate() {
-        let text = Text { app: app.clone(), target: target.clone(), sampling: sampling.clone(), prompt, index };
+        let text =
+            RunningChoice { app: app.clone(), target: target.clone(), sampling: sampling.clone(), prompt, index };
         let sender = sender.clone();
         tokio::spawn(async move {
             if let Err(error) = text.run(events, &sender).await {
                 text.app.metrics.finished("error", text.target.arrived);
                 // A client that has left needs no answer.
-                let _ = sender.send((index, TextPart::Failed(error))).await;
+                let _ = sender.send((index, OutputChunk::Failed(error))).await;
             }
         });
     }
-    Ok(Texts { receiver, open })
+    Ok(OutputStream { receiver, open })
 }
 
 /// The vector of a prompt, not normalized.
@@ -188,7 +194,7 @@ fn stop_tokens(app: &App, sampling: &Sampling) -> Vec<u32> {
 }
 
 /// One text that is being generated.
-struct Text {
+struct RunningChoice {
     app: Arc<App>,
     target: Target,
     sampling: Sampling,
@@ -196,16 +202,16 @@ struct Text {
     index: usize,
 }
 
-impl Text {
+impl RunningChoice {
     /// Sends the parts of the text until it has ended or the client has disconnected.
     async fn run(
         &self,
         mut events: Events,
-        sender: &mpsc::Sender<(usize, TextPart)>,
+        sender: &mpsc::Sender<(usize, OutputChunk)>,
     ) -> std::result::Result<(), String> {
         let vocabulary = &self.app.vocabulary;
         let decoder = vocabulary.decoder(self.sampling.skip_special_tokens);
-        let mut stream = CertainText::new(self, vocabulary, &decoder)?;
+        let mut stream = DetokenizedOutput::new(self, vocabulary, &decoder)?;
         let mut clock = TokenClock { app: &self.app, arrived: self.target.arrived, last: None };
         let mut cached_tokens = 0;
         loop {
@@ -218,7 +224,7 @@ impl Text {
                 event = events.recv() => event.ok_or("the engine ended without an answer")?,
             };
             let part = match event {
-                Event::Prompt(logprobs) => TextPart::Prompt(logprobs),
+                Event::Prompt(logprobs) => OutputChunk::Prompt(logprobs),
                 Event::Started { cached_tokens: cached } => {
                     cached_tokens = cached;
                     continue;
@@ -230,7 +236,7 @@ impl Text {
                     match stream.push(token, logprob)? {
                         Some(part) => part,
                         None if !stream.stopped() => continue,
-                        None => TextPart::Text { text: String::new(), tokens: Vec::new(), generated: stream.tokens },
+                        None => OutputChunk::Text { text: String::new(), tokens: Vec::new(), generated: stream.tokens },
                     }
                 }
                 Event::Finished { reason } => {
@@ -250,14 +256,14 @@ impl Text {
         }
     }
 
-    fn end(&self, stream: &CertainText<'_>, engine: Option<FinishReason>, cached_tokens: usize) -> End {
+    fn end(&self, stream: &DetokenizedOutput<'_>, engine: Option<FinishReason>, cached_tokens: usize) -> Finish {
         let stop_string = stream.stop_string();
         let (token, length) = match engine {
             Some(FinishReason::Stop { token }) => (token, false),
             Some(FinishReason::Length) => (None, stop_string.is_none()),
             None => (None, false),
         };
-        End {
+        Finish {
             length,
             stop_string,
             stop_token: token.filter(|token| !self.app.end_tokens.contains(token)),
@@ -268,20 +274,20 @@ impl Text {
 
     async fn send_end(
         &self,
-        sender: &mpsc::Sender<(usize, TextPart)>,
-        rest: TextPart,
-        end: End,
+        sender: &mpsc::Sender<(usize, OutputChunk)>,
+        rest: OutputChunk,
+        end: Finish,
     ) -> std::result::Result<(), String> {
         self.app.metrics.finished(if end.length { "length" } else { "stop" }, self.target.arrived);
         // A client that has left needs no answer.
         let _ = sender.send((self.index, rest)).await;
-        let _ = sender.send((self.index, TextPart::End(end))).await;
+        let _ = sender.send((self.index, OutputChunk::Finish(end))).await;
         Ok(())
     }
 }
 
 /// Text that is certain, with the tokens whose text has been released.
-struct CertainText<'a> {
+struct DetokenizedOutput<'a> {
     stream: TextStream<'a>,
     vocabulary: &'a Vocabulary,
     skip_special: bool,
@@ -296,9 +302,9 @@ struct CertainText<'a> {
     tokens: usize,
 }
 
-impl<'a> CertainText<'a> {
+impl<'a> DetokenizedOutput<'a> {
     fn new(
-        text: &'a Text,
+        text: &'a RunningChoice,
         vocabulary: &'a Vocabulary,
         decoder: &'a dyn Detokenize,
     ) -> std::result::Result<Self, String> {
@@ -325,7 +331,7 @@ impl<'a> CertainText<'a> {
     }
 
     /// Adds a token; returns what became certain by it, if anything did.
-    fn push(&mut self, token: u32, logprob: Option<TokenLogprobs>) -> std::result::Result<Option<TextPart>, String> {
+    fn push(&mut self, token: u32, logprob: Option<TokenLogprobs>) -> std::result::Result<Option<OutputChunk>, String> {
         self.tokens += 1;
         if self.reports_tokens {
             self.held.push_back((self.bytes, (token, logprob)));
@@ -336,18 +342,22 @@ impl<'a> CertainText<'a> {
         let text = self.stream.push(token).map_err(|error| error.to_string())?;
         self.released += text.len();
         let tokens = self.release();
-        Ok((!text.is_empty() || !tokens.is_empty()).then_some(TextPart::Text { text, tokens, generated: self.tokens }))
+        Ok((!text.is_empty() || !tokens.is_empty()).then_some(OutputChunk::Text {
+            text,
+            tokens,
+            generated: self.tokens,
+        }))
     }
 
     /// Ends the text; returns what was held back.
-    fn finish(&mut self) -> std::result::Result<TextPart, String> {
+    fn finish(&mut self) -> std::result::Result<OutputChunk, String> {
         let text = self.stream.finish().map_err(|error| error.to_string())?;
         self.released += text.len();
         let tokens = match self.stopped() {
             true => self.release(),
             false => self.held.drain(..).map(|(_, token)| token).collect(),
         };
-        Ok(TextPart::Text { text, tokens, generated: self.tokens })
+        Ok(OutputChunk::Text { text, tokens, generated: self.tokens })
     }
 
     /// The tokens that begin in the released text. Those of a stop string begin after it.

@@ -89,95 +89,104 @@ impl Collector for EngineMetrics {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let now = self.engine.metrics();
         let limits = self.engine.limits();
-        let gauges = [
-            ("vllm:num_requests_running", "Requests in the current steps", now.running as f64),
-            ("vllm:num_requests_waiting", "Requests that wait for pages or for a place", now.waiting as f64),
-            (
-                "vllm:kv_cache_usage_perc",
-                "Share of the cache's pages that running requests hold (1 is all), in the attention replica and of the kind of which fewest are left",
-                limits.usage(&now.ranks),
-            ),
-        ];
-        for (name, help, value) in gauges {
-            encoder.encode_descriptor(name, help, None, MetricType::Gauge)?.encode_gauge(&value)?;
-        }
-        let mut metric =
-            encoder.encode_descriptor("ringspan:kv_pages", "Pages of each rank", None, MetricType::Gauge)?;
-        metric.encode_gauge(&(limits.pages_per_rank as f64))?;
-        let help = "Pages of each rank for sliding-window layers";
-        let mut metric = encoder.encode_descriptor("ringspan:kv_window_pages", help, None, MetricType::Gauge)?;
-        metric.encode_gauge(&(limits.window_pages_per_rank as f64))?;
-        let counters = [
-            ("vllm:prompt_tokens", "Prompt tokens that were computed or found in the cache", now.prompt_tokens),
-            ("vllm:generation_tokens", "Generated tokens", now.generation_tokens),
-            (
-                "vllm:prefix_cache_queries",
-                "Prompt tokens that were looked up in the prefix cache",
-                now.prefix_cache_queries,
-            ),
-            ("vllm:prefix_cache_hits", "Prompt tokens that were found in the prefix cache", now.prefix_cache_hits),
-            ("vllm:num_preemptions", "Requests that were put back because pages ran out", now.preemptions),
-            (
-                "vllm:spec_decode_num_drafts",
-                "Times that the next tokens of a text were guessed",
-                now.spec_decode_drafts,
-            ),
-            ("vllm:spec_decode_num_draft_tokens", "Tokens that were guessed", now.spec_decode_draft_tokens),
-            (
-                "vllm:spec_decode_num_accepted_tokens",
-                "Tokens that were guessed and then drawn",
-                now.spec_decode_accepted_tokens,
-            ),
-            ("ringspan:engine_steps", "Steps of the engine", now.steps),
-        ];
-        for (name, help, value) in counters {
-            let mut metric = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
-            metric.encode_counter::<[(&str, &str); 0], _, u64>(&value, None)?;
-        }
+        encode_gauges(&now, &limits, &mut encoder)?;
+        encode_counters(&now, &mut encoder)?;
         encode_histograms(&now, &mut encoder)?;
         encode_adapters(&now, &limits, &mut encoder)?;
         encode_cache(&limits, &mut encoder)?;
-        let of_ranks: [(&str, &str, MetricType, OfRank); 6] = [
-            ("ringspan:kv_pages_used", "Pages that running requests hold", MetricType::Gauge, |rank| {
-                rank.pages_used as f64
-            }),
-            ("ringspan:kv_pages_cached", "Pages that only the prefix cache holds", MetricType::Gauge, |rank| {
-                rank.pages_cached as f64
-            }),
-            (
-                "ringspan:kv_window_pages_used",
-                "Pages of sliding-window layers that running requests hold",
-                MetricType::Gauge,
-                |rank| rank.window_pages_used as f64,
-            ),
-            (
-                "ringspan:kv_window_pages_cached",
-                "Pages of sliding-window layers that only the prefix cache holds",
-                MetricType::Gauge,
-                |rank| rank.window_pages_cached as f64,
-            ),
-            ("ringspan:transfer_bytes", "Bytes that the rank has sent to others", MetricType::Counter, |rank| {
-                rank.transfer_bytes as f64
-            }),
-            ("ringspan:wait_seconds", "Seconds that the rank has waited for others", MetricType::Counter, |rank| {
-                rank.wait_seconds
-            }),
-        ];
-        for (name, help, kind, value) in of_ranks {
-            let mut metric = encoder.encode_descriptor(name, help, None, kind)?;
-            for (rank, metrics) in now.ranks.iter().enumerate() {
-                let labels = [("rank", rank.to_string())];
-                let mut of_rank = metric.encode_family(&labels)?;
-                match kind {
-                    MetricType::Counter => {
-                        of_rank.encode_counter::<[(&str, &str); 0], _, u64>(&value(metrics), None)?
-                    }
-                    _ => of_rank.encode_gauge(&value(metrics))?,
-                }
+        encode_ranks(&now, &mut encoder)
+    }
+}
+
+/// Requests, the use of the cache, and the pages of each rank.
+fn encode_gauges(now: &Metrics, limits: &Limits, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+    let gauges = [
+        ("vllm:num_requests_running", "Requests in the current steps", now.running as f64),
+        ("vllm:num_requests_waiting", "Requests that wait for pages or for a place", now.waiting as f64),
+        (
+            "vllm:kv_cache_usage_perc",
+            "Share of the cache's pages that running requests hold (1 is all), in the attention replica and of the kind of which fewest are left",
+            limits.usage(&now.ranks),
+        ),
+    ];
+    for (name, help, value) in gauges {
+        encoder.encode_descriptor(name, help, None, MetricType::Gauge)?.encode_gauge(&value)?;
+    }
+    let mut metric = encoder.encode_descriptor("ringspan:kv_pages", "Pages of each rank", None, MetricType::Gauge)?;
+    metric.encode_gauge(&(limits.pages_per_rank as f64))?;
+    let help = "Pages of each rank for sliding-window layers";
+    let mut metric = encoder.encode_descriptor("ringspan:kv_window_pages", help, None, MetricType::Gauge)?;
+    metric.encode_gauge(&(limits.window_pages_per_rank as f64))
+}
+
+/// Tokens and steps since the engine has started.
+fn encode_counters(now: &Metrics, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+    let counters = [
+        ("vllm:prompt_tokens", "Prompt tokens that were computed or found in the cache", now.prompt_tokens),
+        ("vllm:generation_tokens", "Generated tokens", now.generation_tokens),
+        (
+            "vllm:prefix_cache_queries",
+            "Prompt tokens that were looked up in the prefix cache",
+            now.prefix_cache_queries,
+        ),
+        ("vllm:prefix_cache_hits", "Prompt tokens that were found in the prefix cache", now.prefix_cache_hits),
+        ("vllm:num_preemptions", "Requests that were put back because pages ran out", now.preemptions),
+        ("vllm:spec_decode_num_drafts", "Times that the next tokens of a text were guessed", now.spec_decode_drafts),
+        ("vllm:spec_decode_num_draft_tokens", "Tokens that were guessed", now.spec_decode_draft_tokens),
+        (
+            "vllm:spec_decode_num_accepted_tokens",
+            "Tokens that were guessed and then drawn",
+            now.spec_decode_accepted_tokens,
+        ),
+        ("ringspan:engine_steps", "Steps of the engine", now.steps),
+    ];
+    for (name, help, value) in counters {
+        let mut metric = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
+        metric.encode_counter::<[(&str, &str); 0], _, u64>(&value, None)?;
+    }
+    Ok(())
+}
+
+/// The metrics that each rank has a value of.
+fn encode_ranks(now: &Metrics, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+    let of_ranks: [(&str, &str, MetricType, OfRank); 6] = [
+        ("ringspan:kv_pages_used", "Pages that running requests hold", MetricType::Gauge, |rank| {
+            rank.pages_used as f64
+        }),
+        ("ringspan:kv_pages_cached", "Pages that only the prefix cache holds", MetricType::Gauge, |rank| {
+            rank.pages_cached as f64
+        }),
+        (
+            "ringspan:kv_window_pages_used",
+            "Pages of sliding-window layers that running requests hold",
+            MetricType::Gauge,
+            |rank| rank.window_pages_used as f64,
+        ),
+        (
+            "ringspan:kv_window_pages_cached",
+            "Pages of sliding-window layers that only the prefix cache holds",
+            MetricType::Gauge,
+            |rank| rank.window_pages_cached as f64,
+        ),
+        ("ringspan:transfer_bytes", "Bytes that the rank has sent to others", MetricType::Counter, |rank| {
+            rank.transfer_bytes as f64
+        }),
+        ("ringspan:wait_seconds", "Seconds that the rank has waited for others", MetricType::Counter, |rank| {
+            rank.wait_seconds
+        }),
+    ];
+    for (name, help, kind, value) in of_ranks {
+        let mut metric = encoder.encode_descriptor(name, help, None, kind)?;
+        for (rank, metrics) in now.ranks.iter().enumerate() {
+            let labels = [("rank", rank.to_string())];
+            let mut of_rank = metric.encode_family(&labels)?;
+            match kind {
+                MetricType::Counter => of_rank.encode_counter::<[(&str, &str); 0], _, u64>(&value(metrics), None)?,
+                _ => of_rank.encode_gauge(&value(metrics))?,
             }
         }
-        Ok(())
     }
+    Ok(())
 }
 
 /// The phases of requests, and the sizes of steps.
@@ -206,7 +215,8 @@ fn encode_histograms(now: &Metrics, encoder: &mut DescriptorEncoder<'_>) -> fmt:
     Ok(())
 }
 
-/// The adapters of the requests that run and wait, as labels of the current time, by which routers know the newest labels.
+/// Encodes the adapters of running and of waiting requests as labels. The value is the current time, by which routers find the newest
+/// labels.
 fn encode_adapters(now: &Metrics, limits: &Limits, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     let listed = |names: &BTreeSet<String>| names.iter().cloned().collect::<Vec<_>>().join(",");
     let labels = [
@@ -232,10 +242,10 @@ fn encode_cache(limits: &Limits, encoder: &mut DescriptorEncoder<'_>) -> fmt::Re
     let window = limits.window_lookback.filter(|_| !limits.has_full_layers);
     let labels = [
         ("engine", "0".to_owned()),
-        ("block_size", limits.page.to_string()),
+        ("block_size", limits.page_size.to_string()),
         ("cache_dtype", dtype.to_owned()),
         ("enable_prefix_caching", if limits.prefix_cache { "True" } else { "False" }.to_owned()),
-        // Wherever the ranks are: with `block_size`, it says how many tokens the cache holds.
+        // This is vLLM's label, although the pages are in the memory of CPUs. Times `block_size`, it is the tokens that the cache holds.
         ("num_gpu_blocks", limits.pages_per_rank.saturating_mul(limits.attn_dp * limits.cp).to_string()),
         ("sliding_window", window.map_or("None".to_owned(), |lookback| (lookback + 1).to_string())),
     ];

@@ -1,7 +1,7 @@
 //! The answers of a conversation as they arrive: words, calls of tools, ends, and the tokens that they have cost.
 
 use crate::error::{ApiError, Result};
-use crate::generation::{End, TextPart, Texts};
+use crate::generation::{Finish, OutputChunk, OutputStream};
 use crate::tools::{Parsed, ToolParser};
 use ringspan_serve::engine::request::TokenLogprobs;
 use serde_json::{Value, json};
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 /// The answers of a conversation, as they arrive.
 #[derive(Debug)]
 pub(crate) struct Reply {
-    texts: Texts,
+    texts: OutputStream,
     parsers: Vec<ToolParser>,
     /// For each answer, whether it has called a tool.
     called: Vec<bool>,
@@ -29,14 +29,14 @@ pub(crate) enum ReplyPart {
     /// Log-probabilities of the prompt.
     Prompt(Vec<Option<TokenLogprobs>>),
     /// Words and calls, with the tokens that have become certain.
-    Said(Vec<Parsed>, Vec<(u32, Option<TokenLogprobs>)>),
+    Delta(Vec<Parsed>, Vec<(u32, Option<TokenLogprobs>)>),
     /// The answer has ended; whether it has called tools.
-    End(End, bool),
+    Finish(Finish, bool),
 }
 
 impl Reply {
     /// The answers to a prompt: their texts, and what finds the calls of tools in each.
-    pub(crate) fn new(prompt: Vec<u32>, texts: Texts, parsers: Vec<ToolParser>) -> Self {
+    pub(crate) fn new(prompt: Vec<u32>, texts: OutputStream, parsers: Vec<ToolParser>) -> Self {
         let usage = Usage { prompt_tokens: prompt.len(), ..Usage::default() };
         Self {
             called: vec![false; parsers.len()],
@@ -59,26 +59,26 @@ impl Reply {
         }
         let Some((index, part)) = self.texts.next().await? else { return Ok(None) };
         let part = match part {
-            TextPart::Prompt(logprobs) => ReplyPart::Prompt(logprobs),
-            TextPart::Text { text, tokens, generated } => {
+            OutputChunk::Prompt(logprobs) => ReplyPart::Prompt(logprobs),
+            OutputChunk::Text { text, tokens, generated } => {
                 self.generated[index] = generated;
                 let parsed = self.parsers[index].push(&text);
                 self.note(index, &parsed);
-                ReplyPart::Said(parsed, tokens)
+                ReplyPart::Delta(parsed, tokens)
             }
-            TextPart::End(end) => {
+            OutputChunk::Finish(end) => {
                 self.usage.add(&end);
                 let rest = self.parsers[index].finish();
                 self.note(index, &rest);
-                let end = ReplyPart::End(end, self.called[index]);
+                let end = ReplyPart::Finish(end, self.called[index]);
                 if rest.is_empty() {
                     end
                 } else {
                     self.ended = Some((index, end));
-                    ReplyPart::Said(rest, Vec::new())
+                    ReplyPart::Delta(rest, Vec::new())
                 }
             }
-            TextPart::Failed(message) => return Err(ApiError::failed(message)),
+            OutputChunk::Failed(message) => return Err(ApiError::failed(message)),
         };
         Ok(Some((index, part)))
     }
@@ -101,7 +101,7 @@ pub(crate) struct Usage {
 
 impl Usage {
     /// Adds a text that has ended. Texts of one prompt share it, so the largest cached part counts.
-    pub(crate) fn add(&mut self, end: &End) {
+    pub(crate) fn add(&mut self, end: &Finish) {
         self.completion_tokens += end.tokens;
         self.cached_tokens = self.cached_tokens.max(end.cached_tokens);
     }

@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::oneshot;
 
-/// Bytes that a response in the background may grow at its end without an answer, where it says why it has failed.
-const END_BYTES: usize = 512;
+/// Bytes that are reserved for each background response, so that an error message fits if it fails.
+const FAILURE_RESERVE: usize = 512;
 
 /// A response that can be read and continued. Both parts are JSON texts, whose memory is known, and which readers share.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -127,7 +127,7 @@ impl ResponseStore {
         if entries.running >= self.most_running {
             return Err(NoRoom::TooMany { most: self.most_running });
         }
-        entries.make_room(stored.bytes() + END_BYTES, self.capacity)?;
+        entries.make_room(stored.bytes() + FAILURE_RESERVE, self.capacity)?;
         let (running, unwanted) = oneshot::channel();
         entries.add_running(id, stored, running);
         Ok(unwanted)
@@ -206,7 +206,7 @@ impl Entries {
 
     fn add_running(&mut self, id: &str, stored: StoredResponse, running: oneshot::Sender<()>) {
         self.running += 1;
-        self.running_bytes += stored.bytes() + END_BYTES;
+        self.running_bytes += stored.bytes() + FAILURE_RESERVE;
         self.by_id.insert(id.to_owned(), Entry { stored, phase: Phase::Running(running) });
     }
 
@@ -222,7 +222,7 @@ impl Entries {
         match entry.phase {
             Phase::Running(_) => {
                 self.running -= 1;
-                self.running_bytes -= entry.stored.bytes() + END_BYTES;
+                self.running_bytes -= entry.stored.bytes() + FAILURE_RESERVE;
             }
             Phase::Ended(at) => {
                 self.ended.remove(&at);
@@ -302,16 +302,19 @@ mod tests {
         store.insert("new", of(2000)).unwrap();
         let mut unwanted = store.begin("a", of(1000)).unwrap();
         assert_eq!(["old", "new"].map(|id| store.get(id).is_some()), [false, true], "the oldest has made room");
-        let (running, capacity) = (1000 + END_BYTES, 5000);
-        let needed = 4000 + END_BYTES;
+        let (running, capacity) = (1000 + FAILURE_RESERVE, 5000);
+        let needed = 4000 + FAILURE_RESERVE;
         assert_eq!(store.begin("b", of(4000)).unwrap_err(), NoRoom::Taken { needed, running, capacity });
-        assert_eq!(store.begin("b", of(5000)).unwrap_err(), NoRoom::TooLarge { needed: 5000 + END_BYTES, capacity });
+        assert_eq!(
+            store.begin("b", of(5000)).unwrap_err(),
+            NoRoom::TooLarge { needed: 5000 + FAILURE_RESERVE, capacity }
+        );
         assert_eq!(store.insert("b", of(4000)), Err(NoRoom::Taken { needed: 4000, running, capacity }));
         assert!(store.get("new").is_some(), "what finds no room drops nothing");
         // An end without room changes nothing, so that a smaller one can say why.
         assert_eq!(store.end("a", "r".repeat(4501)), Err(NoRoom::TooLarge { needed: 5001, capacity }));
         assert_eq!((store.get("a"), unwanted.try_recv()), (Some(of(1000)), Err(TryRecvError::Empty)));
-        store.end("a", "r".repeat(500 + END_BYTES)).unwrap();
+        store.end("a", "r".repeat(500 + FAILURE_RESERVE)).unwrap();
         assert!(store.get("new").is_some(), "room for the end was kept");
         // Ends and deletions give the room back, and the place of another in the background.
         for id in ["c", "d"] {

@@ -242,19 +242,19 @@ fn neutral(fields: &mut Fields) -> Result<()> {
     fields.only("include_stop_str_in_output", &[json!(false)], "texts end before their stop string")?;
     fields.only("bad_words", &[json!([])], "use logit_bias")?;
     fields.only("allowed_token_ids", &[], "use structured_outputs")?;
-    without_priority(fields)?;
+    refuse_priority(fields)?;
     fields.ignore_without_effect();
     Ok(())
 }
 
-/// Accepts the priority that all requests have.
-pub(crate) fn without_priority(fields: &mut Fields) -> Result<()> {
+/// Accepts only priority 0, since requests are computed in the order in which they come.
+pub(crate) fn refuse_priority(fields: &mut Fields) -> Result<()> {
     let first_come = "requests are computed in the order in which they come";
     fields.only("priority", &[json!(0), json!(0.0)], first_come)
 }
 
-/// Refuses what interfaces other than OpenAI's older ones have no place for in their answers.
-pub(crate) fn without_token_reports(fields: &mut Fields) -> Result<()> {
+/// Refuses `prompt_logprobs` and `return_token_ids` on routes whose response format has no field for them.
+pub(crate) fn refuse_token_reports(fields: &mut Fields) -> Result<()> {
     let there = "answers of this route have no place for it; use /v1/chat/completions or /v1/completions";
     fields.only("prompt_logprobs", &[], there)?;
     fields.only("return_token_ids", &[json!(false)], there)

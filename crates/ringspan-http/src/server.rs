@@ -1,7 +1,7 @@
 //! The server: routes, their limits, and the life of its socket.
 
 use crate::app::{App, ServeError, ServedModel};
-use crate::auth::{self, Keys};
+use crate::auth::{self, ApiKeys};
 use crate::error::ApiError;
 use crate::routes::{adapters, chat, completions, embeddings, messages, models, operation, responses, tokens};
 use axum::Router;
@@ -61,7 +61,7 @@ impl Default for Settings {
 /// ```
 /// use ringspan_http::{ServedModel, Server, Settings};
 /// use ringspan_models::{Config, Decoder};
-/// use ringspan_serve::engine::{Engine, EngineOptions, KvCache};
+/// use ringspan_serve::engine::{Engine, EngineOptions, KvCacheSize};
 /// use ringspan_serve::{Mesh, Model};
 /// use std::io::{Read, Write};
 /// use std::net::TcpStream;
@@ -75,7 +75,7 @@ impl Default for Settings {
 /// }))?;
 /// let decoder = Decoder::new(config)?;
 /// let weights = decoder.init(1)?;
-/// let options = EngineOptions { kv_cache: KvCache::Pages(8), max_model_len: Some(64), ..EngineOptions::default() };
+/// let options = EngineOptions { kv_cache: KvCacheSize::Pages(8), max_model_len: Some(64), ..EngineOptions::default() };
 /// let engine = Engine::start(Model::new(decoder, weights)?, Mesh { ring: 2, ..Mesh::single() }, &options)?;
 /// let tokenizer = serde_json::json!({"version": "1.0", "pre_tokenizer": {"type": "Whitespace"},
 ///     "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "c": 2}, "unk_token": "a"}});
@@ -182,7 +182,7 @@ impl Server {
 type Route = (&'static str, MethodRouter<Arc<App>>);
 
 /// The routes that need a key, where there are keys.
-fn closed_routes() -> Vec<Route> {
+fn authenticated_routes() -> Vec<Route> {
     vec![
         ("/v1/models", get(models::list)),
         ("/v1/models/{*model}", get(models::one)),
@@ -204,7 +204,7 @@ fn closed_routes() -> Vec<Route> {
 }
 
 /// The routes that never need a key.
-fn open_routes() -> Vec<Route> {
+fn public_routes() -> Vec<Route> {
     vec![
         ("/", get(operation::page)),
         ("/health", get(operation::health)),
@@ -214,13 +214,13 @@ fn open_routes() -> Vec<Route> {
 }
 
 fn router(model: ServedModel, settings: &Settings) -> Result<Router, ServeError> {
-    let keys = Keys(settings.api_keys.clone().into());
+    let keys = ApiKeys(settings.api_keys.clone().into());
     let of = |routes: Vec<Route>| {
         routes.into_iter().fold(Router::new(), |router, (path, methods)| router.route(path, methods))
     };
-    let closed = of(closed_routes()).route_layer(middleware::from_fn_with_state(keys, auth::check));
+    let closed = of(authenticated_routes()).route_layer(middleware::from_fn_with_state(keys, auth::check));
     let router = closed
-        .merge(of(open_routes()))
+        .merge(of(public_routes()))
         .fallback(unknown_route)
         .method_not_allowed_fallback(unknown_method)
         .layer(DefaultBodyLimit::max(settings.max_body))
@@ -280,7 +280,7 @@ mod tests {
     #[test]
     fn every_route_is_described_and_every_description_has_a_route() {
         let routed: BTreeSet<String> =
-            closed_routes().iter().chain(&open_routes()).map(|(path, _)| path.replace("{*", "{")).collect();
+            authenticated_routes().iter().chain(&public_routes()).map(|(path, _)| path.replace("{*", "{")).collect();
         let openapi: serde_json::Value = serde_json::from_str(operation::OPENAPI).unwrap();
         let described: BTreeSet<String> = openapi["paths"].as_object().unwrap().keys().cloned().collect();
         assert_eq!(routed, described);

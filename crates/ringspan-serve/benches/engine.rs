@@ -10,7 +10,7 @@
 mod support;
 
 use ringspan_serve::engine::request::{EngineClient, Event, Request, SamplingParams};
-use ringspan_serve::engine::{Client, Engine, EngineOptions, KvCache};
+use ringspan_serve::engine::{Client, Engine, EngineOptions, KvCacheSize};
 use ringspan_serve::{Mesh, Result};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -138,8 +138,8 @@ fn main() -> Result<()> {
     let (prompt, clients, each) = (number("prompt", 4000), number("clients", 16), number("each", 512));
     let longest = prompt.max(each) + 2000;
     let options = EngineOptions {
-        page: 16,
-        kv_cache: KvCache::Pages((longest + clients.max(16) * (each + 64)).div_ceil(16 * ranks) + 64),
+        page_size: 16,
+        kv_cache: KvCacheSize::Pages((longest + clients.max(16) * (each + 64)).div_ceil(16 * ranks) + 64),
         max_model_len: Some(longest),
         prefill_chunk: number("chunk", 512),
         mixed_chunk: std::env::args().any(|word| word.starts_with("mixed=")).then(|| number("mixed", 64)),

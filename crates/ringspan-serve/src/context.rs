@@ -97,8 +97,8 @@ impl Attend for Decode<'_> {
         let query = [Run { document: 0, start: self.position[0], len: 1, step: 1 }];
         // The positions of query and keys count from the same origin; only masks that are aligned to the end look at the
         // length.
-        let extent = self.position[0] + 1;
-        let tokens = Tokens { queries: &query, keys: cache.runs(), extents: (extent, extent) };
+        let seq_len = self.position[0] + 1;
+        let tokens = Tokens { queries: &query, keys: cache.runs(), seq_lens: (seq_len, seq_len) };
         decode(self.group, mask, &tokens, &AttentionInputs { k: &k, v: &v, ..*inputs }, score)
     }
 

@@ -22,7 +22,7 @@ pub enum Error {
     },
     /// A sampling option, or one of the engine's, is outside its range.
     #[error("{option} {given}: possible is {possible}")]
-    Sampling {
+    InvalidOption {
         /// The option's name.
         option: &'static str,
         /// The value that was given.
@@ -40,7 +40,7 @@ pub enum Error {
     },
     /// The cache of an engine cannot hold one sequence of the longest length.
     #[error(
-        "a sequence of {asked} tokens needs {needed} pages of {page} tokens on each of {ranks} ranks ({} bytes a rank), but the \
+        "a sequence of {asked} tokens needs {needed} pages of {page_size} tokens on each of {ranks} ranks ({} bytes a rank), but the \
          cache has {pages_per_rank} pages a rank ({page_bytes} bytes each), which hold {holds} tokens: the cache needs more memory, \
          or the sequence must be shorter",
         .page_bytes.saturating_mul(*.needed as u64).saturating_add(*.window_bytes)
@@ -49,7 +49,7 @@ pub enum Error {
         /// Tokens of the longest sequence.
         asked: usize,
         /// Tokens of a page.
-        page: usize,
+        page_size: usize,
         /// Number of ranks.
         ranks: usize,
         /// Pages that each rank would need.

@@ -19,7 +19,7 @@ impl GreatestLogit {
         );
         let index = match max {
             Some(max) => logits.iter().position(|logit| *logit == max),
-            None => logits.iter().position(|logit| is_nan_or_infinite(*logit)),
+            None => logits.iter().position(|logit| is_invalid_logit(*logit)),
         };
         index.map(|index| Self { token: first + index, logit: logits[index] })
     }
@@ -27,7 +27,7 @@ impl GreatestLogit {
     /// The greatest of the logits of both, which are of different tokens.
     pub(crate) fn or(self, other: Self) -> Self {
         let (low, high) = if self.token < other.token { (self, other) } else { (other, self) };
-        let only_high_is_wrong = is_nan_or_infinite(high.logit) && !is_nan_or_infinite(low.logit);
+        let only_high_is_wrong = is_invalid_logit(high.logit) && !is_invalid_logit(low.logit);
         if only_high_is_wrong || high.logit > low.logit { high } else { low }
     }
 
@@ -39,7 +39,7 @@ impl GreatestLogit {
         let Self { token, logit } = self;
         let refused = |problem| Err(Error::Logits { vocabulary, problem });
         match logit {
-            _ if is_nan_or_infinite(logit) => refused(format!("the one of token {token} is {logit}")),
+            _ if is_invalid_logit(logit) => refused(format!("the one of token {token} is {logit}")),
             f32::NEG_INFINITY => refused("all are -inf".into()),
             _ => Ok(token),
         }
@@ -56,12 +56,12 @@ impl GreatestLogit {
     }
 }
 
-/// Whether the model has computed no number; -inf is one, the logit of a token that cannot come.
-fn is_nan_or_infinite(logit: f32) -> bool {
+/// Whether a logit is invalid: NaN or +inf. -inf is valid: it excludes a token.
+fn is_invalid_logit(logit: f32) -> bool {
     logit.is_nan() || logit == f32::INFINITY
 }
 
-/// The greatest logit, -inf if there are none; `None` if one is NaN or infinite.
+/// The greatest logit, -inf if there are none; `None` if one is NaN or +inf.
 #[inline(always)]
 fn greatest(logits: &[f32]) -> Option<f32> {
     // With a single maximum the compiler must keep the order of comparisons; maxima of columns are computed by vector instructions.
@@ -75,7 +75,7 @@ fn greatest(logits: &[f32]) -> Option<f32> {
             *is_logit &= *logit < f32::INFINITY;
         }
     }
-    let all_are = is_logit.into_iter().all(|is_logit| is_logit) && !rest.iter().any(|logit| is_nan_or_infinite(*logit));
+    let all_are = is_logit.into_iter().all(|is_logit| is_logit) && !rest.iter().any(|logit| is_invalid_logit(*logit));
     all_are.then(|| max.iter().chain(rest).copied().fold(f32::NEG_INFINITY, f32::max))
 }
 
@@ -92,7 +92,7 @@ mod tests {
 
     /// Token by token, as a person would look for it.
     fn plain(logits: &[f32]) -> Option<usize> {
-        let wrong = logits.iter().position(|logit| is_nan_or_infinite(*logit));
+        let wrong = logits.iter().position(|logit| is_invalid_logit(*logit));
         let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         wrong.or_else(|| logits.iter().position(|logit| *logit == max))
     }

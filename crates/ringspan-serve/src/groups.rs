@@ -110,8 +110,8 @@ impl Groups {
         }
     }
 
-    /// Brings a message of rank 0 to all ranks. It crosses from stage to stage once, between the stages' first ranks, each of which
-    /// passes it on in its stage.
+    /// Broadcasts a message of rank 0 to all ranks: rank 0 sends it once to the first rank of each other stage, and each first rank
+    /// broadcasts it within its stage.
     ///
     /// # Errors
     /// Failures of other ranks.
@@ -151,7 +151,7 @@ impl Groups {
     }
 }
 
-/// The groups of a rank that shares tokens alone with others.
+/// The groups of a rank in a mesh that uses only context parallelism.
 impl From<Arc<Group>> for Groups {
     fn from(cp: Arc<Group>) -> Self {
         let world = cp.cp().clone();

@@ -60,12 +60,12 @@ impl Mesh {
         }
     }
 
-    /// Runs `work` on every rank of a mesh whose ranks share tokens alone, and returns the results of the ranks of this
+    /// Runs `work` on every rank of a mesh that uses only context parallelism, and returns the results of the ranks of this
     /// process, in rank order.
     ///
     /// # Errors
-    /// Tensor, expert or pipeline parallelism, or attention replicas, which only the engine has; a number of processes that is not the number of ranks; the error of
-    /// the rank that failed first.
+    /// Tensor, expert or pipeline parallelism, or attention replicas, which only the engine has; a number of processes that is not
+    /// the number of ranks; the error of the rank that failed first.
     pub fn run<T: Send>(&self, work: impl Fn(Arc<Group>) -> Result<T> + Sync) -> Result<Vec<T>> {
         let Self { tp, ep, pp, attn_dp, .. } = *self;
         if (tp, ep, pp, attn_dp) != (1, 1, 1, 1) {
@@ -240,7 +240,7 @@ mod tests {
         }
     }
 
-    /// What rank 0 tells all ranks leaves each stage once, and is passed on to the context- and tensor-parallel ranks of the next.
+    /// Rank 0 sends a message once to each other stage, whose first rank broadcasts it there.
     #[test]
     fn a_message_crosses_from_stage_to_stage_once() {
         let mesh = Mesh { pp: 3, ring: 2, tp: 2, ..Mesh::single() };

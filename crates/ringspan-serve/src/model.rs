@@ -124,8 +124,8 @@ impl Model {
         Ok(self.with_decoder(decoder, weights))
     }
 
-    /// The same shard of the model with several adapters, each under its slot, from this shard with each of them: for rows that ask for
-    /// different ones. All share their matrices.
+    /// This shard with several adapters at once, for steps whose rows use different adapters. The matrices of each model in `adapted`
+    /// are added under its slot; they are shared, not copied.
     pub(crate) fn with_adapters_by_slot(&self, adapted: &[(u64, Arc<Self>)]) -> Self {
         let decoder = self.decoder.with_adapters_by_slot(adapted.iter().map(|(slot, model)| (*slot, model.decoder())));
         let mut weights = self.weights.clone();
@@ -207,7 +207,7 @@ impl Model {
         self.vocabulary
     }
 
-    /// Number of layers; of a part of the model, of those that it has.
+    /// Number of layers that this shard has.
     pub fn layers(&self) -> usize {
         self.layer_range().len()
     }

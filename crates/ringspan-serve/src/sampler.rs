@@ -33,7 +33,7 @@ impl Sampling {
     /// # Errors
     /// The first option that is out of range or has no effect.
     pub fn check(&self) -> Result<()> {
-        let wrong = |option, given: String, possible| Err(Error::Sampling { option, given, possible });
+        let wrong = |option, given: String, possible| Err(Error::InvalidOption { option, given, possible });
         if !(self.temperature.is_finite() && self.temperature >= 0.0) {
             return wrong("temperature", self.temperature.to_string(), "a finite number of at least 0");
         }
@@ -177,8 +177,8 @@ pub(crate) fn most_likely(logits: &[f32], max: f32, scale: f32, n: usize) -> Vec
     tokens
 }
 
-/// All tokens whose logits are at most 4, 12 or 36 times `scale` below the greatest: the smallest of these sets that is `enough`, or else all tokens. Few
-/// tokens of a large vocabulary are likely, and sorting only these saves most of the time.
+/// All tokens whose logits are at most 4, 12 or 36 times `scale` below the greatest: the smallest of these sets that is `enough`, or else
+/// all tokens. Few tokens of a large vocabulary are likely, and sorting only these saves most of the time.
 fn likely(logits: &[f32], max: f32, scale: f32, enough: impl Fn(&[usize]) -> bool) -> Vec<usize> {
     let bounds = [4.0, 12.0, 36.0].map(|gap| f64::from(max) - gap * f64::from(scale));
     let mut sets = bounds.into_iter().map(|bound| at_least(logits, bound));

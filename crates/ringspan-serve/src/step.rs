@@ -29,7 +29,7 @@ impl Step {
 pub struct StepSequence {
     /// Position of the first new token: the number of tokens whose keys and values are in the cache.
     pub start: usize,
-    /// The new tokens; at least one. Up to [`MOST_DECODED`] are computed on all ranks; more are a chunk of a prompt, which ranks
+    /// The new tokens; at least one. Up to [`MAX_REPLICATED_TOKENS`] are computed on all ranks; more are a chunk of a prompt, which ranks
     /// share.
     pub tokens: Vec<u32>,
     /// The pages of the sequence, up to its last new token, in full-attention layers: page i is the page `pages[i]` of
@@ -67,14 +67,14 @@ impl WindowPages {
     }
 }
 
-/// New tokens of a sequence that every rank computes, with one small exchange a layer, because sharing so few would save less than
-/// the exchange of their keys and values costs.
-pub const MOST_DECODED: usize = 8;
+/// Largest number of new tokens of a sequence that every rank computes itself, with one small exchange a layer. To distribute so few
+/// tokens would save less than exchanging their keys and values costs.
+pub const MAX_REPLICATED_TOKENS: usize = 8;
 
 impl StepSequence {
-    /// Whether the ranks share the new tokens, rather than each computing all of them.
-    pub fn is_chunk(&self) -> bool {
-        self.tokens.len() > MOST_DECODED
+    /// Whether the new tokens are distributed over the ranks, rather than each rank computing all of them.
+    pub fn is_distributed(&self) -> bool {
+        self.tokens.len() > MAX_REPLICATED_TOKENS
     }
 
     /// Number of hidden states that rank 0 needs.

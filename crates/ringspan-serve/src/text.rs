@@ -17,7 +17,7 @@ impl Detokenize for tokenizers::Tokenizer {
     }
 }
 
-/// Upper limit of tokens that are decoded together; a longer window would only cost time.
+/// If the window has more tokens than this, it is cut to its last [`CONTEXT`] tokens, provided that this does not change the text.
 const WINDOW: usize = 32;
 /// Number of tokens kept before the new ones, because decoders treat the first token of a text differently.
 const CONTEXT: usize = 6;

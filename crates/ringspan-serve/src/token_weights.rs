@@ -8,8 +8,8 @@ const CHUNK: usize = 1024;
 /// Number of sums that run side by side, so that they become vector instructions.
 const LANES: usize = 8;
 
-/// The weights `e^((logit - max) / temperature)` of all tokens, where max is the greatest logit. Sums and draws compute them in f32 by vector
-/// instructions, with a relative error of at most 4e-6, and add them in f64.
+/// The weights `e^((logit - max) / temperature)` of all tokens, where max is the greatest logit. Sums and draws compute them in f32 by
+/// vector instructions, with a relative error of at most 4e-6, and add them in f64.
 pub(crate) struct TokenWeights<'a> {
     logits: &'a [f32],
     max: f64,
@@ -71,8 +71,8 @@ impl<'a> TokenWeights<'a> {
     }
 }
 
-/// The index at which the sum of the weights exceeds `sum`, and what `sum` exceeds the weights before it by. Rounding may leave a small rest behind
-/// all weights; then it is the last index with any weight.
+/// The index at which the sum of the weights exceeds `sum`, and what `sum` exceeds the weights before it by. Rounding may leave a small
+/// rest behind all weights; then it is the last index with any weight.
 pub(crate) fn index_at(weights: impl Iterator<Item = f64>, sum: f64) -> Option<(usize, f64)> {
     let (mut found, mut rest) = (None, sum);
     for (index, weight) in weights.enumerate().filter(|(_, weight)| *weight > 0.0) {

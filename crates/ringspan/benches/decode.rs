@@ -1,9 +1,9 @@
 //! Measures decoding, attention of one query to many cached keys, beside reading the same cache on the same threads.
 //!
-//! `cargo bench --bench decode` alternately times both for each storage type, over caches of several layers, so that they come from
-//! memory. The last column is the share of the reading's bandwidth that decoding reaches: the median of the rounds, and its range.
-//! `tokens=16384 heads=4 kv_heads=1 dim=256 layers=3` are the sizes, and `sequences=1` have that many tokens each; these lie in pages of
-//! `page=64`, in random order, as those of a paged cache may. `type=f32,bf16` chooses storage types, `threads=2`, `isa=avx2` and `rounds=9` the rest.
+//! `cargo bench --bench decode` alternately times both for each storage type, over caches of several layers, so that they come from memory.
+//! The last column is the share of the reading's bandwidth that decoding reaches: the median of the rounds, and its range. `tokens=16384
+//! heads=4 kv_heads=1 dim=256 layers=3` are the sizes, and `sequences=1` have that many tokens each; these lie in pages of `page=64`, in
+//! random order, as those of a paged cache may. `type=f32,bf16` chooses storage types, `threads=2`, `isa=avx2` and `rounds=9` the rest.
 
 use half::bf16;
 use ringspan::kernel::{Data, HeadMap, Inputs, Isa, Kernel, Partial, Score, Tile, TilePosition, View};

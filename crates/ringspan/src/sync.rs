@@ -16,8 +16,8 @@ pub(crate) fn processors() -> usize {
     thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// Spins until `is_so` returns true, for a moment from `begin` on; false if it did not. Other threads that have no processor get this
-/// one's meanwhile.
+/// Spins until `is_so` returns true; returns false if it has not within [`SPIN_TIME`] after `begin`. Each turn yields, so that threads that
+/// wait for a processor can run.
 pub(crate) fn spin_until(begin: std::time::Instant, is_so: impl Fn() -> bool) -> bool {
     while !is_so() {
         if begin.elapsed() >= SPIN_TIME {

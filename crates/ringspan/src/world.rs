@@ -1,4 +1,4 @@
-//! Ranks that live as long as their owner, and take work as often as it likes.
+//! A world of ranks that is started once and then runs any number of functions on them.
 //!
 //! A server, a notebook or a trainer starts its [`World`] once. Each rank keeps its threads, and its communicator, so groups
 //! that were made of it in one call can be used in the next; what else a rank needs again, such as weights or a cache,
@@ -277,7 +277,7 @@ impl World {
                     let problem = "the world is closed, since this rank failed in an earlier call".into();
                     return Err(Error::Communicator { rank: rank.index(), operation: "run".into(), problem }.into());
                 }
-                // A panic is that of the process, which tells it to the others.
+                // A panic is not caught here: it unwinds to the code that runs this process, which reports it to the other ranks.
                 let result = match pool {
                     Some(pool) => pool.install(|| work(&rank, state)),
                     None => work(&rank, state),

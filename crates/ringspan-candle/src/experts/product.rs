@@ -14,7 +14,7 @@ pub(super) fn through(x: &Tensor, weight: &Weight) -> Result<Tensor> {
     match weight {
         Weight::Dense(weight) => product_of(x, &weight.t()?),
         Weight::Quantized(weight) => linear_quantized(&cast(x, DType::F32)?, weight, None),
-        Weight::Stack(_) => weight.one_matrix(),
+        Weight::Stack(_) => weight.expected_one_matrix(),
     }
 }
 
@@ -23,7 +23,7 @@ pub(super) fn back_through(dy: &Tensor, weight: &Weight) -> Result<Tensor> {
     match weight {
         Weight::Dense(weight) => product_of(dy, weight),
         Weight::Quantized(weight) => back_through_stored(dy, weight),
-        Weight::Stack(_) => weight.one_matrix(),
+        Weight::Stack(_) => weight.expected_one_matrix(),
     }
 }
 

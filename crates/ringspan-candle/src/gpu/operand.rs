@@ -28,11 +28,11 @@ impl<'a> Operand<'a> {
         Ok(Self { at: first + (layout.start_offset() * storage.dtype().size_in_bytes()) as u64, _order })
     }
 
-    /// A tensor of integers that a kernel reads.
+    /// A tensor of u32 that a kernel reads.
     ///
     /// # Errors
     /// Types other than u32.
-    pub(crate) fn read_whole(storage: &'a CudaStorage, layout: &Layout, stream: &'a CudaStream) -> Result<Self> {
+    pub(crate) fn read_u32(storage: &'a CudaStorage, layout: &Layout, stream: &'a CudaStream) -> Result<Self> {
         let (first, _order) = storage.as_cuda_slice::<u32>()?.device_ptr(stream);
         Ok(Self { at: first + (layout.start_offset() * size_of::<u32>()) as u64, _order })
     }

@@ -25,7 +25,7 @@ pub trait TrainableModel: Model {
     /// Refuses a batch before anything is computed or gathered, alike on all ranks.
     ///
     /// # Errors
-    /// A loss of which `attend` does not know.
+    /// A loss that needs something `attend` lacks, such as a router's loss where its experts give the router no gradient.
     fn check(&self, _batch: &Self::Batch<'_>, _attend: &dyn Attend) -> Result<()> {
         Ok(())
     }

@@ -194,7 +194,7 @@ impl<'a> LogitChunks<'a> {
             let written = Operand::written(&mut sums, &stream)?;
             let targets = self.targets.narrow(0, rows.start, rows.len())?;
             let (targets_held, targets_at) = targets.storage_and_layout();
-            let targets = Operand::read_whole(on_gpu(&targets_held)?, targets_at, &stream)?;
+            let targets = Operand::read_u32(on_gpu(&targets_held)?, targets_at, &stream)?;
             let params = LossParams {
                 logits: logits.at,
                 targets: targets.at,
@@ -223,7 +223,7 @@ impl<'a> LogitChunks<'a> {
         let targets = self.targets.narrow(0, rows.start, rows.len())?;
         let ((targets_held, targets_at), (totals_held, totals_at)) =
             (targets.storage_and_layout(), totals.storage_and_layout());
-        let targets = Operand::read_whole(on_gpu(&targets_held)?, targets_at, &stream)?;
+        let targets = Operand::read_u32(on_gpu(&targets_held)?, targets_at, &stream)?;
         let totals = Operand::read(on_gpu(&totals_held)?, totals_at, &stream)?;
         let logits = Operand::written(&mut self.logits, &stream)?;
         let narrow = self.narrow.as_mut().map(|narrow| Operand::written(narrow, &stream)).transpose()?;

@@ -7,9 +7,10 @@ use candle_core::backend::BackendStorage;
 use candle_core::cuda::cudarc::driver::DeviceRepr;
 use candle_core::{CudaStorage, DType, Layout, Result, Shape, Tensor, bail};
 
-/// The threads of a warp, and the number of reads of each of its threads up to which one warp handles a row.
+/// Number of threads in a warp.
 const WARP: usize = 32;
-const STEPS: usize = 4;
+/// One warp handles a row if none of its threads makes more reads than this; longer rows take a whole block of threads.
+const MAX_READS_PER_THREAD: usize = 4;
 
 /// The gradient of the weight is summed over chunks of rows, then over the chunks: at most this many chunks, of at
 /// least this many rows each.
@@ -44,7 +45,7 @@ unsafe impl DeviceRepr for NormParams {}
 
 /// The number of threads for a row of this many reads: all of a block, or a power of two up to a warp.
 fn lanes(pieces: usize) -> usize {
-    if pieces > STEPS * WARP { THREADS } else { pieces.next_power_of_two().min(WARP) }
+    if pieces > MAX_READS_PER_THREAD * WARP { THREADS } else { pieces.next_power_of_two().min(WARP) }
 }
 
 /// Bytes of shared memory for a row that all threads of a block handle: two sums for each warp.

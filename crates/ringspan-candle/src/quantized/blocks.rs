@@ -18,33 +18,32 @@ pub(super) trait Block<const LEN: usize>: AnyBitPattern {
     /// Decodes blocks and writes their numbers: LEN for each.
     fn decode<L: Lanes>(l: L, blocks: &[Self], to: &mut [f32]);
 
-    /// The largest number of tokens whose products are faster with [`add_dots`](Self::add_dots) than in the L1 cache, if those of several
-    /// are on this machine.
-    const TOKENS: usize;
-    /// Whether [`add_dots`](Self::add_dots) may be called for some blocks of a row after the other.
-    const IN_PARTS: bool;
+    /// Whether a row may be multiplied by several calls of [`add_dots`](Self::add_dots), each for some of its blocks.
+    const CAN_SPLIT_ROWS: bool;
+
+    /// The largest number of tokens whose products are faster with [`add_dots`](Self::add_dots) than in the L1 cache.
+    fn tokens_in_registers<L: Lanes>() -> usize;
 
     /// Brings the factors of whole blocks, of one or several tokens, into the order in which [`add_dots`](Self::add_dots) reads them.
-    fn arranged<L: Lanes>(l: L, x: Input) -> Arranged;
+    fn arranged<L: Lanes>(l: L, x: Input) -> ArrangedActivations;
 
-    /// Adds the products of the numbers of blocks and as many factors of each of T tokens, from block `first` on, to a vector for each
-    /// token, whose lanes are not summed. A sum does not depend on the number of tokens. The `next` blocks, as many, are prefetched.
+    /// For each of T tokens, adds the products of the blocks' numbers and the token's factors, which begin at block `first`, to `sums[t]`,
+    /// a vector whose lanes are summed later. A token's sum does not depend on T. Prefetches `next`, which has as many blocks.
     fn add_dots<L: Lanes, const T: usize>(
         l: L,
         blocks: &[Self],
         next: &[Self],
         first: usize,
-        x: &Arranged,
+        x: &ArrangedActivations,
         sums: &mut [L::F; T],
     );
 }
 
-/// The factors of some tokens.
-pub(super) struct Arranged {
-    /// 32 factors of each token, in the order of the instruction set and the format, then the next 32 of each. Behind the last are zeros.
+/// The activations of some tokens, in the order in which [`Block::add_dots`] reads them.
+pub(super) struct ArrangedActivations {
+    /// `[width / 32][tokens][32]`: groups of 32 factors, in an order that depends on format and instruction set; zeros fill the last one.
     x: Vec<CacheLine>,
-    /// For formats with minima, the sums of each 32 factors of a block and zeros behind them, of each token, then those of the next block;
-    /// none for others.
+    /// `[block][token]`: for formats with minima, the sums of each 32 factors of the block, followed by zeros; empty for other formats.
     sums: Vec<[f32; 16]>,
     pub(super) tokens: usize,
 }
@@ -54,7 +53,7 @@ pub(super) struct Arranged {
 #[repr(C, align(64))]
 struct CacheLine([f32; 16]);
 
-impl Arranged {
+impl ArrangedActivations {
     /// Factors in their order.
     fn in_order(x: Input) -> Self {
         let mut lines = vec![CacheLine::zeroed(); 2 * x.tokens * x.width.div_ceil(32)];
@@ -99,8 +98,11 @@ trait Visitor<L: Lanes> {
 }
 
 impl<B: BlockNumbers<LEN>, const LEN: usize> Block<LEN> for B {
-    const TOKENS: usize = 8;
-    const IN_PARTS: bool = true;
+    const CAN_SPLIT_ROWS: bool = true;
+
+    fn tokens_in_registers<L: Lanes>() -> usize {
+        L::TOKENS_IN_REGISTERS
+    }
 
     #[inline(always)]
     fn decode<L: Lanes>(l: L, blocks: &[Self], to: &mut [f32]) {
@@ -111,8 +113,8 @@ impl<B: BlockNumbers<LEN>, const LEN: usize> Block<LEN> for B {
     }
 
     #[inline(always)]
-    fn arranged<L: Lanes>(l: L, x: Input) -> Arranged {
-        let mut arranged = Arranged::in_order(x);
+    fn arranged<L: Lanes>(l: L, x: Input) -> ArrangedActivations {
+        let mut arranged = ArrangedActivations::in_order(x);
         if Self::HAS_MINIMA {
             arranged.sums = vec![[0.0; 16]; arranged.x.len() / (LEN / 16)];
             for t in 0..x.tokens {
@@ -135,7 +137,7 @@ impl<B: BlockNumbers<LEN>, const LEN: usize> Block<LEN> for B {
         blocks: &[Self],
         next: &[Self],
         first: usize,
-        x: &Arranged,
+        x: &ArrangedActivations,
         sums: &mut [L::F; T],
     ) {
         let factors = &x.factors::<LEN, T>()[first..first + blocks.len()];
@@ -228,21 +230,22 @@ impl<L: Lanes, const T: usize> Visitor<L> for Sum<'_, L::F, T> {
     }
 }
 
-/// Calls a function that is generic in the block type of a format and in the block's count of numbers.
+/// Calls a function that is generic in the block type of a format and in the block's count of numbers, and perhaps in a further
+/// constant, which is in angle brackets.
 macro_rules! with_block {
-    ($format:expr, $function:ident($($argument:expr),* $(,)?)) => {{
+    ($format:expr, $function:ident $(<$constant:ident>)? ($($argument:expr),* $(,)?)) => {{
         use $crate::quantized::{Format, blocks};
         match $format {
-            Format::F16 => $function::<blocks::F16, 1>($($argument),*),
-            Format::BF16 => $function::<blocks::BF16, 1>($($argument),*),
-            Format::Q4_0 => $function::<blocks::Q4_0, 32>($($argument),*),
-            Format::Q5_0 => $function::<blocks::Q5_0, 32>($($argument),*),
-            Format::Q8_0 => $function::<blocks::Q8_0, 32>($($argument),*),
-            Format::Q4K => $function::<blocks::Q4K, 256>($($argument),*),
-            Format::Q5K => $function::<blocks::Q5K, 256>($($argument),*),
-            Format::Q6K => $function::<blocks::Q6K, 256>($($argument),*),
-            Format::Iq4Nl => $function::<blocks::Iq4Nl, 32>($($argument),*),
-            Format::Mxfp4 => $function::<blocks::Mxfp4, 32>($($argument),*),
+            Format::F16 => $function::<blocks::F16, 1 $(, $constant)?>($($argument),*),
+            Format::BF16 => $function::<blocks::BF16, 1 $(, $constant)?>($($argument),*),
+            Format::Q4_0 => $function::<blocks::Q4_0, 32 $(, $constant)?>($($argument),*),
+            Format::Q5_0 => $function::<blocks::Q5_0, 32 $(, $constant)?>($($argument),*),
+            Format::Q8_0 => $function::<blocks::Q8_0, 32 $(, $constant)?>($($argument),*),
+            Format::Q4K => $function::<blocks::Q4K, 256 $(, $constant)?>($($argument),*),
+            Format::Q5K => $function::<blocks::Q5K, 256 $(, $constant)?>($($argument),*),
+            Format::Q6K => $function::<blocks::Q6K, 256 $(, $constant)?>($($argument),*),
+            Format::Iq4Nl => $function::<blocks::Iq4Nl, 32 $(, $constant)?>($($argument),*),
+            Format::Mxfp4 => $function::<blocks::Mxfp4, 32 $(, $constant)?>($($argument),*),
         }
     }};
 }
@@ -259,9 +262,12 @@ macro_rules! plain {
         pub(super) struct $name([u8; 2]);
 
         impl Block<1> for $name {
-            /// Each token has two sums, and numbers need no unpacking: from five tokens on, the L1 cache is as fast.
-            const TOKENS: usize = 4;
-            const IN_PARTS: bool = false;
+            const CAN_SPLIT_ROWS: bool = false;
+
+            /// Each token has two sums, and numbers need no unpacking, so the L1 cache is faster for fewer tokens than with codes.
+            fn tokens_in_registers<L: Lanes>() -> usize {
+                if L::REGISTERS >= 32 { 1 } else { L::TOKENS_IN_REGISTERS.min(4) }
+            }
 
             #[inline(always)]
             fn decode<L: Lanes>(l: L, blocks: &[Self], to: &mut [f32]) {
@@ -278,8 +284,8 @@ macro_rules! plain {
             }
 
             #[inline(always)]
-            fn arranged<L: Lanes>(_: L, x: Input) -> Arranged {
-                Arranged::in_order(x)
+            fn arranged<L: Lanes>(_: L, x: Input) -> ArrangedActivations {
+                ArrangedActivations::in_order(x)
             }
 
             #[inline(always)]
@@ -288,7 +294,7 @@ macro_rules! plain {
                 blocks: &[Self],
                 next: &[Self],
                 first: usize,
-                x: &Arranged,
+                x: &ArrangedActivations,
                 sums: &mut [L::F; T],
             ) {
                 debug_assert_eq!(first, 0, "rows are multiplied as a whole");

@@ -6,16 +6,16 @@ mod in_registers;
 
 use super::blocks::with_block;
 use super::input::Input;
-use super::lanes::{Lanes, VectorWork, dispatch};
 use super::matrix::QuantizedMatrix;
 use crate::pool;
-use in_l1_cache::{in_l1_cache, packed};
+use in_l1_cache::{COLUMNS, COLUMNS_OF_SHORT_ROWS, in_l1_cache, packed};
 use in_registers::{arranged, in_registers, most_tokens};
 use std::ops::Range;
 
-/// The largest number of tokens for these products. Up to about 160 they are faster than tiles. Products by tiles have the bits of
-/// those with the decoded weight, so that training with more tokens than these beside stored weights is training beside the decoded ones.
-pub(super) const FEW: usize = 128;
+/// The largest number of tokens for which these products are used; they are faster than tiles up to about 160 tokens. Products by tiles
+/// have the same bits as products with the decoded weight, so training with more tokens gives the same bits on quantized weights as on
+/// decoded ones.
+pub(super) const MAX_TOKENS: usize = 128;
 /// Rows of the matrix whose sums are completed together.
 const ROWS: usize = 4;
 
@@ -28,30 +28,24 @@ pub(super) fn add_forward(x: Input, weight: &QuantizedMatrix, out: &mut [f32]) {
     let ranges = pool::parts(rows, columns);
     let outs = split_columns(out, rows, &ranges);
     let parts: Vec<_> = ranges.into_iter().zip(outs).collect();
-    let most = if dispatch(SeveralInRegisters) { with_block!(weight.format(), most_tokens()) } else { 1 };
-    if x.tokens <= most {
+    if x.tokens <= with_block!(weight.format(), most_tokens()) {
         let x = with_block!(weight.format(), arranged(x));
         pool::map(parts, |(range, out): (Range<usize>, _)| {
             with_block!(weight.format(), in_registers(&x, columns, weight.bytes_of_rows(range), out));
         });
+    } else if columns <= COLUMNS_OF_SHORT_ROWS {
+        add_in_l1_cache::<COLUMNS_OF_SHORT_ROWS>(x, weight, parts);
     } else {
-        let x = packed(x);
-        pool::map(parts, |(range, out): (Range<usize>, _)| {
-            with_block!(weight.format(), in_l1_cache(&x, columns, weight.bytes_of_rows(range), out));
-        });
+        add_in_l1_cache::<COLUMNS>(x, weight, parts);
     }
 }
 
-/// [`Lanes::SEVERAL_IN_REGISTERS`] of this machine.
-struct SeveralInRegisters;
-
-impl VectorWork for SeveralInRegisters {
-    type Output = bool;
-
-    #[inline(always)]
-    fn run<L: Lanes>(self, _: L) -> bool {
-        L::SEVERAL_IN_REGISTERS
-    }
+/// Adds the products of x with ranges of the weight's rows to their columns of out, C columns of the weight at a time.
+fn add_in_l1_cache<const C: usize>(x: Input, weight: &QuantizedMatrix, parts: Vec<(Range<usize>, Vec<&mut [f32]>)>) {
+    let packed = packed::<C>(x);
+    pool::map(parts, |(range, out)| {
+        with_block!(weight.format(), in_l1_cache<C>(&packed, x.width, weight.bytes_of_rows(range), out));
+    });
 }
 
 /// The numbers of each range of columns: of each row of a matrix those of the range.

@@ -45,10 +45,11 @@ macro_rules! codes_are_numbers {
             [first, second]: [Self::F; 2],
             x: &[[f32; 32]; T],
         ) {
+            let (first, second) = (self.mul(self.splat(scales[0]), first), self.mul(self.splat(scales[1]), second));
             for (sum, x) in sums.iter_mut().zip(x) {
                 let x = x.as_chunks().0;
-                let first = self.mul_add(self.splat(scales[0]), self.mul(first, self.load(&x[0])), *sum);
-                *sum = self.mul_add(self.splat(scales[1]), self.mul(second, self.load(&x[1])), first);
+                let products = self.mul_add(second, self.load(&x[1]), self.mul(first, self.load(&x[0])));
+                *sum = self.add(*sum, products);
             }
         }
     };
@@ -70,9 +71,9 @@ pub(super) trait Lanes: Copy {
     type Codes: Copy;
     /// How many vectors of 16 numbers the registers hold.
     const REGISTERS: usize;
-    /// Whether it is faster to multiply the codes of a weight with several tokens as they are unpacked, in registers, than to decode them
-    /// into the L1 cache first. Where it is false, the compiler leaves such products out.
-    const SEVERAL_IN_REGISTERS: bool;
+    /// The largest number of tokens with which it is faster to multiply the codes of a weight as they are unpacked, in registers, than to
+    /// decode them into the L1 cache first. Products with more are not compiled.
+    const TOKENS_IN_REGISTERS: usize;
 
     fn bytes(self, bytes: &[u8; 32]) -> Self::B;
     fn store_bytes(self, bytes: Self::B, to: &mut [u8; 32]);

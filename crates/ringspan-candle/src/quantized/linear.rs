@@ -15,8 +15,9 @@ use std::sync::{Mutex, PoisonError};
 /// `x weight^T + bias` on the CPU: x `[T, in]`, weight `[out, in]`, bias `[out]` to `[T, out]`, f32. Differentiable in x and
 /// in the bias; the weight is frozen.
 ///
-/// The rows of x may lie apart in memory (columns of a wider tensor). All arithmetic is f32, unless the
-/// weight rounds activations ([`QuantizedMatrix::rounding_activations`]). At most one tile of the weight, a few MiB, is decoded at a time. The product is computed on the threads of the caller's pool ([`pool`](crate::pool)).
+/// The rows of x may lie apart in memory (columns of a wider tensor). All arithmetic is f32, unless the weight rounds activations
+/// ([`QuantizedMatrix::rounding_activations`]). At most one tile of the weight, a few MiB, is decoded at a time. The product is computed on
+/// the threads of the caller's pool ([`pool`](crate::pool)).
 ///
 /// # Errors
 /// Other types, shapes and devices.
@@ -60,7 +61,7 @@ fn add_forward(x: Input, weight: &QuantizedMatrix, out: &mut [f32]) {
     {
         return int16::add_forward(x, weight, unpacking, out);
     }
-    let add = if x.tokens <= dots::FEW { dots::add_forward } else { tiles::add_forward };
+    let add = if x.tokens <= dots::MAX_TOKENS { dots::add_forward } else { tiles::add_forward };
     add(x, weight, out);
 }
 

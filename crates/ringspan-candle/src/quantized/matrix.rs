@@ -69,7 +69,7 @@ impl QuantizedMatrix {
         self.activations
     }
 
-    /// The type in which layers compute with the matrix.
+    /// The type in which rows are looked up; products have the type of the other factor.
     #[must_use]
     pub fn computed_in(&self) -> Precision {
         self.computed_in
@@ -125,10 +125,10 @@ impl QuantizedMatrix {
         if range.len() == self.columns {
             return Ok(self.clone());
         }
-        let of_row = self.bytes_of(&range);
-        let mut bytes = Vec::with_capacity(self.rows * of_row.len());
+        let bytes_in_row = self.bytes_of(&range);
+        let mut bytes = Vec::with_capacity(self.rows * bytes_in_row.len());
         for row in 0..self.rows {
-            bytes.extend_from_slice(&self.row(row)[of_row.clone()]);
+            bytes.extend_from_slice(&self.row(row)[bytes_in_row.clone()]);
         }
         Ok(Self { columns: range.len(), bytes: bytes.into(), ..self.clone() })
     }
@@ -207,10 +207,10 @@ impl QuantizedMatrix {
         if to.is_empty() {
             return;
         }
-        let (part, of_row) = (pool::part(rows.len(), columns.len()), self.bytes_of(&columns));
+        let (part, bytes_in_row) = (pool::part(rows.len(), columns.len()), self.bytes_of(&columns));
         let stored = self.bytes_of_rows(rows).chunks(part * self.row_bytes());
         pool::map(stored.zip(to.chunks_mut(part * columns.len())).collect(), |(rows, to): (&[u8], &mut [f32])| {
-            with_block!(self.format, decoded(rows, self.row_bytes(), of_row.clone(), to));
+            with_block!(self.format, decoded(rows, self.row_bytes(), bytes_in_row.clone(), to));
         });
     }
 

@@ -163,19 +163,24 @@ fn every_f16_and_bf16_number_is_decoded() {
     }
 }
 
-/// Tests one row, no rows, few and many tokens, and rows and columns that are not multiples of those computed together.
+/// Tests one row, no rows, few and many tokens, and rows and columns that are not multiples of those computed together, or of those
+/// decoded at once.
 #[test]
 fn products_equal_those_of_the_decoded_matrix_in_f64() -> Result<()> {
     for format in Format::ALL {
         let block = format.block_len();
-        let columns = if block == 1 { vec![1, 7, 300] } else { vec![block, 608_usize.next_multiple_of(block)] };
+        let columns = if block == 1 {
+            vec![1, 7, 300, 1000]
+        } else {
+            [block, 608, 1056].map(|columns| columns.next_multiple_of(block)).to_vec()
+        };
         for (rows, columns) in
             [1, 5, 70].into_iter().flat_map(|rows| columns.iter().map(move |columns| (rows, *columns)))
         {
             let weight = matrix(format, rows, columns)?;
             let decoded = weight.dequantize()?.to_dtype(DType::F64)?;
             let bias = waves(1, rows, 3)?.flatten_all()?;
-            for tokens in [0, 1, 2, 3, 7, 18, dots::FEW, dots::FEW + 1] {
+            for tokens in [0, 1, 2, 3, 7, 18, dots::MAX_TOKENS, dots::MAX_TOKENS + 1] {
                 // The rows of x lie apart in memory.
                 let x = waves(tokens, columns + 5, 1)?.narrow(1, 2, columns)?;
                 let wide = x.to_dtype(DType::F64)?.contiguous()?;
@@ -208,7 +213,7 @@ fn products_of_several_tiles_equal_those_of_the_decoded_matrix() -> Result<()> {
     for (rows, columns) in [(3000, 1056), (16_400, 64), (300, 4128)] {
         let weight = matrix(Format::Q4_0, rows, columns)?;
         let decoded = weight.dequantize()?;
-        let tokens = dots::FEW + 1;
+        let tokens = dots::MAX_TOKENS + 1;
         let x = Var::from_tensor(&waves(tokens, columns, 1)?)?;
         let dy = waves(tokens, rows, 2)?;
         let [y, dx] = pool::run(3, || {
@@ -239,7 +244,7 @@ fn products_of_several_tiles_equal_those_of_the_decoded_matrix() -> Result<()> {
 
 #[test]
 fn gradients_are_those_of_a_linear_layer_of_the_decoded_matrix() -> Result<()> {
-    for (format, tokens) in Format::ALL.into_iter().flat_map(|format| [(format, 2), (format, dots::FEW + 3)]) {
+    for (format, tokens) in Format::ALL.into_iter().flat_map(|format| [(format, 2), (format, dots::MAX_TOKENS + 3)]) {
         let (rows, columns) = (37, 256);
         let weight = matrix(format, rows, columns)?;
         let decoded = weight.dequantize()?;
@@ -310,7 +315,7 @@ fn ranges_of_rows_share_bytes_and_ranges_of_columns_keep_numbers() -> Result<()>
 /// Tests products without columns to sum over, and products without rows.
 #[test]
 fn empty_matrices_multiply() -> Result<()> {
-    for tokens in [0, 2, dots::FEW + 1] {
+    for tokens in [0, 2, dots::MAX_TOKENS + 1] {
         let none = QuantizedMatrix::new(Format::Q4K, 0, 256, Bytes::new())?;
         assert_eq!(linear_quantized(&waves(tokens, 256, 1)?, &none, None)?.dims(), [tokens, 0]);
         let narrow = QuantizedMatrix::new(Format::Q4K, 3, 0, Bytes::new())?;

@@ -9,8 +9,8 @@ use std::ops::Range;
 
 /// Numbers in a tile: 4 MiB of f32, which are still in the cache when the product reads them.
 const TILE: usize = 1 << 20;
-/// The columns of a tile that has many rows: whole blocks in all formats. The product sums this many before it stores, so their number
-/// does not depend on that of the rows: some rows of a matrix have the bits that they have with all others.
+/// Number of columns of a forward tile, a multiple of the block length of every format. Each tile adds one partial sum to the output, so
+/// this must not depend on the number of rows: then some rows of a matrix have the same bits alone as with all others.
 const COLUMNS: usize = 512;
 /// The largest number of rows in a tile.
 const ROWS: usize = 1 << 14;

@@ -265,7 +265,7 @@ fn decoding_over_a_cache_on_the_gpu_copies_no_tensor_to_the_cpu() -> Result<()> 
                             room.narrow(0, 0, rows)
                         };
                         let (q, k, v) = (on(&[1, 4, dim], 9)?, cache(20)?, cache(40)?);
-                        let tokens = Tokens { queries: &query, keys: layout.runs(own), extents: (held, held) };
+                        let tokens = Tokens { queries: &query, keys: layout.runs(own), seq_lens: (held, held) };
                         let out = decode(
                             &group,
                             &Mask::causal(),

@@ -86,7 +86,7 @@ fn decoding_reads_keys_and_values_in_bf16() {
                     (at(&[1, 4, 16], 1)?, at(&[9, 2, 16], 2 + rank as u64)?, at(&[9, 2, 16], 5 + rank as u64)?);
                 let run = |start, len| Run { document: 0, start, len, step: 1 };
                 let (queries, keys) = (vec![run(17, 1)], vec![run(9 * rank, 9)]);
-                let tokens = Tokens { queries: &queries, keys: &keys, extents: (18, 18) };
+                let tokens = Tokens { queries: &queries, keys: &keys, seq_lens: (18, 18) };
                 let out = ringspan_candle::decode::decode(
                     &group,
                     &Mask::causal(),

@@ -3,7 +3,7 @@
 use super::{EndReason, Generated, Printer};
 use anyhow::{Result, anyhow, ensure};
 use ringspan_serve::engine::request::{EngineClient, Event, FinishReason, Limits, Request, SamplingParams};
-use ringspan_serve::engine::{Engine, EngineOptions, KvCache};
+use ringspan_serve::engine::{Engine, EngineOptions, KvCacheSize};
 use ringspan_serve::{Mesh, Model, Options, Sampling};
 use std::time::{Duration, Instant};
 
@@ -45,8 +45,8 @@ pub(super) fn generate(
 /// A cache that holds a text of `longest` tokens, or as much of it as there is memory for.
 fn engine_options(longest: usize, num_speculative_tokens: usize) -> EngineOptions {
     EngineOptions {
-        page: PAGE,
-        kv_cache: KvCache::OneSequence(MEMORY),
+        page_size: PAGE,
+        kv_cache: KvCacheSize::OneSequence(MEMORY),
         max_model_len: Some(longest),
         max_running: 1,
         max_waiting: 1,
@@ -93,8 +93,8 @@ fn follow(engine: &Engine, prompt: &[u32], options: &Options, printer: &mut Prin
 /// For each rank, its share of a text's first `tokens` tokens.
 fn cached(limits: &Limits, tokens: usize) -> Vec<usize> {
     let mut cached = vec![0; limits.ranks];
-    for (index, start) in (0..tokens).step_by(limits.page).enumerate() {
-        cached[index % limits.ranks] += limits.page.min(tokens - start);
+    for (index, start) in (0..tokens).step_by(limits.page_size).enumerate() {
+        cached[index % limits.ranks] += limits.page_size.min(tokens - start);
     }
     cached
 }

@@ -151,6 +151,7 @@ fn flags_that_cannot_be_are_refused() {
     let bench = bench(&json!({}));
     let refusal =
         |flags: &str| crate::support::model::refusal(&bench, "serve", &format!("--model model --port 0 {flags}"));
+    assert!(refusal("--device cuda").contains("`serve` computes on CPUs"));
     assert!(refusal("--kv-cache 0%").contains("more than 0%"));
     assert!(refusal("--ep 2 --ring 2").contains("ep 2 shares experts"));
     assert!(refusal("--tp 64").contains("64 ranks cannot share"));

@@ -143,7 +143,7 @@ fn a_step_of_decoding_merges_states_by_nccl() {
             let view = |values, tokens, heads| View::new(values, tokens, heads, 16).expect("its size");
             let (k, v) = (view(&k, layout.tokens(rank), 2), view(&v, layout.tokens(rank), 2));
             let local = Inputs::new(view(&inputs.q, 1, 4), k, v, &problem.score);
-            let tokens = Tokens { queries: &query, keys: layout.runs(rank), extents: (1, 150) };
+            let tokens = Tokens { queries: &query, keys: layout.runs(rank), seq_lens: (1, 150) };
             attention::decode(&group, &problem.mask, &tokens, &local, merge)
         });
         for (out, lse) in answers.expect("decodes") {

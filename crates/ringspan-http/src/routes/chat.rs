@@ -5,7 +5,7 @@ use crate::body::Body;
 use crate::conversation::{self, Conversation, PromptEnd};
 use crate::error::{ApiError, Result};
 use crate::fields::Fields;
-use crate::generation::End;
+use crate::generation::Finish;
 use crate::reply::{Reply, ReplyPart, StreamUsage, Usage};
 use crate::routes::begin::{ConversationRequest, begin};
 use crate::sampling::{MOST_LOGPROBS, Sampling};
@@ -136,7 +136,7 @@ impl ChatCompletion {
             let message = &mut messages[index];
             match part {
                 ReplyPart::Prompt(all) => prompt_logprobs = logprobs::prompt(&self.app.vocabulary, &all),
-                ReplyPart::Said(said, tokens) => {
+                ReplyPart::Delta(said, tokens) => {
                     message.tokens.extend(tokens);
                     for part in said {
                         match part {
@@ -149,7 +149,7 @@ impl ChatCompletion {
                         }
                     }
                 }
-                ReplyPart::End(end, called) => {
+                ReplyPart::Finish(end, called) => {
                     message.finish_reason = Some(finish_reason(&end, called));
                     message.stop_reason = stop_reason(&end);
                 }
@@ -220,7 +220,7 @@ impl ChatCompletion {
                     chunk["prompt_logprobs"] = logprobs::prompt(&self.app.vocabulary, &all);
                     writer.data(&chunk).await;
                 }
-                ReplyPart::Said(said, mut tokens) => {
+                ReplyPart::Delta(said, mut tokens) => {
                     usage[index].completion_tokens = reply.generated[index];
                     if said.is_empty() && !tokens.is_empty() {
                         writer.data(&self.delta(index, json!({}), &tokens, usage[index])).await;
@@ -238,7 +238,7 @@ impl ChatCompletion {
                         writer.data(&self.delta(index, delta, &std::mem::take(&mut tokens), usage[index])).await;
                     }
                 }
-                ReplyPart::End(end, called) => {
+                ReplyPart::Finish(end, called) => {
                     usage[index].completion_tokens = end.tokens;
                     let mut chunk = self.delta(index, json!({}), &[], usage[index]);
                     chunk["choices"][0]["finish_reason"] = finish_reason(&end, called).into();
@@ -257,7 +257,7 @@ impl ChatCompletion {
     }
 }
 
-fn finish_reason(end: &End, called: bool) -> &'static str {
+fn finish_reason(end: &Finish, called: bool) -> &'static str {
     match (called, end.length) {
         (_, true) => "length",
         (true, false) => "tool_calls",
@@ -266,7 +266,7 @@ fn finish_reason(end: &End, called: bool) -> &'static str {
 }
 
 /// The stop string or token of the request that ended a text (a field of vLLM).
-pub(crate) fn stop_reason(end: &End) -> Value {
+pub(crate) fn stop_reason(end: &Finish) -> Value {
     match (&end.stop_string, end.stop_token) {
         (Some(text), _) => text.as_str().into(),
         (None, Some(token)) => token.into(),

@@ -5,7 +5,7 @@ use crate::app::{App, Target, now};
 use crate::body::Body;
 use crate::error::{ApiError, Result};
 use crate::fields::{Fields, token_ids};
-use crate::generation::{self, End, TextPart, Texts};
+use crate::generation::{self, Finish, OutputChunk, OutputStream};
 use crate::logprobs::{self, LegacyLogprobs};
 use crate::reply::{StreamUsage, Usage};
 use crate::sampling::{MOST_LOGPROBS, Sampling};
@@ -135,7 +135,7 @@ struct Choice {
     logprobs: LegacyLogprobs,
     tokens: Vec<u32>,
     prompt_logprobs: Value,
-    end: Option<End>,
+    end: Option<Finish>,
     /// Generated tokens so far, those that are reported already included.
     generated: usize,
     /// Whether the echo of the prompt is in the text.
@@ -146,7 +146,7 @@ struct Choice {
 
 impl Completion {
     /// Adds a part of a text to its choice; returns whether there is something to report.
-    fn add(&mut self, index: usize, part: TextPart) -> Result<bool> {
+    fn add(&mut self, index: usize, part: OutputChunk) -> Result<bool> {
         let prompt = &self.request.prompts[index / self.request.sampling.n];
         let choice = &mut self.choices[index];
         let vocabulary = &self.app.vocabulary;
@@ -156,7 +156,7 @@ impl Completion {
             choice.text.push_str(prompt.text.as_deref().unwrap_or_default());
         }
         match part {
-            TextPart::Prompt(all) => {
+            OutputChunk::Prompt(all) => {
                 if self.request.echo && with_logprobs {
                     for (token, logprobs) in prompt.tokens.iter().zip(&all) {
                         choice.logprobs.push(vocabulary, *token, logprobs.as_ref());
@@ -165,7 +165,7 @@ impl Completion {
                 choice.prompt_logprobs = logprobs::prompt(vocabulary, &all);
                 Ok(self.request.echo)
             }
-            TextPart::Text { text, tokens, generated } => {
+            OutputChunk::Text { text, tokens, generated } => {
                 choice.text.push_str(&text);
                 choice.generated = generated;
                 for (token, logprobs) in &tokens {
@@ -173,13 +173,13 @@ impl Completion {
                 }
                 Ok(!text.is_empty() || !tokens.is_empty())
             }
-            TextPart::End(end) => {
+            OutputChunk::Finish(end) => {
                 self.usage.add(&end);
                 choice.generated = end.tokens;
                 choice.end = Some(end);
                 Ok(true)
             }
-            TextPart::Failed(message) => Err(ApiError::failed(message)),
+            OutputChunk::Failed(message) => Err(ApiError::failed(message)),
         }
     }
 
@@ -217,7 +217,7 @@ impl Completion {
             "choices": choices})
     }
 
-    async fn whole(mut self, mut texts: Texts) -> Result<Response> {
+    async fn whole(mut self, mut texts: OutputStream) -> Result<Response> {
         while let Some((index, part)) = texts.next().await? {
             self.add(index, part)?;
         }
@@ -227,7 +227,7 @@ impl Completion {
         Ok(Json(body).into_response())
     }
 
-    async fn stream(mut self, mut texts: Texts, writer: sse::Writer) -> Result<()> {
+    async fn stream(mut self, mut texts: OutputStream, writer: sse::Writer) -> Result<()> {
         while let Some((index, part)) = texts.next().await? {
             if self.add(index, part)? {
                 let choice = self.take(index);

@@ -6,7 +6,7 @@ use crate::body::Body;
 use crate::error::{ApiError, Result};
 use crate::fields::Fields;
 use crate::generation;
-use crate::sampling::without_priority;
+use crate::sampling::refuse_priority;
 use axum::Json;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
@@ -43,7 +43,7 @@ pub(crate) async fn create(State(app): State<Arc<App>>, Body(body): Body) -> Res
             fields.integer("dimensions", 1..=width as i64)?.map_or(width, |dimensions| dimensions as usize);
         fields.only("normalize", &[json!(true)], "vectors have length 1")?;
         fields.only("truncate_prompt_tokens", &[], "shorten the input yourself")?;
-        without_priority(&mut fields)?;
+        refuse_priority(&mut fields)?;
         fields.ignore_without_effect();
         fields.finish()?;
         Ok((target, inputs, base64, pooling, dimensions))

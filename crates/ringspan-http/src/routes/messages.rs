@@ -5,10 +5,10 @@ use crate::body::Body;
 use crate::conversation::{Conversation, ToolChoice, text_content};
 use crate::error::{ApiError, Result};
 use crate::fields::Fields;
-use crate::generation::End;
+use crate::generation::Finish;
 use crate::reply::{Reply, ReplyPart, Usage};
 use crate::routes::begin::{ConversationRequest, begin};
-use crate::sampling::{Sampling, stop_strings, without_token_reports};
+use crate::sampling::{Sampling, refuse_token_reports, stop_strings};
 use crate::sse;
 use crate::tools::Parsed;
 use axum::Json;
@@ -82,7 +82,7 @@ fn read_message(message: Value, path: &str) -> Result<Vec<Value>> {
                 };
                 results.push(json!({"role": "tool", "tool_call_id": block["tool_use_id"], "content": content}));
             }
-            // The thoughts of earlier answers are no part of what templates write.
+            // Reasoning of earlier answers is dropped; only the chat route passes it on to templates.
             Some("thinking" | "redacted_thinking") => {}
             Some(other) => {
                 return Err(ApiError::field(
@@ -147,7 +147,7 @@ impl ConversationRequest for MessagesRequest {
         fields.only("container", &[], "there are no containers")?;
         fields.only("mcp_servers", &[json!([])], "this server calls no others")?;
         fields.only("n", &[json!(1)], "a message has one answer")?;
-        without_token_reports(&mut fields)?;
+        refuse_token_reports(&mut fields)?;
         let mut sampling = Sampling::take(&app.defaults, &mut fields, app.vocabulary.size())?;
         fields.finish()?;
         sampling.max_tokens = Some(max_tokens);
@@ -204,12 +204,12 @@ impl MessageReply {
         while let Some((_, part)) = reply.next().await? {
             match part {
                 ReplyPart::Prompt(_) => {}
-                ReplyPart::Said(said, _) => {
+                ReplyPart::Delta(said, _) => {
                     for part in said {
                         self.add(&mut content, part);
                     }
                 }
-                ReplyPart::End(end, called) => stop = stop_reason(&end, called),
+                ReplyPart::Finish(end, called) => stop = stop_reason(&end, called),
             }
         }
         let mut message = self.message(content, reply.usage);
@@ -245,7 +245,7 @@ impl MessageReply {
         while let Some((_, part)) = reply.next().await? {
             match part {
                 ReplyPart::Prompt(_) => {}
-                ReplyPart::Said(said, _) => {
+                ReplyPart::Delta(said, _) => {
                     for part in said {
                         match part {
                             Parsed::Text(text) => blocks.text(&text).await,
@@ -261,7 +261,7 @@ impl MessageReply {
                         }
                     }
                 }
-                ReplyPart::End(end, called) => stop = stop_reason(&end, called),
+                ReplyPart::Finish(end, called) => stop = stop_reason(&end, called),
             }
         }
         blocks.close().await;
@@ -320,7 +320,7 @@ fn usage_json(usage: Usage) -> Value {
         "cache_creation_input_tokens": 0, "cache_read_input_tokens": cached})
 }
 
-fn stop_reason(end: &End, called: bool) -> (Value, Value) {
+fn stop_reason(end: &Finish, called: bool) -> (Value, Value) {
     let reason = match (called, end.length, &end.stop_string) {
         (_, true, _) => "max_tokens",
         (true, ..) => "tool_use",

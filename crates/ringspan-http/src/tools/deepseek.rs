@@ -25,7 +25,7 @@ pub(super) fn call(text: &str) -> Option<Vec<ToolCall>> {
     is_name.then_some(vec![ToolCall { name: name.to_owned(), arguments: json_calls::arguments(arguments)? }])
 }
 
-/// The messages with no content where there is none: the templates write calls only in messages without.
+/// Replaces empty content of messages with tool calls by null, since the templates write calls only if a message has no content.
 pub(super) fn messages(messages: &[Value]) -> Vec<Value> {
     let mut messages = messages.to_vec();
     for message in messages.iter_mut().filter(|message| !calls_of(message).is_empty() && message["content"] == "") {

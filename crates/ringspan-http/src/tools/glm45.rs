@@ -6,7 +6,8 @@ use serde_json::{Map, Value};
 pub(super) const KEY: [&str; 2] = ["<arg_key>", "</arg_key>"];
 const VALUE: [&str; 2] = ["<arg_value>", "</arg_value>"];
 
-/// The call between two marks. Texts come without quotation marks, so that the tools say what is one.
+/// The call between two marks. Strings are written without quotation marks, so the function's schema decides whether a value is a
+/// string.
 pub(super) fn call(text: &str, tools: &Definitions) -> Option<Vec<ToolCall>> {
     let (name, mut rest) = text.split_at(text.find(KEY[0]).unwrap_or(text.len()));
     let name = name.trim();

@@ -10,7 +10,7 @@ const START: &str = "<|start|>";
 const ENDS: [&str; 5] = ["<|end|>", "<|call|>", "<|return|>", START, CHANNEL];
 /// The length of the longest of them, in bytes.
 const LONGEST_END: usize = CHANNEL.len();
-/// What precedes the one to whom a message goes.
+/// Marks the recipient in a header.
 const RECIPIENT: &str = "to=";
 /// The namespace of a request's tools.
 const FUNCTIONS: &str = "functions.";
@@ -81,7 +81,7 @@ impl HarmonyMessages {
                     }
                     None => {
                         if end && begins_with_header(&self.held) == Some(false) {
-                            // Words outside of messages; a header that was cut off is none.
+                            // Text outside of messages belongs to the answer; an unfinished header is dropped.
                             let rest = std::mem::take(&mut self.held);
                             self.say(&MessageKind::Answer, rest, &mut parsed);
                         }
@@ -199,7 +199,7 @@ pub(super) fn messages(messages: &[Value]) -> Vec<Value> {
             fields.shift_remove("tool_calls");
         }
         let reasoning = fields.shift_remove("reasoning_content").filter(Value::is_string);
-        // The template takes one of the two as what was thought before a call.
+        // Before a call, the template accepts either `content` or `thinking`, so reasoning is added only if `content` is empty.
         let is_free = !has_calls || fields.get("content").is_none_or(|content| content == "");
         if let Some(reasoning) = reasoning.filter(|_| is_free && !fields.contains_key("thinking")) {
             fields.insert("thinking".into(), reasoning);

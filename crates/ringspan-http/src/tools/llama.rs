@@ -10,7 +10,7 @@ pub(super) const HEADER_END: &str = "<|end_header_id|>";
 #[derive(Debug, Default)]
 pub(super) struct LlamaCalls {
     held: String,
-    /// Whether the text has turned out to be none.
+    /// Whether the text has turned out not to be a call.
     is_text: bool,
 }
 

@@ -7,7 +7,7 @@ use serde_json::Value;
 pub(super) const MARK: &str = "[TOOL_CALLS]";
 pub(super) const CALLS: [Mark; 1] = [Mark { open: MARK, close: None }];
 
-/// The characters of a call's id, where templates count them.
+/// Length that some templates require of a call's id.
 const ID_LENGTH: usize = 9;
 
 /// The calls after the mark.
@@ -43,7 +43,8 @@ pub(super) fn messages(template: &str, messages: &[Value]) -> Vec<Value> {
     messages
 }
 
-/// The end of an id, which tells our own apart; ids that fit stay.
+/// Replaces an id by its last nine letters and digits, in which this server's ids differ. Shorter ids are padded with zeros, and ids of
+/// nine characters stay.
 fn shorten(id: &mut Value) {
     let Some(text) = id.as_str().filter(|text| text.len() != ID_LENGTH) else { return };
     let letters: Vec<char> = text.chars().filter(char::is_ascii_alphanumeric).collect();

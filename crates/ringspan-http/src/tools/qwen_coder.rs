@@ -3,8 +3,8 @@
 use super::{Definitions, ToolCall, json_calls};
 use serde_json::{Map, Value};
 
-/// The call between two marks. Each value stands on lines of its own, and texts come without quotation marks, so that the tools say
-/// what is one.
+/// The call between two marks. Each value stands on lines of its own. Strings are written without quotation marks, so the function's
+/// schema decides whether a value is a string.
 pub(super) fn call(text: &str, tools: &Definitions) -> Option<Vec<ToolCall>> {
     let text = text.trim();
     if text.starts_with('{') {

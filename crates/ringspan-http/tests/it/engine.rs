@@ -199,7 +199,7 @@ impl EngineClient for TestEngine {
             attn_dp: 1,
             cp: 2,
             pp: 1,
-            page: 16,
+            page_size: 16,
             pages_per_rank: 100,
             window_pages_per_rank: 0,
             window_lookback: None,

@@ -1,11 +1,11 @@
-//! The models whose rows ask for different adapters, by the set of these.
+//! The models of steps whose rows use different adapters, by the set of these adapters.
 
 use crate::error::Result;
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
 
-/// Largest number of sets of adapters whose models are kept. They share all weights and matrices; what is saved is listing these again.
-const MOST_KEPT: usize = 16;
+/// Largest number of cached sets. Their models share all weights, so the cache only saves building their maps of names to weights again.
+const MAX_CACHED_SETS: usize = 16;
 
 /// Models by the slots of their adapters, the one that was used last at the end.
 #[derive(Debug)]
@@ -27,7 +27,7 @@ impl<M> AdapterSets<M> {
         };
         let model = entry.1.clone();
         self.0.push_back(entry);
-        if self.0.len() > MOST_KEPT {
+        if self.0.len() > MAX_CACHED_SETS {
             self.0.pop_front();
         }
         Ok(model)
@@ -58,7 +58,7 @@ mod tests {
     fn models_of_recent_sets_are_kept_and_those_of_an_adapter_that_is_gone_are_not() {
         let mut sets = AdapterSets::default();
         assert!(is_made(&mut sets, &[3, 5]) && is_made(&mut sets, &[3]) && !is_made(&mut sets, &[3, 5]));
-        for other in 10..10 + MOST_KEPT as u64 - 1 {
+        for other in 10..10 + MAX_CACHED_SETS as u64 - 1 {
             assert!(is_made(&mut sets, &[other]));
         }
         assert!(!is_made(&mut sets, &[3, 5]) && is_made(&mut sets, &[3]), "the least recently used has left");

@@ -37,7 +37,8 @@ impl Client {
     /// texts of adapters that are not loaded are left out.
     ///
     /// # Errors
-    /// A file that is damaged, or of another model: the cache has no part of it that is not whole.
+    /// A damaged file, or one of another model. Pages that were restored before the damage was found stay in the cache; each has passed
+    /// its checksum.
     pub fn restore_session(&self, file: &Path, model: &str) -> Result<SessionSize, Refusal> {
         let (reply, answer) = channel();
         self.0.command(Command::RestoreSession { file: file.to_owned(), model: model.to_owned(), reply })?;
@@ -56,7 +57,7 @@ impl Client {
                 Refusal::Stopped(format!("the engine has not answered within {deadline:.1} s"))
             }
             RecvTimeoutError::Disconnected => {
-                Refusal::Stopped(self.0.reason_of_end().unwrap_or_else(|| "the engine has ended".to_owned()))
+                Refusal::Stopped(self.0.wait_for_stop_reason().unwrap_or_else(|| "the engine has ended".to_owned()))
             }
         })
     }
@@ -183,7 +184,7 @@ mod tests {
             attn_dp: 1,
             cp: 1,
             pp: 1,
-            page: 4,
+            page_size: 4,
             pages_per_rank: 2,
             window_pages_per_rank: 0,
             window_lookback: None,

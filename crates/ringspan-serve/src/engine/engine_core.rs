@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 /// Logits that are in memory at once.
 const MOST_LOGITS: usize = 16 << 20;
 
-/// Time between two counts of what the ranks have sent and waited for.
-const COUNT_EVERY: Duration = Duration::from_secs(1);
+/// Time between two readings of the ranks' counters of bytes sent and time waited.
+const READ_COUNTERS_EVERY: Duration = Duration::from_secs(1);
 
 /// The engine's loop on rank 0, and its state.
 pub(super) struct EngineCore<'a> {
@@ -27,17 +27,19 @@ pub(super) struct EngineCore<'a> {
     shared: &'a Shared,
     /// Longest time without a command to the other ranks, which wait for it no longer than their deadline.
     heartbeat: Duration,
-    arrivals: u64,
-    slots: u64,
+    /// Number of the next request, in the order in which they come.
+    next_arrival: u64,
+    next_adapter_slot: u64,
     /// Adapters that are forgotten once no request computes with them.
     unloading: Vec<u64>,
     /// The fingerprints of loaded adapters.
-    adapters: BTreeMap<u64, String>,
+    adapter_fingerprints: BTreeMap<u64, String>,
     /// The names of adapters that requests may still compute with.
-    names: BTreeMap<u64, String>,
+    adapter_names: BTreeMap<u64, String>,
     steps: u64,
-    counts: Vec<[u64; 2]>,
-    counted: Instant,
+    /// Bytes that each rank has sent, and nanoseconds that it has waited.
+    rank_counters: Vec<[u64; 2]>,
+    counters_read_at: Instant,
 }
 
 impl<'a> EngineCore<'a> {
@@ -46,14 +48,14 @@ impl<'a> EngineCore<'a> {
             scheduler,
             shared,
             heartbeat,
-            arrivals: 0,
-            slots: 0,
+            next_arrival: 0,
+            next_adapter_slot: 0,
             unloading: Vec::new(),
-            adapters: BTreeMap::new(),
-            names: BTreeMap::new(),
+            adapter_fingerprints: BTreeMap::new(),
+            adapter_names: BTreeMap::new(),
             steps: 0,
-            counts: Vec::new(),
-            counted: Instant::now(),
+            rank_counters: Vec::new(),
+            counters_read_at: Instant::now(),
         }
     }
 
@@ -75,7 +77,7 @@ impl<'a> EngineCore<'a> {
                 None => false,
             };
             if ends {
-                ranks.command(&RankCommand::End)?;
+                ranks.command(&RankCommand::Shutdown)?;
                 return Ok(());
             }
             let Some(scheduled) = self.scheduler.next() else {
@@ -85,7 +87,7 @@ impl<'a> EngineCore<'a> {
                 }
                 self.publish();
                 if ranks.since_command() >= self.heartbeat {
-                    ranks.command(&RankCommand::Wait)?;
+                    ranks.command(&RankCommand::Heartbeat)?;
                 }
                 idle = true;
                 continue;
@@ -93,8 +95,8 @@ impl<'a> EngineCore<'a> {
             idle = false;
             let began = Instant::now();
             self.step(&scheduled, ranks)?;
-            self.scheduler.took(began.elapsed());
-            if self.counted.elapsed() >= COUNT_EVERY {
+            self.scheduler.record_step_time(began.elapsed());
+            if self.counters_read_at.elapsed() >= READ_COUNTERS_EVERY {
                 self.count(ranks)?;
             }
             self.publish();
@@ -105,8 +107,8 @@ impl<'a> EngineCore<'a> {
         match command {
             Command::Submit { request, adapter, queued, events } => {
                 let max_model_len = self.shared.limits.max_model_len;
-                self.scheduler.add(Sequence::new(self.arrivals, *request, adapter, max_model_len, queued, events));
-                self.arrivals += 1;
+                self.scheduler.add(Sequence::new(self.next_arrival, *request, adapter, max_model_len, queued, events));
+                self.next_arrival += 1;
             }
             Command::CheckHealth { reply } => {
                 self.compute_one_token(ranks)?;
@@ -119,14 +121,14 @@ impl<'a> EngineCore<'a> {
                 let loaded = if self.shared.adapters().contains_key(&name) {
                     Err(format!("an adapter '{name}' is loaded already; unload it first, or choose another name"))
                 } else {
-                    let slot = self.slots;
-                    self.slots += 1;
-                    // An adapter that was loaded can be read; if not, its texts are only not saved.
+                    let slot = self.next_adapter_slot;
+                    self.next_adapter_slot += 1;
+                    // If its files cannot be fingerprinted, texts of this adapter are merely left out of saved sessions.
                     let identity = fingerprint(&folder).ok();
                     match ranks.command(&RankCommand::Load { slot, folder })? {
                         Outcome::Loaded(loaded) => loaded.map(|()| {
-                            self.adapters.extend(identity.map(|identity| (slot, identity)));
-                            self.names.insert(slot, name.clone());
+                            self.adapter_fingerprints.extend(identity.map(|identity| (slot, identity)));
+                            self.adapter_names.insert(slot, name.clone());
                             self.shared.add_adapter(name, slot);
                         }),
                         _ => Err("the ranks did not load it".to_owned()),
@@ -136,12 +138,19 @@ impl<'a> EngineCore<'a> {
             }
             Command::Unload { slot } => self.unloading.push(slot),
             Command::SaveSession { file, model, reply } => {
-                let _ = reply.send(session::save(&file, model, self.scheduler.caches(), &self.adapters, ranks)?);
+                let _ = reply.send(session::save(
+                    &file,
+                    model,
+                    self.scheduler.caches(),
+                    &self.adapter_fingerprints,
+                    ranks,
+                )?);
             }
             Command::RestoreSession { file, model, reply } => {
                 let vocabulary = self.shared.limits.vocabulary;
                 let caches = self.scheduler.caches_mut();
-                let _ = reply.send(session::restore(&file, model, vocabulary, caches, &self.adapters, ranks)?);
+                let _ =
+                    reply.send(session::restore(&file, model, vocabulary, caches, &self.adapter_fingerprints, ranks)?);
                 self.publish();
             }
         }
@@ -153,7 +162,7 @@ impl<'a> EngineCore<'a> {
         // A replica all of whose pages are in use has requests, whose steps run through its ranks.
         let replicas = 0..self.scheduler.caches().len();
         let pages: Vec<_> =
-            replicas.filter_map(|replica| Some((replica, self.scheduler.spare_page(replica)?))).collect();
+            replicas.filter_map(|replica| Some((replica, self.scheduler.allocate_probe_page(replica)?))).collect();
         let sequence = |&(replica, page): &(usize, CachePage)| StepSequence {
             start: 0,
             tokens: vec![0],
@@ -167,7 +176,7 @@ impl<'a> EngineCore<'a> {
         if !pages.is_empty() {
             ranks.command(&RankCommand::Compute { step, blocks: Vec::new() })?;
         }
-        pages.into_iter().for_each(|(replica, page)| self.scheduler.give_back(replica, page));
+        pages.into_iter().for_each(|(replica, page)| self.scheduler.free_probe_page(replica, page));
         Ok(())
     }
 
@@ -178,17 +187,17 @@ impl<'a> EngineCore<'a> {
         let unused: Vec<u64> = unused;
         for slot in unused {
             ranks.command(&RankCommand::Unload { slot })?;
-            self.adapters.remove(&slot);
-            self.names.remove(&slot);
+            self.adapter_fingerprints.remove(&slot);
+            self.adapter_names.remove(&slot);
         }
         Ok(())
     }
 
     fn count(&mut self, ranks: &mut EngineRank) -> Result<()> {
-        if let Outcome::Counted(counts) = ranks.command(&RankCommand::Count)? {
-            self.counts = counts;
+        if let Outcome::Counted(counts) = ranks.command(&RankCommand::ReadCounters)? {
+            self.rank_counters = counts;
         }
-        self.counted = Instant::now();
+        self.counters_read_at = Instant::now();
         Ok(())
     }
 
@@ -196,12 +205,13 @@ impl<'a> EngineCore<'a> {
     fn publish(&self) {
         let limits = &self.shared.limits;
         let of_rank = |rank: usize| {
-            // Neighbouring ranks have the parts of the same pages that belong to their heads, other stages those of their layers.
+            // Tensor-parallel ranks and pipeline stages hold shards of the same pages, so they report the counts of their
+            // context-parallel rank.
             let (stage, cp_ranks) = (limits.ranks / limits.pp, limits.attn_dp * limits.cp);
             let (cache, cp) =
                 (&self.scheduler.caches()[limits.replica_of(rank)], rank % stage * cp_ranks / stage % limits.cp);
             let (pages, window) = (cache.pages(), cache.window().map(|window| window.pages()));
-            let [transfer_bytes, waited] = self.counts.get(rank).copied().unwrap_or_default();
+            let [transfer_bytes, waited] = self.rank_counters.get(rank).copied().unwrap_or_default();
             RankMetrics {
                 pages_used: pages.used(cp),
                 pages_cached: pages.cached(cp),
@@ -211,9 +221,9 @@ impl<'a> EngineCore<'a> {
                 wait_seconds: waited as f64 / 1e9,
             }
         };
-        let (counts, (running, waiting)) = (self.scheduler.counts(), self.scheduler.sizes());
+        let (counts, (running, waiting)) = (self.scheduler.counts(), self.scheduler.request_counts());
         let [running_adapters, waiting_adapters] = self.scheduler.adapters().map(|slots| {
-            let names = slots.iter().filter_map(|slot| self.names.get(slot));
+            let names = slots.iter().filter_map(|slot| self.adapter_names.get(slot));
             names.cloned().collect()
         });
         self.shared.publish(Metrics {
@@ -247,7 +257,7 @@ impl<'a> EngineCore<'a> {
             RankCommand::Compute { step: scheduled.step.clone(), blocks: blocks.iter().map(of_block).collect() };
         let Outcome::Computed(hidden) = ranks.command(&command)? else { return Err(ranks.unexpected("hidden states")) };
         self.steps += 1;
-        self.scheduler.computed(scheduled);
+        self.scheduler.commit_step(scheduled);
         let mut drawn = DrawnTokens::new();
         if let Some(hidden) = &hidden {
             pool_hidden(self.scheduler, scheduled, hidden)?;
@@ -272,11 +282,11 @@ impl<'a> EngineCore<'a> {
     fn advance(&mut self, scheduled: &ScheduledStep, mut drawn: DrawnTokens) {
         for arrival in &scheduled.arrivals {
             let Some(index) = self.scheduler.find(*arrival) else { continue };
-            if self.scheduler.running()[index].remaining() > 0 || self.scheduler.prompt_read(index) {
+            if self.scheduler.running()[index].remaining() > 0 || self.scheduler.finish_prefill(index) {
                 continue;
             }
             for token in drawn.remove(arrival).unwrap_or_default() {
-                if self.scheduler.drawn(index, token) {
+                if self.scheduler.append_token(index, token) {
                     break;
                 }
             }

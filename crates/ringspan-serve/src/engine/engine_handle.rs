@@ -6,7 +6,7 @@ use super::executor::Executor;
 use super::model_executor::ModelExecutor;
 use super::model_shards::{AdaptedModels, ModelShards};
 use super::options::{EngineOptions, EngineSizes, WindowSizes};
-use super::pages::Pages;
+use super::page_pool::PagePool;
 use super::prefix_cache::PrefixCache;
 use super::rank::EngineRank;
 use super::request::Limits;
@@ -80,18 +80,18 @@ impl Engine {
         // Each process may see another amount of free memory.
         let limits = options.limits_with(sizes, |pages| Ok(mesh.processes.smallest(pages)?))?;
         let of_replica = |_| {
-            let pages = Pages::new(limits.cp, limits.pages_per_rank as u32);
-            let cache = PrefixCache::new(pages, limits.page, options.prefix_cache);
+            let pages = PagePool::new(limits.cp, limits.pages_per_rank as u32);
+            let cache = PrefixCache::new(pages, limits.page_size, options.prefix_cache);
             match limits.window_lookback {
                 Some(lookback) => {
-                    cache.with_window(Pages::new(limits.cp, limits.window_pages_per_rank as u32), lookback)
+                    cache.with_window(PagePool::new(limits.cp, limits.window_pages_per_rank as u32), lookback)
                 }
                 None => cache,
             }
         };
         let caches = (0..limits.attn_dp).map(of_replica).collect();
-        let EngineOptions { page, max_running, prefill_chunk, mixed_chunk, num_speculative_tokens, .. } = *options;
-        let bounds = Bounds { page, max_running, prefill_chunk, mixed_chunk, num_speculative_tokens };
+        let EngineOptions { page_size, max_running, prefill_chunk, mixed_chunk, num_speculative_tokens, .. } = *options;
+        let bounds = Bounds { page_size, max_running, prefill_chunk, mixed_chunk, num_speculative_tokens };
         let scheduler = Scheduler::new(caches, bounds);
         let shared = Arc::new(Shared::new(limits, options.deadline));
         if !mesh.processes.lead() {
@@ -211,7 +211,7 @@ fn page_bytes(model: &Model, mesh: &Mesh, options: &EngineOptions) -> Result<Per
         let own = heads.of_rank((rank, mesh.tp)).map_err(|error| Error::Mesh(error.to_string()))?;
         most = most.max(own.key_values.len());
     }
-    let of_layer = PagedCache::bytes_per_page_and_layer(model, options.page, options.kv_dtype)?;
+    let of_layer = PagedCache::bytes_per_page_and_layer(model, options.page_size, options.kv_dtype)?;
     let of_layer = (of_layer / model.key_value_heads() * most) as u64;
     let (mut full, mut window) = (0, 0);
     for stage in 0..mesh.pp {

@@ -16,8 +16,8 @@ pub struct KvRowLayout {
     pub width: usize,
     /// The numbers of a row that belong to full-attention layers.
     pub full: RowPart,
-    /// Which of them are on each of the ranks that have parts of the same pages: stage by stage, the tensor-parallel ranks. Ranks with equal
-    /// parts have the same numbers.
+    /// The part of a row that each rank holds, for the ranks that share the pages of one context-parallel rank, ordered by stage and
+    /// then tensor-parallel rank. Ranks with equal parts hold the same numbers.
     pub parts: Vec<RowPart>,
 }
 

@@ -1,6 +1,6 @@
 //! The sizes of an engine, which follow from its options, the model and the free memory.
 
-use super::options::{EngineOptions, EngineSizes, KvCache};
+use super::options::{EngineOptions, EngineSizes, KvCacheSize};
 use super::page_plan::PagePlan;
 use super::request::Limits;
 use crate::error::{Error, Result};
@@ -19,11 +19,66 @@ impl EngineOptions {
     /// # Errors
     /// Fails as [`limits`](Self::limits) does, and where `agree` fails.
     pub(super) fn limits_with(&self, sizes: &EngineSizes, agree: impl FnOnce(u64) -> Result<u64>) -> Result<Limits> {
-        let Self { page, max_running, max_waiting, prefill_chunk, .. } = *self;
-        let wrong = |option, given: String, possible| Err(Error::Sampling { option, given, possible });
+        let Self { page_size, max_running, max_waiting, .. } = *self;
+        self.check_ranges(sizes)?;
+        let pages = PagePlan::new(self, sizes);
+        let room = agree(self.room(sizes)?)?;
+        let is_alone = matches!(self.kv_cache, KvCacheSize::OneSequence(_));
+        let max_sequence_pages = pages.longest(self.kv_cache, room, self.max_model_len.is_none() && !is_alone);
+        let capacity_tokens = max_sequence_pages.saturating_mul(sizes.cp as u64).saturating_mul(page_size as u64);
+        let capacity_tokens = usize::try_from(capacity_tokens).unwrap_or(usize::MAX);
+        let max_model_len =
+            self.max_model_len.unwrap_or(capacity_tokens.min(sizes.trained_length.unwrap_or(usize::MAX))).max(1);
+        let max_model_len =
+            if is_alone && capacity_tokens > 0 { max_model_len.min(capacity_tokens) } else { max_model_len };
+        let needed = max_model_len.div_ceil(page_size).div_ceil(sizes.cp);
+        if capacity_tokens < max_model_len {
+            let EngineSizes { page_bytes, attn_dp, .. } = *sizes;
+            // A sequence has pages of the ranks of one replica.
+            let ranks = sizes.ranks / attn_dp;
+            let (pages_per_rank, window_bytes) = (max_sequence_pages as usize, pages.window_bytes(needed as u64));
+            return Err(Error::CacheTooSmall {
+                asked: max_model_len,
+                page_size,
+                ranks,
+                needed,
+                pages_per_rank,
+                page_bytes,
+                window_bytes,
+                holds: capacity_tokens,
+            });
+        }
+        let room = if is_alone { pages.sequence_bytes(needed as u64) } else { room };
+        let pages = pages.divide(self.kv_cache, room, needed as u64, max_running as u64);
+        let window_page_bytes = sizes.window.map_or(0, |window| window.page_bytes);
+        Ok(Limits {
+            max_model_len,
+            vocabulary: sizes.vocabulary,
+            hidden_size: sizes.hidden_size,
+            max_running,
+            max_waiting,
+            ranks: sizes.ranks,
+            attn_dp: sizes.attn_dp,
+            cp: sizes.cp,
+            pp: sizes.pp,
+            page_size,
+            pages_per_rank: pages.full as usize,
+            window_pages_per_rank: pages.window as usize,
+            window_lookback: sizes.window.map(|window| window.lookback),
+            has_full_layers: sizes.page_bytes > 0,
+            cache_bytes: sizes.page_bytes * pages.full + window_page_bytes * pages.window,
+            kv_dtype: self.kv_dtype,
+            prefix_cache: self.prefix_cache,
+        })
+    }
+
+    /// Refuses options that are outside their ranges.
+    fn check_ranges(&self, sizes: &EngineSizes) -> Result<()> {
+        let Self { page_size, max_running, max_waiting, prefill_chunk, .. } = *self;
+        let wrong = |option, given: String, possible| Err(Error::InvalidOption { option, given, possible });
         for (option, given) in [
             ("attn-dp", sizes.attn_dp),
-            ("page", page),
+            ("page", page_size),
             ("max-model-len", self.max_model_len.unwrap_or(1)),
             ("max-running", max_running),
             ("max-waiting", max_waiting),
@@ -41,71 +96,25 @@ impl EngineOptions {
                 "at most prefill-chunk: no step has more tokens of prompts",
             );
         }
-        if let KvCache::Share(share) | KvCache::OneSequence(share) = self.kv_cache
+        if let KvCacheSize::Share(share) | KvCacheSize::OneSequence(share) = self.kv_cache
             && !(share > 0.0 && share <= 1.0)
         {
             return wrong("kv-cache", share.to_string(), "a share of the free memory above 0 and up to 1");
         }
-        let pages = PagePlan::new(self, sizes);
-        let room = agree(self.room(sizes)?)?;
-        let is_alone = matches!(self.kv_cache, KvCache::OneSequence(_));
-        let longest = pages.longest(self.kv_cache, room, self.max_model_len.is_none() && !is_alone);
-        let holds = longest.saturating_mul(sizes.cp as u64).saturating_mul(page as u64);
-        let holds = usize::try_from(holds).unwrap_or(usize::MAX);
-        let asked = self.max_model_len.unwrap_or(holds.min(sizes.trained_length.unwrap_or(usize::MAX))).max(1);
-        let asked = if is_alone && holds > 0 { asked.min(holds) } else { asked };
-        let needed = asked.div_ceil(page).div_ceil(sizes.cp);
-        if holds < asked {
-            let EngineSizes { page_bytes, attn_dp, .. } = *sizes;
-            // A sequence has pages of the ranks of one replica.
-            let ranks = sizes.ranks / attn_dp;
-            let (pages_per_rank, window_bytes) = (longest as usize, pages.window_bytes(needed as u64));
-            return Err(Error::CacheTooSmall {
-                asked,
-                page,
-                ranks,
-                needed,
-                pages_per_rank,
-                page_bytes,
-                window_bytes,
-                holds,
-            });
-        }
-        let room = if is_alone { pages.sequence_bytes(needed as u64) } else { room };
-        let pages = pages.divide(self.kv_cache, room, needed as u64, max_running as u64);
-        let window_page_bytes = sizes.window.map_or(0, |window| window.page_bytes);
-        Ok(Limits {
-            max_model_len: asked,
-            vocabulary: sizes.vocabulary,
-            hidden_size: sizes.hidden_size,
-            max_running,
-            max_waiting,
-            ranks: sizes.ranks,
-            attn_dp: sizes.attn_dp,
-            cp: sizes.cp,
-            pp: sizes.pp,
-            page,
-            pages_per_rank: pages.full as usize,
-            window_pages_per_rank: pages.window as usize,
-            window_lookback: sizes.window.map(|window| window.lookback),
-            has_full_layers: sizes.page_bytes > 0,
-            cache_bytes: sizes.page_bytes * pages.full + window_page_bytes * pages.window,
-            kv_dtype: self.kv_dtype,
-            prefix_cache: self.prefix_cache,
-        })
+        Ok(())
     }
 
     /// Bytes, or pages if their number is given, for which this process has room on each of its ranks.
     fn room(&self, sizes: &EngineSizes) -> Result<u64> {
         match self.kv_cache {
-            KvCache::Pages(pages) => Ok(pages as u64),
-            KvCache::Bytes(bytes) => Ok(bytes),
-            KvCache::Share(share) => {
+            KvCacheSize::Pages(pages) => Ok(pages as u64),
+            KvCacheSize::Bytes(bytes) => Ok(bytes),
+            KvCacheSize::Share(share) => {
                 let free = ringspan::memory::available().ok_or(Error::UnknownMemory)?;
                 Ok((free as f64 * share / sizes.local_ranks.max(1) as f64) as u64)
             }
             // Where the free memory is unknown, the sequence is as long as was asked.
-            KvCache::OneSequence(share) => {
+            KvCacheSize::OneSequence(share) => {
                 let of_rank = |free: u64| (free as f64 * share / sizes.local_ranks.max(1) as f64) as u64;
                 Ok(ringspan::memory::available().map_or(u64::MAX, of_rank))
             }
@@ -136,31 +145,31 @@ mod tests {
     #[test]
     fn the_longest_sequence_is_what_model_and_cache_allow() {
         let with = |kv_cache, max_model_len| {
-            let options = EngineOptions { page: 8, kv_cache, max_model_len, ..EngineOptions::default() };
+            let options = EngineOptions { page_size: 8, kv_cache, max_model_len, ..EngineOptions::default() };
             options.limits(&sizes())
         };
-        let limits = with(KvCache::Bytes(20_999), None).expect("limits");
+        let limits = with(KvCacheSize::Bytes(20_999), None).expect("limits");
         assert_eq!((limits.pages_per_rank, limits.max_model_len), (20, 20 * 3 * 8));
-        assert_eq!(with(KvCache::Bytes(1 << 40), None).expect("limits").max_model_len, 4096);
-        assert_eq!(with(KvCache::Pages(4), Some(96)).expect("limits").max_model_len, 96);
-        let refused = with(KvCache::Pages(4), Some(97)).expect_err("97 tokens in 12 pages").to_string();
+        assert_eq!(with(KvCacheSize::Bytes(1 << 40), None).expect("limits").max_model_len, 4096);
+        assert_eq!(with(KvCacheSize::Pages(4), Some(96)).expect("limits").max_model_len, 96);
+        let refused = with(KvCacheSize::Pages(4), Some(97)).expect_err("97 tokens in 12 pages").to_string();
         for part in ["97 tokens", "5 pages", "5000 bytes", "4 pages", "96 tokens"] {
             assert!(refused.contains(part), "{refused}");
         }
-        let refused = with(KvCache::Bytes(999), None).expect_err("no page").to_string();
+        let refused = with(KvCacheSize::Bytes(999), None).expect_err("no page").to_string();
         assert!(refused.contains("1000 bytes"), "{refused}");
-        assert!(with(KvCache::Share(0.0), None).expect_err("nothing").to_string().contains("kv-cache 0"));
-        assert!(with(KvCache::Share(0.3), None).expect("limits").pages_per_rank > 0);
+        assert!(with(KvCacheSize::Share(0.0), None).expect_err("nothing").to_string().contains("kv-cache 0"));
+        assert!(with(KvCacheSize::Share(0.3), None).expect("limits").pages_per_rank > 0);
     }
 
     #[test]
     fn sizes_of_zero_are_refused() {
         let refused = |change: fn(&mut EngineOptions)| {
-            let mut options = EngineOptions { kv_cache: KvCache::Pages(9), ..EngineOptions::default() };
+            let mut options = EngineOptions { kv_cache: KvCacheSize::Pages(9), ..EngineOptions::default() };
             change(&mut options);
             options.limits(&sizes()).expect_err("0").to_string()
         };
-        assert!(refused(|options| options.page = 0).starts_with("page 0"));
+        assert!(refused(|options| options.page_size = 0).starts_with("page 0"));
         assert!(refused(|options| options.max_model_len = Some(0)).starts_with("max-model-len 0"));
         assert!(refused(|options| options.max_running = 0).starts_with("max-running 0"));
         assert!(refused(|options| options.max_waiting = 0).starts_with("max-waiting 0"));
@@ -171,8 +180,9 @@ mod tests {
 
     #[test]
     fn one_sequence_is_as_long_as_memory_allows() {
-        let kv_cache = KvCache::OneSequence(1e-5);
-        let options = EngineOptions { page: 8, kv_cache, max_model_len: Some(1 << 40), ..EngineOptions::default() };
+        let kv_cache = KvCacheSize::OneSequence(1e-5);
+        let options =
+            EngineOptions { page_size: 8, kv_cache, max_model_len: Some(1 << 40), ..EngineOptions::default() };
         // A small part of some gigabytes: pages of 1000 bytes on each of three ranks.
         let limits = options.limits(&sizes()).expect("a shorter sequence");
         assert_eq!(limits.max_model_len, limits.pages_per_rank * 3 * 8);
@@ -199,7 +209,7 @@ mod tests {
         // The fewest bytes that hold one text.
         let least = |sizes: EngineSizes, tokens| {
             let fits = |bytes: &u64| {
-                let (kv_cache, max_model_len) = (KvCache::Bytes(*bytes), Some(tokens));
+                let (kv_cache, max_model_len) = (KvCacheSize::Bytes(*bytes), Some(tokens));
                 EngineOptions { kv_cache, max_model_len, ..EngineOptions::default() }.limits(&sizes).is_ok()
             };
             let (mut below, mut enough) = (0, 1 << 40);
@@ -209,7 +219,7 @@ mod tests {
             }
             enough
         };
-        let kv_cache = KvCache::OneSequence(0.9);
+        let kv_cache = KvCacheSize::OneSequence(0.9);
         for (full, window) in [(18, 0), (3, 15), (0, 18)] {
             let sizes = sizes(full, window);
             let options =

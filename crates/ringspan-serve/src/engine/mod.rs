@@ -22,7 +22,7 @@ mod model_executor;
 mod model_shards;
 mod options;
 mod page_plan;
-mod pages;
+mod page_pool;
 mod prefill_budget;
 mod prefix_cache;
 mod prefix_tree;
@@ -39,7 +39,7 @@ mod session_file;
 mod shared;
 mod step_logits;
 mod token_sampler;
-mod window_pages;
+mod window_page_pool;
 
 #[cfg(test)]
 mod test;
@@ -50,6 +50,6 @@ pub use engine_handle::Engine;
 pub use executor::{Executor, KvRowLayout};
 pub use fingerprint::fingerprint;
 pub use histogram::{EngineHistograms, Histogram};
-pub use options::{EngineOptions, EngineSizes, KvCache, WindowSizes};
+pub use options::{EngineOptions, EngineSizes, KvCacheSize, WindowSizes};
 pub use row_parts::RowPart;
 pub use session::SessionSize;

@@ -8,9 +8,9 @@ use std::time::Duration;
 pub struct EngineOptions {
     /// Tokens of a page of the cache: more of them make longer runs of keys on a rank, fewer distribute short texts more evenly over
     /// the ranks.
-    pub page: usize,
+    pub page_size: usize,
     /// Memory of the cache.
-    pub kv_cache: KvCache,
+    pub kv_cache: KvCacheSize,
     /// Type of the cache's keys and values; `None` for that in which the model computes.
     pub kv_dtype: Option<KvDtype>,
     /// Largest number of tokens of a sequence, prompt and text; `None` for as many as the model is made for and the cache holds.
@@ -23,8 +23,8 @@ pub struct EngineOptions {
     pub prefill_chunk: usize,
     /// Largest number of prompt tokens in a step in which other requests decode: a larger number prefills prompts
     /// faster, a smaller one shortens the time between the tokens of decoding requests. With `None`, the engine
-    /// measures its steps, and chooses the number so that 95% of the steps that also prefill should take up to three times as
-    /// long as one that only decodes.
+    /// measures its steps, and chooses the number so that 99% of the steps that also prefill should take up to 2.8 times as
+    /// long as one that only decodes, and the time between tokens stays within three times its median.
     pub mixed_chunk: Option<usize>,
     /// Keeps the keys and values of texts as long as there is room, so that texts with the same beginning need not compute it
     /// again.
@@ -38,7 +38,7 @@ pub struct EngineOptions {
 
 /// Memory for keys and values on each rank.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum KvCache {
+pub enum KvCacheSize {
     /// Bytes on each rank.
     Bytes(u64),
     /// Share of the machine's free memory, for all ranks of this machine together; from 0 to 1.
@@ -53,8 +53,8 @@ pub enum KvCache {
 impl Default for EngineOptions {
     fn default() -> Self {
         Self {
-            page: 64,
-            kv_cache: KvCache::Share(0.5),
+            page_size: 64,
+            kv_cache: KvCacheSize::Share(0.5),
             kv_dtype: None,
             max_model_len: None,
             max_running: 64,

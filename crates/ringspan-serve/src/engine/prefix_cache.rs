@@ -2,23 +2,24 @@
 //!
 //! Rows that are in the tree never change. A sequence that continues from the middle of a page copies its first rows.
 //!
-//! Sliding-window layers have pages of their own, which a node may lose before it is removed. A hit ends where the pages that its
-//! next token sees are still there.
+//! Sliding-window layers have pages of their own, which a node may lose before it is removed. A hit is the longest prefix for which all
+//! window pages that the next token attends to are still cached.
 
-use super::pages::Pages;
+use super::page_pool::PagePool;
 use super::prefix_tree::{Namespace, Node, NodeId, PrefixTree};
-use super::step::{CachePage, WindowPages as HeldWindow};
-use super::window_pages::WindowPages;
+use super::step::{CachePage, WindowPages};
+use super::window_page_pool::WindowPagePool;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::ops::Range;
 
 /// The tree, and the pages of all ranks, which it keeps or frees.
 #[derive(Debug)]
 pub(super) struct PrefixCache {
-    pages: Pages,
+    pages: PagePool,
     /// The pages of sliding-window layers, if there are such layers.
-    window: Option<WindowPages>,
+    window: Option<WindowPagePool>,
     /// Tokens of a page.
-    page: usize,
+    page_size: usize,
     enabled: bool,
     tree: PrefixTree,
     /// The node of each page that the tree keeps.
@@ -50,18 +51,18 @@ pub(super) struct Hit {
     /// The page after them, and the number of its first rows that fit.
     pub(super) partial: Option<(u32, usize)>,
     /// In sliding-window layers, the full pages that the next token sees.
-    pub(super) window: HeldWindow,
+    pub(super) window: WindowPages,
     /// The page after them in these layers.
     pub(super) partial_window: Option<u32>,
 }
 
 impl PrefixCache {
     /// A tree without texts; a disabled one never keeps a page.
-    pub(super) fn new(pages: Pages, page: usize, enabled: bool) -> Self {
+    pub(super) fn new(pages: PagePool, page_size: usize, enabled: bool) -> Self {
         Self {
             pages,
             window: None,
-            page,
+            page_size,
             enabled,
             tree: PrefixTree::default(),
             node_of: HashMap::new(),
@@ -70,24 +71,24 @@ impl PrefixCache {
         }
     }
 
-    /// With pages of sliding-window layers, `lookback` tokens before their own at most.
-    pub(super) fn with_window(self, pages: Pages, lookback: usize) -> Self {
-        Self { window: Some(WindowPages::new(pages, lookback)), ..self }
+    /// Adds pages for sliding-window layers, in which a token attends to at most `lookback` tokens before it.
+    pub(super) fn with_window(self, pages: PagePool, lookback: usize) -> Self {
+        Self { window: Some(WindowPagePool::new(pages, lookback)), ..self }
     }
 
     /// The pages of sliding-window layers, if there are such layers.
-    pub(super) fn window(&self) -> Option<&WindowPages> {
+    pub(super) fn window(&self) -> Option<&WindowPagePool> {
         self.window.as_ref()
     }
 
     /// Index of the first page of layers with a window that is needed after `computed` tokens.
     pub(super) fn first_in_window(&self, computed: usize) -> usize {
-        self.window.as_ref().map_or(0, |window| window.first_seen(computed)) / self.page
+        self.window.as_ref().map_or(0, |window| window.first_seen(computed)) / self.page_size
     }
 
     /// Tokens of a page.
-    pub(super) fn page(&self) -> usize {
-        self.page
+    pub(super) fn page_size(&self) -> usize {
+        self.page_size
     }
 
     /// All pages of texts, a page after the one before it.
@@ -113,7 +114,7 @@ impl PrefixCache {
         self.clock
     }
 
-    pub(super) fn pages(&self) -> &Pages {
+    pub(super) fn pages(&self) -> &PagePool {
         &self.pages
     }
 
@@ -127,13 +128,20 @@ impl PrefixCache {
         index % self.pages.ranks()
     }
 
+    /// Number of the pages of a sequence with these indices that a rank has.
+    pub(super) fn pages_on(&self, rank: usize, indices: Range<usize>) -> usize {
+        let ranks = self.pages.ranks();
+        let before = |end: usize| (end + ranks - 1 - rank) / ranks;
+        before(indices.end.max(indices.start)) - before(indices.start)
+    }
+
     /// Looks up the longest beginning of `tokens` from whose end computation can go on, and holds its pages, the partial one included;
     /// in sliding-window layers, those that the next token sees.
     pub(super) fn hold_prefix(&mut self, namespace: &Namespace, tokens: &[u32]) -> Hit {
         let mut hit = Hit::default();
         let Some((path, end)) = self.find_prefix(namespace, tokens) else { return hit };
         self.clock += 1;
-        let (full, rows) = (end / self.page, end % self.page);
+        let (full, rows) = (end / self.page_size, end % self.page_size);
         hit.node = full.checked_sub(1).map(|last| path[last]);
         hit.pages = path[..full].iter().map(|node| self.hold_node(*node)).collect();
         hit.window.first = self.first_in_window(end);
@@ -155,13 +163,13 @@ impl PrefixCache {
     /// The nodes of the longest beginning of `tokens` in the tree, and the number of tokens from whose end computation can go on.
     fn find_prefix(&self, namespace: &Namespace, tokens: &[u32]) -> Option<(Vec<NodeId>, usize)> {
         let root = self.tree.find_root(namespace)?;
-        let mut path = self.tree.full_pages(root, tokens, self.page);
+        let mut path = self.tree.full_pages(root, tokens, self.page_size);
         let full = path.len();
-        let rest = &tokens[full * self.page..];
+        let rest = &tokens[full * self.page_size..];
         let last = path.last().copied().unwrap_or(root);
-        let partial = self.tree.most_in_common(last, &rest[..rest.len().min(self.page)]);
+        let partial = self.tree.most_in_common(last, &rest[..rest.len().min(self.page_size)]);
         path.extend(partial.map(|(child, _)| child));
-        let end = self.end_of_hit(&path, full * self.page + partial.map_or(0, |(_, rows)| rows));
+        let end = self.end_of_hit(&path, full * self.page_size + partial.map_or(0, |(_, rows)| rows));
         Some((path, end))
     }
 
@@ -171,9 +179,9 @@ impl PrefixCache {
             return end;
         }
         loop {
-            let mut needed = self.first_in_window(end)..end.div_ceil(self.page);
+            let mut needed = self.first_in_window(end)..end.div_ceil(self.page_size);
             match needed.rfind(|index| self.tree[path[*index]].window.is_none()) {
-                Some(missing) => end = missing * self.page,
+                Some(missing) => end = missing * self.page_size,
                 None => return end,
             }
         }
@@ -245,7 +253,7 @@ impl PrefixCache {
     pub(super) fn allocate(&mut self, index: usize) -> Option<u32> {
         let rank = self.rank_of(index);
         loop {
-            if let Some(page) = self.pages.take(rank) {
+            if let Some(page) = self.pages.allocate(rank) {
                 return Some(page);
             }
             if self.pages.cached(rank) == 0 {
@@ -272,9 +280,9 @@ impl PrefixCache {
     fn remove(&mut self, node: NodeId) {
         let Node { rank, page, window, .. } = self.tree[node];
         if let (Some(pages), Some(page)) = (&mut self.window, window) {
-            pages.forget(rank, page);
+            pages.evict(rank, page);
         }
-        self.pages.forget(rank, page);
+        self.pages.evict(rank, page);
         self.detach(node);
     }
 
@@ -290,16 +298,16 @@ impl PrefixCache {
 
     /// Leaves page `index` of a text to the only sequence that holds it, which may then overwrite its rows; returns whether that is
     /// possible: the page must be the last of every text that has it.
-    pub(super) fn give_away(&mut self, index: usize, page: u32) -> bool {
+    pub(super) fn uncache(&mut self, index: usize, page: u32) -> bool {
         let rank = self.rank_of(index);
         let Some(&node) = self.node_of.get(&(rank, page)) else { return false };
-        if !self.tree[node].children.is_empty() || self.pages.holders(rank, page) > 1 {
+        if !self.tree[node].children.is_empty() || self.pages.ref_count(rank, page) > 1 {
             return false;
         }
         if let (Some(pages), Some(page)) = (&mut self.window, self.tree[node].window) {
-            pages.give_away(rank, page);
+            pages.uncache(rank, page);
         }
-        self.pages.give_away(rank, page);
+        self.pages.uncache(rank, page);
         let parent = self.tree[node].parent;
         self.detach(node);
         parent.into_iter().for_each(|parent| self.tree.remove_empty_root(parent));
@@ -354,7 +362,7 @@ impl PrefixCache {
             self.evictable.remove(&(self.tree[shorter].last_used, shorter));
             self.remove(shorter);
         }
-        self.pages.keep(rank, page.full);
+        self.pages.mark_cached(rank, page.full);
         let node = self.tree.add(Node {
             parent: Some(parent),
             tokens: tokens.into(),
@@ -375,7 +383,7 @@ impl PrefixCache {
     /// Gives a node a page in sliding-window layers, which a sequence holds.
     fn keep_window(&mut self, node: NodeId, page: u32) {
         if let Some(window) = &mut self.window {
-            window.keep(self.tree[node].rank, page, node);
+            window.mark_cached(self.tree[node].rank, page, node);
             self.tree[node].window = Some(page);
         }
     }
@@ -393,7 +401,7 @@ impl PrefixCache {
             let evictable = self.evictable.contains(&(node.last_used, id));
             assert_eq!(evictable, !held && node.children.is_empty(), "node {id}");
             listed += usize::from(evictable);
-            assert!(node.children.is_empty() || node.tokens.len() == self.page, "only full pages have children");
+            assert!(node.children.is_empty() || node.tokens.len() == self.page_size, "only full pages have children");
             if let Some(parent) = node.parent.map(|parent| &self.tree[parent]) {
                 assert_eq!(parent.children.get(&node.tokens), Some(&id));
                 let parent_held = parent.parent.is_none() || self.pages.is_held(parent.rank, parent.page);

@@ -1,16 +1,16 @@
 //! Guesses the next tokens of a text from the text itself, for speculative decoding: texts often repeat names, code and quotations.
 
-/// Longest and shortest endings that are looked up.
-const LONGEST: usize = 4;
-const SHORTEST: usize = 2;
+/// Most and fewest tokens of the suffixes that are looked up.
+const MAX_NGRAM: usize = 4;
+const MIN_NGRAM: usize = 2;
 
-/// Up to `most` tokens that followed the last tokens of `text` when these occurred before: the longest ending that did, where it
-/// did last. Empty if none did.
+/// Proposes up to `most` draft tokens: finds the longest suffix of `text`, of [`MAX_NGRAM`] to [`MIN_NGRAM`] tokens, that also occurs
+/// before, and returns the tokens after its last earlier occurrence. Empty if no suffix occurs before.
 pub(super) fn propose(text: &[u32], most: usize) -> &[u32] {
     if most == 0 {
         return &[];
     }
-    for len in (SHORTEST..=LONGEST).rev().filter(|len| *len < text.len()) {
+    for len in (MIN_NGRAM..=MAX_NGRAM).rev().filter(|len| *len < text.len()) {
         let (before, ending) = (&text[..text.len() - 1], &text[text.len() - len..]);
         if let Some(at) = before.windows(len).rposition(|window| window == ending) {
             let followed = &text[at + len..];

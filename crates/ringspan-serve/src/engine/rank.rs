@@ -104,7 +104,7 @@ impl<'a> EngineRank<'a> {
         loop {
             let message = self.groups.broadcast(None)?;
             let command = RankCommand::from_buffer(&message).ok_or_else(|| self.unexpected("a command"))?;
-            if command == RankCommand::End {
+            if command == RankCommand::Shutdown {
                 return Ok(());
             }
             self.carry_out(&command)?;
@@ -130,7 +130,7 @@ impl<'a> EngineRank<'a> {
 
     fn carry_out(&mut self, command: &RankCommand) -> Result<Outcome> {
         match command {
-            RankCommand::Wait | RankCommand::End => Ok(Outcome::Done),
+            RankCommand::Heartbeat | RankCommand::Shutdown => Ok(Outcome::Done),
             // Rank 0 deals with its own pages where it gives these commands.
             RankCommand::ReadPage { cp_rank, page, rows } => {
                 let own = self.groups.rank();
@@ -173,7 +173,7 @@ impl<'a> EngineRank<'a> {
                 self.executor.unload_adapter(*slot);
                 Ok(Outcome::Done)
             }
-            RankCommand::Count => {
+            RankCommand::ReadCounters => {
                 let waited = u64::try_from(self.timed.waited().as_nanos()).unwrap_or(u64::MAX);
                 let own = Buffer::U64(vec![self.groups.world().bytes_sent(), waited]);
                 let all = self.groups.world().all_gather(own)?;

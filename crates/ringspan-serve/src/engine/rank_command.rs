@@ -8,7 +8,7 @@ use std::path::PathBuf;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum RankCommand {
     /// Do nothing: the engine waits for requests, and the command is a heartbeat.
-    Wait,
+    Heartbeat,
     /// Compute a step, then the logits of each block.
     Compute { step: Step, blocks: Vec<LogitBlock> },
     /// Read an adapter.
@@ -16,14 +16,14 @@ pub(super) enum RankCommand {
     /// Forget an adapter.
     Unload { slot: u64 },
     /// Report how many bytes were sent, and how long the rank waited.
-    Count,
+    ReadCounters,
     /// The ranks that have parts of a page of a context-parallel rank send its first rows to rank 0; of ranks with the same part, the
     /// first. Context-parallel ranks are counted over the attention replicas.
     ReadPage { cp_rank: usize, page: CachePage, rows: usize },
     /// Rank 0 sends the ranks that have parts of a page of a context-parallel rank its first rows.
     WritePage { cp_rank: usize, page: CachePage },
     /// End.
-    End,
+    Shutdown,
 }
 
 /// Rows whose logits are computed together.
@@ -34,12 +34,12 @@ pub(super) struct LogitBlock {
     pub(super) only_most_likely: bool,
 }
 
-const WAIT: u64 = 0;
+const HEARTBEAT: u64 = 0;
 const COMPUTE: u64 = 1;
 const LOAD: u64 = 2;
 const UNLOAD: u64 = 3;
-const COUNT: u64 = 4;
-const END: u64 = 5;
+const READ_COUNTERS: u64 = 4;
+const SHUTDOWN: u64 = 5;
 const READ_PAGE: u64 = 6;
 const WRITE_PAGE: u64 = 7;
 
@@ -48,7 +48,7 @@ impl RankCommand {
     pub(super) fn to_buffer(&self) -> Buffer {
         let mut words = WordWriter(Vec::new());
         match self {
-            Self::Wait => words.0.push(WAIT),
+            Self::Heartbeat => words.0.push(HEARTBEAT),
             Self::Compute { step, blocks } => {
                 words.0.push(COMPUTE);
                 words.step(step);
@@ -61,7 +61,7 @@ impl RankCommand {
                 words.list(folder.as_os_str().as_encoded_bytes(), |words, byte| words.0.push(u64::from(*byte)));
             }
             Self::Unload { slot } => words.0.extend([UNLOAD, *slot]),
-            Self::Count => words.0.push(COUNT),
+            Self::ReadCounters => words.0.push(READ_COUNTERS),
             Self::ReadPage { cp_rank, page, rows } => {
                 words.0.extend([READ_PAGE, *cp_rank as u64, *rows as u64]);
                 words.page(*page);
@@ -70,7 +70,7 @@ impl RankCommand {
                 words.0.extend([WRITE_PAGE, *cp_rank as u64]);
                 words.page(*page);
             }
-            Self::End => words.0.push(END),
+            Self::Shutdown => words.0.push(SHUTDOWN),
         }
         Buffer::U64(words.0)
     }
@@ -80,7 +80,7 @@ impl RankCommand {
         let Buffer::U64(words) = buffer else { return None };
         let mut words = WordReader(words);
         let command = match words.next()? {
-            WAIT => Self::Wait,
+            HEARTBEAT => Self::Heartbeat,
             COMPUTE => Self::Compute { step: words.step()?, blocks: words.list(WordReader::block)? },
             LOAD => {
                 let slot = words.next()?;
@@ -88,13 +88,13 @@ impl RankCommand {
                 Self::Load { slot, folder: String::from_utf8(bytes).ok()?.into() }
             }
             UNLOAD => Self::Unload { slot: words.next()? },
-            COUNT => Self::Count,
+            READ_COUNTERS => Self::ReadCounters,
             READ_PAGE => {
                 let (cp_rank, rows) = (words.size()?, words.size()?);
                 Self::ReadPage { cp_rank, page: words.page()?, rows }
             }
             WRITE_PAGE => Self::WritePage { cp_rank: words.size()?, page: words.page()? },
-            END => Self::End,
+            SHUTDOWN => Self::Shutdown,
             _ => return None,
         };
         words.0.is_empty().then_some(command)
@@ -218,15 +218,15 @@ mod tests {
         let block = |(rows, only_most_likely)| LogitBlock { rows, only_most_likely };
         let blocks = [(64, true), (1, false)].map(block).to_vec();
         for command in [
-            RankCommand::Wait,
+            RankCommand::Heartbeat,
             RankCommand::Compute { step, blocks },
             RankCommand::Compute { step: shared, blocks: Vec::new() },
             RankCommand::Load { slot: 4, folder: "/tmp/größe".into() },
             RankCommand::Unload { slot: 4 },
-            RankCommand::Count,
+            RankCommand::ReadCounters,
             RankCommand::ReadPage { cp_rank: 2, page: CachePage { full: 3, window: Some(5) }, rows: 4 },
             RankCommand::WritePage { cp_rank: 1, page: u32::MAX.into() },
-            RankCommand::End,
+            RankCommand::Shutdown,
         ] {
             let buffer = command.to_buffer();
             assert_eq!(RankCommand::from_buffer(&buffer), Some(command));

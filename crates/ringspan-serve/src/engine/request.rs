@@ -250,7 +250,7 @@ pub struct Limits {
     /// Number of pipeline stages, each of which has the pages of its layers.
     pub pp: usize,
     /// Tokens of a page of the cache.
-    pub page: usize,
+    pub page_size: usize,
     /// Pages that each rank has.
     pub pages_per_rank: usize,
     /// Pages of each rank for sliding-window layers; 0 if the model has none. [`pages_per_rank`](Self::pages_per_rank)
@@ -273,7 +273,7 @@ pub struct Limits {
 impl Limits {
     /// Number of tokens that the pages of all ranks hold.
     pub fn cache_tokens(&self) -> usize {
-        self.pages_per_rank.saturating_mul(self.attn_dp).saturating_mul(self.cp).saturating_mul(self.page)
+        self.pages_per_rank.saturating_mul(self.attn_dp).saturating_mul(self.cp).saturating_mul(self.page_size)
     }
 
     /// The attention replica of a rank.

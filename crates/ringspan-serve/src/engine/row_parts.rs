@@ -29,7 +29,7 @@ impl RowPart {
         Self { ranges: joined }
     }
 
-    /// Number of numbers.
+    /// Number of elements of a row that belong to this part.
     pub(super) fn width(&self) -> usize {
         self.ranges.iter().map(Range::len).sum()
     }
@@ -80,8 +80,8 @@ impl RowPart {
     }
 }
 
-/// The parts that the ranks of `stages` pipeline stages with `tp` tensor-parallel ranks have of the rows of one page: stage by stage, those of
-/// the tensor-parallel ranks. Ranks that share a key-value head have the same part.
+/// The parts that the ranks of `stages` pipeline stages with `tp` tensor-parallel ranks have of the rows of one page: stage by stage, those
+/// of the tensor-parallel ranks. Ranks that share a key-value head have the same part.
 ///
 /// # Errors
 /// More ranks than the heads can be distributed over.

@@ -45,7 +45,7 @@ pub(super) struct PromptResults {
     /// Sum of the prompt's hidden states.
     sum: Vec<f64>,
     last: Vec<f32>,
-    /// Whether it has been reported.
+    /// Whether these results have been reported.
     done: bool,
 }
 
@@ -56,7 +56,7 @@ pub(super) struct PageTable {
     pub(super) computed: usize,
     /// The pages of the sequence; page i is on rank i mod P.
     pub(super) pages: Vec<u32>,
-    /// The last of them in sliding-window layers.
+    /// The pages of the sequence in sliding-window layers, which are numbered separately; only those that are still needed.
     pub(super) window: WindowPages,
     /// Number of first pages that are in the prefix cache, and the node of the last of them.
     pub(super) inserted: usize,
@@ -167,12 +167,12 @@ impl PromptResults {
         self.sum.clear();
     }
 
-    /// Number of most likely tokens that are reported for each token of the prompt, as long as they have not been.
+    /// How many top log-probabilities to report for each token of the prompt; `None` if none are wanted, or they have been reported.
     pub(super) fn wants_logprobs(&self) -> Option<usize> {
         self.logprobs.filter(|_| !self.done)
     }
 
-    /// Whether the hidden states of the prompt are needed.
+    /// How to pool the prompt's hidden states; `None` if no embedding is wanted, or it has been reported.
     pub(super) fn wants_hidden(&self) -> Option<Pooling> {
         self.pooling.filter(|_| !self.done)
     }

@@ -63,7 +63,7 @@ pub(super) fn save(
             let parent = page.parent.and_then(|parent| number[parent]);
             let adapter = page.namespace.adapter.and_then(|slot| names.binary_search(&slot).ok());
             let key = (parent, adapter, in_window, page.tokens);
-            // Each cache counts its own uses, and all end now.
+            // Each cache has a clock of its own; it is shifted so that all clocks end at the same time.
             let last_used = page.last_used + (latest - cache.clock());
             if let Some(&saved) = numbers.get(&key) {
                 number[at] = Some(saved);
@@ -144,7 +144,37 @@ struct RestoredText {
     numbers: u64,
 }
 
-/// Restores the text that ends with a page, in the attention replica that has at least half of it, or else the one with most room.
+/// The tokens of the text that ends with a page, and where each token's row is: its page, and the number of the row in it.
+fn text_of_leaf(leaf: usize, index: &SessionIndex) -> (Vec<u32>, Vec<(usize, usize)>) {
+    let mut path = vec![leaf];
+    while let Some(parent) = path.last().and_then(|page| index.pages[*page].parent) {
+        path.push(parent);
+    }
+    let (mut text, mut sources) = (Vec::new(), Vec::new());
+    for page in path.into_iter().rev() {
+        let tokens = &index.pages[page].tokens;
+        sources.extend((0..tokens.len()).map(|row| (page, row)));
+        text.extend_from_slice(tokens);
+    }
+    (text, sources)
+}
+
+/// The cache, with the number of its attention replica, that has at least half of a text, or else the one with most room.
+fn choose_cache<'a>(
+    caches: &'a mut [PrefixCache],
+    namespace: &Namespace,
+    text: &[u32],
+) -> Option<(usize, &'a mut PrefixCache)> {
+    let suits = |(_, cache): &(usize, &mut PrefixCache)| {
+        let pages = cache.pages();
+        let cached: usize = (0..pages.ranks()).map(|rank| pages.cached(rank)).sum();
+        let found = cache.prefix_len(namespace, text);
+        (if 2 * found >= text.len() { found } else { 0 }, Reverse(cached))
+    };
+    caches.iter_mut().enumerate().max_by_key(suits)
+}
+
+/// Restores the text that ends with a page, in the attention replica whose [cache suits](choose_cache) best.
 fn restore_text(
     leaf: usize,
     reader: &mut SessionReader,
@@ -160,23 +190,8 @@ fn restore_text(
         },
     }
     .into();
-    let mut path = vec![leaf];
-    while let Some(parent) = path.last().and_then(|page| reader.index.pages[*page].parent) {
-        path.push(parent);
-    }
-    let (mut text, mut sources) = (Vec::new(), Vec::new());
-    for page in path.into_iter().rev() {
-        let tokens = &reader.index.pages[page].tokens;
-        sources.extend((0..tokens.len()).map(|row| (page, row)));
-        text.extend_from_slice(tokens);
-    }
-    let suits = |(_, cache): &(usize, &mut PrefixCache)| {
-        let pages = cache.pages();
-        let cached: usize = (0..pages.ranks()).map(|rank| pages.cached(rank)).sum();
-        let found = cache.prefix_len(&namespace, &text);
-        (if 2 * found >= text.len() { found } else { 0 }, Reverse(cached))
-    };
-    let Some((replica, cache)) = caches.iter_mut().enumerate().max_by_key(suits) else {
+    let (text, sources) = text_of_leaf(leaf, &reader.index);
+    let Some((replica, cache)) = choose_cache(caches, &namespace, &text) else {
         return Ok(Ok(RestoredText::default()));
     };
     let hit = cache.hold_prefix(&namespace, &text);
@@ -188,12 +203,12 @@ fn restore_text(
         cache.release_window(index, page);
     });
     let (mut held, mut node, mut restored, mut problem) = (hit.pages, hit.node, RestoredText::default(), None);
-    let size = cache.page();
+    let size = cache.page_size();
     while held.len() * size < text.len() {
         let index = held.len();
         let range = index * size..text.len().min((index + 1) * size);
         let has_window = sources[range.clone()].iter().all(|(page, _)| reader.index.pages[*page].in_window);
-        // The beginnings of texts meet in the same pages.
+        // A text with the same prefix may have brought this page already.
         if let Some((child, page)) = cache.hold_child(&namespace, node, &text[range.clone()], has_window) {
             held.push(page);
             node = Some(child);
@@ -207,7 +222,7 @@ fn restore_text(
             problem = Some(error);
             break;
         }
-        // The pages that were used last stay longest: those before them make room, if there is too little.
+        // If no window page is free, this evicts the one that was released longest ago, so the pages restored last keep theirs.
         let window = if has_window { cache.allocate_window(index) } else { None };
         let page = CachePage { window, ..page };
         ranks.write_page(parts, cp_rank(cache, replica, cache.rank_of(index)), page, &reader.message(&rows))?;

@@ -150,9 +150,9 @@ impl Shared {
         self.lock().stopped.clone()
     }
 
-    /// Like [`stopped`](Self::stopped), for a client whose command the engine has dropped: this happens before all ranks have ended and
-    /// the reason is known, for which it waits.
-    pub(super) fn reason_of_end(&self) -> Option<String> {
+    /// Like [`stopped`](Self::stopped), but waits up to the deadline until the reason is known. A client needs this because the engine
+    /// drops its command before all ranks have ended.
+    pub(super) fn wait_for_stop_reason(&self) -> Option<String> {
         let waiting = self.stopping.wait_timeout_while(self.lock(), self.deadline, |state| state.stopped.is_none());
         waiting.unwrap_or_else(PoisonError::into_inner).0.stopped.clone()
     }

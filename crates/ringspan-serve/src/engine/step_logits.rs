@@ -25,7 +25,7 @@ pub(super) struct LogitRow {
 enum LogitPurpose {
     /// The log-probability of the prompt's next token, and of this many most likely ones.
     PromptLogprobs { token: u32, top: usize },
-    /// A token is drawn: the next one, or if that is the first draft, the one after it, and so on.
+    /// Draw the token after the first `drafts` draft tokens; it counts only if all of these were drawn.
     Draw {
         /// Number of drafts before the token.
         drafts: usize,
@@ -87,8 +87,8 @@ fn are_drawn(sequence: &Sequence, drafts: usize, drawn: &[Result<Drawn, String>]
 /// What was drawn for each sequence, by its arrival: tokens, or why none could be.
 pub(super) type DrawnTokens = HashMap<u64, Vec<Result<Drawn, String>>>;
 
-/// The rows of which logits are needed: first those of which only the most likely token is, and both in the order of the rows that the
-/// step outputs.
+/// The rows whose logits are needed: first those that need only the most likely token, then the others, each group in the order in which
+/// the step outputs them.
 pub(super) fn logit_rows(scheduler: &mut Scheduler, step: &ScheduledStep) -> Vec<LogitRow> {
     let mut rows = Vec::new();
     for (row, arrival, position) in output_rows(step) {

@@ -1,5 +1,6 @@
 //! One rank's pages of the KV cache.
 
+use super::cache_memory::{CacheMemory, PIECE};
 use super::elements::{Elements, of_message};
 use super::kv_dtype::KvDtype;
 use super::layer_kind::{LayerKind, LayerPages, PerKind, window_lookback};
@@ -13,7 +14,8 @@ use ringspan::kernel::{Data, View};
 use std::collections::HashSet;
 
 /// The pages that one rank holds: for each layer, keys `[pages, page, G, D]` and values `[pages, page, G, Dv]`. Sliding-window layers
-/// have other pages than full-attention layers, and another number of them. A page takes memory when it is first written.
+/// have other pages than full-attention layers, and another number of them. A page takes memory when it is first written, or a little
+/// earlier.
 #[derive(Debug)]
 pub struct PagedCache {
     layers: Vec<Layer>,
@@ -22,7 +24,7 @@ pub struct PagedCache {
     /// The type in which the model computes, and in which ranks send new keys and values.
     computed: DType,
     pages: PerKind<usize>,
-    page: usize,
+    page_size: usize,
     max_length: Option<usize>,
     /// The model's layer that is the first one of the cache.
     first_layer: usize,
@@ -33,8 +35,8 @@ pub struct PagedCache {
 #[derive(Debug)]
 struct Layer {
     kind: LayerKind,
-    keys: Elements,
-    values: Elements,
+    keys: CacheMemory,
+    values: CacheMemory,
 }
 
 /// The sizes of a token's keys and values in a layer.
@@ -63,8 +65,8 @@ impl PagedCache {
     ///
     /// # Errors
     /// No pages, pages without tokens, more rows than can be numbered, and a model on a GPU.
-    pub fn new(model: &Model, pages: impl Into<PerKind<usize>>, page: usize) -> Result<Self> {
-        Self::with_dtype(model, pages, page, None)
+    pub fn new(model: &Model, pages: impl Into<PerKind<usize>>, page_size: usize) -> Result<Self> {
+        Self::with_dtype(model, pages, page_size, None)
     }
 
     /// Like [`new`](Self::new), in another type; `None` for that in which the model computes.
@@ -74,7 +76,7 @@ impl PagedCache {
     pub fn with_dtype(
         model: &Model,
         pages: impl Into<PerKind<usize>>,
-        page: usize,
+        page_size: usize,
         dtype: Option<KvDtype>,
     ) -> Result<Self> {
         let pages = pages.into();
@@ -91,22 +93,22 @@ impl PagedCache {
         let layer = |layer: usize| {
             let kind = LayerKind::of(model, layer);
             let pages = *pages.of(kind);
-            let rows = pages.checked_mul(page).filter(|rows| u32::try_from(*rows).is_ok() && *rows > 0);
+            let rows = pages.checked_mul(page_size).filter(|rows| u32::try_from(*rows).is_ok() && *rows > 0);
             let bytes = |rows: &usize| rows.checked_mul(of_token).filter(|bytes| isize::try_from(*bytes).is_ok());
             let Some(rows) = rows.filter(|rows| bytes(rows).is_some()) else {
                 return Err(Error::Step(format!(
-                    "a cache of {pages} pages of {page} tokens: possible is 1 to {} tokens in all, as far as there is memory",
+                    "a cache of {pages} pages of {page_size} tokens: possible is 1 to {} tokens in all, as far as there is memory",
                     u32::MAX
                 )));
             };
-            let zeros = |width: usize| Elements::zeros(dtype, rows * width);
+            let zeros = |width: usize| CacheMemory::zeros(dtype, rows * width);
             Ok(Layer { kind, keys: zeros(k_width), values: zeros(v_width) })
         };
         let layers = model.layer_range().map(layer).collect::<Result<_>>()?;
         let max_length = model.decoder().config().max_position_embeddings;
         let first_layer = model.layer_range().start;
         let (computed, lookback) = (model.computed_in(), window_lookback(model));
-        Ok(Self { layers, shape, dtype, computed, pages, page, max_length, first_layer, lookback })
+        Ok(Self { layers, shape, dtype, computed, pages, page_size, max_length, first_layer, lookback })
     }
 
     /// Sets the most tokens that a sequence may have. Rotary embeddings that depend on a length are made for this one, so that a
@@ -130,8 +132,8 @@ impl PagedCache {
 
     /// Tokens in a page.
     #[must_use]
-    pub fn page(&self) -> usize {
-        self.page
+    pub fn page_size(&self) -> usize {
+        self.page_size
     }
 
     /// Bytes of all pages.
@@ -139,25 +141,25 @@ impl PagedCache {
     pub fn bytes(&self) -> usize {
         let numbers: usize = self.shape.widths().iter().sum();
         let pages: usize = self.layers.iter().map(|layer| *self.pages.of(layer.kind)).sum();
-        pages * self.page * self.dtype.bytes(numbers)
+        pages * self.page_size * self.dtype.bytes(numbers)
     }
 
     /// Bytes of a page of `page` tokens, over all layers, in this type; `None` for that in which the model computes.
     ///
     /// # Errors
     /// Heads that the type does not allow, and a model that computes in a type in which no cache is.
-    pub fn bytes_per_page(model: &Model, page: usize, dtype: Option<KvDtype>) -> Result<usize> {
-        Ok(model.layers() * Self::bytes_per_page_and_layer(model, page, dtype)?)
+    pub fn bytes_per_page(model: &Model, page_size: usize, dtype: Option<KvDtype>) -> Result<usize> {
+        Ok(model.layers() * Self::bytes_per_page_and_layer(model, page_size, dtype)?)
     }
 
     /// Bytes of a page of `page` tokens in one layer.
     ///
     /// # Errors
     /// As for [`bytes_per_page`](Self::bytes_per_page).
-    pub(crate) fn bytes_per_page_and_layer(model: &Model, page: usize, dtype: Option<KvDtype>) -> Result<usize> {
+    pub(crate) fn bytes_per_page_and_layer(model: &Model, page_size: usize, dtype: Option<KvDtype>) -> Result<usize> {
         let dtype = dtype.map_or_else(|| KvDtype::of(model), Ok)?;
         dtype.check(model)?;
-        Ok(page.saturating_mul(bytes_per_token(model, dtype)))
+        Ok(page_size.saturating_mul(bytes_per_token(model, dtype)))
     }
 
     /// The kind of one of the model's layers, which must be in this cache.
@@ -181,7 +183,7 @@ impl PagedCache {
         self.computed
     }
 
-    /// Bytes of a number of keys or values that a rank sends to others which attend to it.
+    /// Bytes of one element of the keys and values that ranks send each other for attention: 2 if model and cache are in bf16, else 4.
     pub(super) fn bytes_on_the_wire(&self) -> usize {
         match (self.dtype, self.computed) {
             (KvDtype::Bf16, DType::BF16) => 2,
@@ -198,16 +200,16 @@ impl PagedCache {
     pub(super) fn check(&self, map: &PageMap, step: &Step) -> Result<()> {
         for copy in &step.copies {
             let &PageCopy { rank, from, to, window, rows, .. } = copy;
-            let Self { pages, page, .. } = self;
+            let Self { pages, page_size, .. } = self;
             let is_beyond = |[from, to]: [u32; 2], pages| pages <= from.max(to) as usize;
             if rank >= map.ranks
                 || self.has(LayerKind::Full) && is_beyond([from, to], pages.full)
                 || self.has(LayerKind::Window) && window.is_some_and(|window| is_beyond(window, pages.window))
-                || rows > *page
+                || rows > *page_size
             {
                 let pages = pages.full;
                 return Err(Error::Step(format!(
-                    "{copy:?}, with {} ranks of {pages} pages of {page} tokens",
+                    "{copy:?}, with {} ranks of {pages} pages of {page_size} tokens",
                     map.ranks
                 )));
             }
@@ -226,12 +228,15 @@ impl PagedCache {
             for kind in LayerKind::ALL.into_iter().filter(|kind| self.has(*kind)) {
                 let (table, most) = (LayerPages::of(sequence, kind), *self.pages.of(kind));
                 let first_needed = match (kind, self.lookback) {
-                    (LayerKind::Window, Some(lookback)) => start.saturating_sub(lookback) / self.page,
+                    (LayerKind::Window, Some(lookback)) => start.saturating_sub(lookback) / self.page_size,
                     _ => 0,
                 };
-                if table.end() != end.div_ceil(self.page) {
-                    let (given, needed) = (table.end(), end.div_ceil(self.page));
-                    return wrong(format!("has {given} pages; {end} tokens need {needed} of {} tokens", self.page));
+                if table.end() != end.div_ceil(self.page_size) {
+                    let (given, needed) = (table.end(), end.div_ceil(self.page_size));
+                    return wrong(format!(
+                        "has {given} pages; {end} tokens need {needed} of {} tokens",
+                        self.page_size
+                    ));
                 }
                 if table.first > first_needed {
                     return wrong(format!(
@@ -242,7 +247,7 @@ impl PagedCache {
                 if let Some(page) = table.pages.iter().find(|page| **page as usize >= most) {
                     return wrong(format!("has page {page}; a rank has {most}"));
                 }
-                for index in start / self.page..table.end() {
+                for index in start / self.page_size..table.end() {
                     let (page, owner) = (table.page(index), index % map.ranks);
                     if !written.insert((kind == LayerKind::Window, owner, page)) {
                         return wrong(format!("writes page {page} of rank {owner}, which is written already"));
@@ -257,6 +262,18 @@ impl PagedCache {
         *self.kinds().of(kind)
     }
 
+    /// Makes memory exist that will be written next: about as much as `tokens` tokens take, but only behind what is written in each
+    /// layer. Called after each step with the number of its tokens, it keeps steps from waiting for much new memory.
+    pub(crate) fn prefault(&mut self, tokens: usize) {
+        let of_token = self.layers.len() * self.shape.widths().iter().sum::<usize>();
+        let mut pieces = 1 + tokens.saturating_mul(of_token) / PIECE;
+        for memory in self.layers.iter_mut().flat_map(|layer| [&mut layer.keys, &mut layer.values]) {
+            while pieces > 0 && memory.prefault_piece() {
+                pieces -= 1;
+            }
+        }
+    }
+
     /// Executes the copies of this rank's pages.
     pub(super) fn copy(&mut self, rank: usize, copies: &[PageCopy]) {
         let widths = self.shape.widths();
@@ -265,7 +282,7 @@ impl PagedCache {
                 let pages = if *kind == LayerKind::Window { *window } else { Some([*from, *to]) };
                 let Some([from, to]) = pages else { continue };
                 for (elements, width) in [keys, values].into_iter().zip(widths) {
-                    let (from, to) = (from as usize * self.page * width, to as usize * self.page * width);
+                    let (from, to) = (from as usize * self.page_size * width, to as usize * self.page_size * width);
                     elements.copy_within(from..from + rows * width, to);
                 }
             }
@@ -328,7 +345,7 @@ impl PagedCache {
 
     /// The first row of a page that is there and has so many rows, in layers of each kind.
     fn first_rows(&self, page: CachePage, rows: usize) -> Result<PerKind<Option<usize>>> {
-        let most = self.page;
+        let most = self.page_size;
         let first = |page: u32, kind| {
             let pages = *self.pages.of(kind);
             if self.has(kind) && page as usize >= pages || rows > most {
@@ -368,9 +385,9 @@ impl PagedCache {
     pub(super) fn views<'a>(&'a self, layer: usize, rows: &'a [u32]) -> Result<(View<'a>, View<'a>)> {
         let Shape { heads, dim, v_dim } = self.shape;
         let layer = self.layer(layer)?;
-        let tokens = self.pages.of(layer.kind) * self.page;
-        let view = |elements: &'a Elements, dim| {
-            let view = View::stored(elements.data(), tokens, heads, dim)?;
+        let tokens = self.pages.of(layer.kind) * self.page_size;
+        let view = |numbers: &'a CacheMemory, dim| {
+            let view = View::stored(numbers.data(), tokens, heads, dim)?;
             Some(view.with_rows(rows))
         };
         let both = view(&layer.keys, dim).and_then(|keys| Some((keys, view(&layer.values, v_dim)?)));

@@ -11,6 +11,9 @@ use ringspan::comm::Buffer;
 use ringspan::kernel::{BlockQ8_0, Data, QuantizedSlice};
 use std::ops::Range;
 
+/// The smallest size of pages of memory, which exist as a whole or not at all.
+const MEMORY_PAGE: usize = 4096;
+
 /// A list of numbers.
 #[derive(Debug)]
 pub(super) enum Elements {
@@ -26,6 +29,21 @@ impl Elements {
             KvDtype::F32 => Self::F32(vec![0.0; len]),
             KvDtype::Bf16 => Self::Bf16(vec![0u16; len].reinterpret_into()),
             KvDtype::Q8_0 => Self::Q8_0(BlockQ8_0::zeros(len / BlockQ8_0::LEN)),
+        }
+    }
+
+    /// Writes zeros in each memory page of a range of numbers, which must be zeros. Ranges of numbers in blocks are rounded down.
+    pub(super) fn prefault(&mut self, range: Range<usize>) {
+        fn write<T: Copy>(all: &mut [T], zero: T) {
+            all.iter_mut().step_by(MEMORY_PAGE / size_of::<T>()).for_each(|number| *number = zero);
+        }
+        match self {
+            Self::F32(all) => write(&mut all[range], 0.0),
+            Self::Bf16(all) => write(&mut all[range], bf16::ZERO),
+            Self::Q8_0(all) => {
+                let zero = BlockQ8_0::quantize(&[0.0; BlockQ8_0::LEN]);
+                write(&mut all[range.start / BlockQ8_0::LEN..range.end / BlockQ8_0::LEN], zero);
+            }
         }
     }
 

@@ -33,7 +33,7 @@ pub fn execute(groups: &Groups, model: &Model, cache: &mut PagedCache, step: &St
 /// gets the outputs.
 fn execute_here(groups: &Groups, model: &Model, cache: &mut PagedCache, step: &Step) -> Result<Option<Tensor>> {
     let group = groups.cp();
-    let map = PageMap { rank: group.rank(), ranks: group.size(), page: cache.page() };
+    let map = PageMap { rank: group.rank(), ranks: group.size(), page_size: cache.page_size() };
     cache.check(&map, step)?;
     step.sequences.iter().try_for_each(|sequence| model.check_tokens(&sequence.tokens))?;
     cache.copy(map.rank, &step.copies);

@@ -67,7 +67,7 @@ pub(super) fn gather_replicas(
     if !is_last_stage || !leads_replica {
         return Ok(None);
     }
-    // Also without outputs, so that a step has ended where all replicas have computed their part.
+    // Replicas with sequences send a message even without outputs, so that the step ends only after all of them have computed it.
     let has_sequences = |replica: usize| step.sequences.iter().any(|sequence| sequence.replica == replica);
     if replicas.rank() > 0 {
         if has_sequences(replicas.rank()) {

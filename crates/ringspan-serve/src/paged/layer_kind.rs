@@ -27,7 +27,7 @@ pub fn window_lookback(model: &Model) -> Option<usize> {
     layers.filter_map(|layer| model.decoder().mask(layer).lookback()).max()
 }
 
-/// Numbers that each kind of layers has: of pages, or of the bytes of one.
+/// One value for full-attention layers, and one for sliding-window layers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct PerKind<T> {
     /// For full-attention layers.

@@ -8,6 +8,7 @@
 
 mod attention;
 mod cache;
+mod cache_memory;
 mod decode_batch;
 mod elements;
 mod execute;

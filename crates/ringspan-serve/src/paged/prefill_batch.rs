@@ -24,9 +24,9 @@ pub(super) struct PrefillBatch {
     key: Layout,
     /// For each token of this rank's key layout, its row in the cache.
     cache_rows: Vec<u32>,
-    /// For each rank, the rows that this rank computes whose pages it has; for this rank itself with their rows in the cache.
+    /// For each other rank, the rows computed here whose pages that rank has.
     outgoing: Vec<Vec<usize>>,
-    own: Vec<(usize, u32)>,
+    local_writes: Vec<(usize, u32)>,
     /// For each rank, the cache rows of the keys that it sends, in the order in which it sends them.
     incoming: Vec<Vec<u32>>,
     schedules: RefCell<HashMap<Mask, Rc<Schedule>>>,
@@ -44,15 +44,15 @@ impl PrefillBatch {
         let held: Vec<(usize, usize)> = tables
             .iter()
             .zip(&lengths)
-            .map(|(table, length)| (table.first * map.page, length - table.first * map.page))
+            .map(|(table, length)| (table.first * map.page_size, length - table.first * map.page_size))
             .collect();
         let query = Layout::new(LayoutKind::PerDocumentZigzag, &Documents::continued(&continued)?, map.ranks)?;
-        let key = Layout::paged(&Documents::continued(&held)?, map.page, map.ranks)?;
+        let key = Layout::paged(&Documents::continued(&held)?, map.page_size, map.ranks)?;
         let mut cache_rows = Vec::with_capacity(key.tokens(map.rank));
         for (table, length) in tables.iter().zip(&lengths) {
             map.push_rows(table, *length, &mut cache_rows);
         }
-        let (mut outgoing, mut own) = (vec![Vec::new(); map.ranks], Vec::new());
+        let (mut outgoing, mut local_writes) = (vec![Vec::new(); map.ranks], Vec::new());
         let mut incoming = vec![Vec::new(); map.ranks];
         for (from, incoming) in incoming.iter_mut().enumerate() {
             let mut row = 0;
@@ -61,7 +61,7 @@ impl PrefillBatch {
                 for position in run.positions() {
                     let owner = map.owner(position);
                     match (from == map.rank, owner == map.rank) {
-                        (true, true) => own.push((row, map.row(table, position))),
+                        (true, true) => local_writes.push((row, map.row(table, position))),
                         (true, false) => outgoing[owner].push(row),
                         (false, true) => incoming.push(map.row(table, position)),
                         (false, false) => {}
@@ -70,7 +70,7 @@ impl PrefillBatch {
                 }
             }
         }
-        Ok(Self { query, key, cache_rows, outgoing, own, incoming, schedules: RefCell::default() })
+        Ok(Self { query, key, cache_rows, outgoing, local_writes, incoming, schedules: RefCell::default() })
     }
 
     /// The layout of the new tokens over the ranks.
@@ -90,7 +90,7 @@ impl PrefillBatch {
     ) -> Result<()> {
         let (heads, dim, v_dim) = cache.sizes();
         let (dtype, widths) = (cache.computed(), [heads * dim, heads * v_dim]);
-        cache.write(layer, keys, values, self.own.iter().copied())?;
+        cache.write(layer, keys, values, self.local_writes.iter().copied())?;
         if group.size() == 1 {
             return Ok(());
         }

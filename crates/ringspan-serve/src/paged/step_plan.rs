@@ -38,9 +38,11 @@ impl AttentionPlan {
 }
 
 impl StepPlan {
-    /// The plan of a rank whose layers are of these kinds. The step must have passed [`PagedCache::check`](super::cache::PagedCache::check).
+    /// The plan of a rank whose layers are of these kinds. The step must have passed
+    /// [`PagedCache::check`](super::cache::PagedCache::check).
     pub(super) fn new(map: &PageMap, step: &Step, kinds: PerKind<bool>) -> Result<Self> {
-        let (chunked, decoded): (Vec<_>, Vec<_>) = step.sequences.iter().partition(|sequence| sequence.is_chunk());
+        let (chunked, decoded): (Vec<_>, Vec<_>) =
+            step.sequences.iter().partition(|sequence| sequence.is_distributed());
         let of_kind = |has: bool, kind| match has {
             true => AttentionPlan::new(map, &chunked, &decoded, kind).map(Some),
             false => Ok(None),
@@ -79,7 +81,7 @@ impl StepPlan {
 /// For each hidden state that rank 0 needs, a rank that has it and its row there.
 fn outputs(step: &Step, prefills: Option<&PrefillBatch>, ranks: usize) -> Vec<(usize, usize)> {
     // For each chunk, the rank and row of each of its new tokens.
-    let chunked = || step.sequences.iter().filter(|sequence| sequence.is_chunk());
+    let chunked = || step.sequences.iter().filter(|sequence| sequence.is_distributed());
     let mut places: Vec<Vec<(usize, usize)>> = chunked().map(|sequence| vec![(0, 0); sequence.tokens.len()]).collect();
     let starts: Vec<usize> = chunked().map(|sequence| sequence.start).collect();
     let mut first_decode = 0;
@@ -97,7 +99,7 @@ fn outputs(step: &Step, prefills: Option<&PrefillBatch>, ranks: usize) -> Vec<(u
     }
     let (mut places, mut decodes, mut outputs) = (places.into_iter(), first_decode.., Vec::new());
     for sequence in &step.sequences {
-        let of_sequence = match sequence.is_chunk() {
+        let of_sequence = match sequence.is_distributed() {
             true => places.next().unwrap_or_default(),
             false => decodes.by_ref().take(sequence.tokens.len()).map(|row| (0, row)).collect(),
         };

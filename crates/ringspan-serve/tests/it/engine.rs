@@ -5,7 +5,7 @@ use crate::support::*;
 use ringspan_serve::engine::request::{
     EngineClient, Event, Events, FinishReason, Pooling, Request, SamplingParams, TokenLogprobs,
 };
-use ringspan_serve::engine::{Engine, EngineOptions, KvCache};
+use ringspan_serve::engine::{Engine, EngineOptions, KvCacheSize};
 use ringspan_serve::{Mesh, Model};
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,8 +15,8 @@ const RINGS: [usize; 4] = [1, 2, 3, 4];
 
 pub(super) fn small() -> EngineOptions {
     EngineOptions {
-        page: 4,
-        kv_cache: KvCache::Pages(400),
+        page_size: 4,
+        kv_cache: KvCacheSize::Pages(400),
         max_model_len: Some(400),
         max_running: 16,
         prefill_chunk: 16,
@@ -238,7 +238,7 @@ fn requests_that_are_put_back_go_on_as_if_nothing_had_happened() {
     let model = Arc::new(mistral(7));
     let prompts: Vec<Vec<u32>> = (0..6).map(|i| tokens(20 + i, i as u64)).collect();
     for (ring, prefix_cache) in [(1, true), (2, false), (3, true)] {
-        let kv_cache = KvCache::Pages(28usize.div_ceil(ring));
+        let kv_cache = KvCacheSize::Pages(28usize.div_ceil(ring));
         let options = EngineOptions { kv_cache, max_model_len: Some(84), prefix_cache, ..small() };
         let engine = start(&model, ring, &options);
         let client = engine.client();

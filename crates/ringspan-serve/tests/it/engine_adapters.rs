@@ -7,7 +7,7 @@ use candle_core::{Device, Tensor};
 use ringspan_candle::{DeviceName, Devices, Precision, Weight, Weights};
 use ringspan_models::{Lora, adapter};
 use ringspan_serve::engine::request::{EngineClient, Event, Events, Request, SamplingParams};
-use ringspan_serve::engine::{Engine, EngineOptions, KvCache};
+use ringspan_serve::engine::{Engine, EngineOptions, KvCacheSize};
 use ringspan_serve::{Mesh, Model};
 use std::path::Path;
 use std::sync::Arc;
@@ -63,8 +63,8 @@ fn requests_with_different_adapters_share_a_batch_and_not_their_caches() {
     let base = Arc::new(base);
     for ring in [1, 3] {
         let options = EngineOptions {
-            page: 4,
-            kv_cache: KvCache::Pages(100),
+            page_size: 4,
+            kv_cache: KvCacheSize::Pages(100),
             max_model_len: Some(60),
             ..EngineOptions::default()
         };
@@ -183,8 +183,12 @@ fn texts_of_an_adapter_are_restored_for_the_same_weights_only() {
     let (base, folders) = (qwen3(), [tempfile::tempdir().expect("a folder"), tempfile::tempdir().expect("a folder")]);
     let models = [adapted(&base, 2, 5, folders[0].path()), adapted(&base, 2, 9, folders[1].path())];
     let (base, prompt, file) = (Arc::new(base), tokens(21, 3), folders[0].path().join("session"));
-    let options =
-        EngineOptions { page: 4, kv_cache: KvCache::Pages(100), max_model_len: Some(60), ..EngineOptions::default() };
+    let options = EngineOptions {
+        page_size: 4,
+        kv_cache: KvCacheSize::Pages(100),
+        max_model_len: Some(60),
+        ..EngineOptions::default()
+    };
     let start = |ring| Engine::start(base.clone(), mesh(ring, 1), &options).expect("an engine");
     let first = start(3);
     first.client().load_adapter("unused", folders[1].path()).expect("loaded");
@@ -209,7 +213,8 @@ fn texts_of_an_adapter_are_restored_for_the_same_weights_only() {
 fn an_adapter_that_does_not_fit_is_refused_and_the_engine_goes_on() {
     let (base, folder) = (Arc::new(qwen3()), tempfile::tempdir().expect("a folder"));
     adapted(&qwen3_moe(), 2, 5, folder.path());
-    let options = EngineOptions { kv_cache: KvCache::Pages(20), max_model_len: Some(60), ..EngineOptions::default() };
+    let options =
+        EngineOptions { kv_cache: KvCacheSize::Pages(20), max_model_len: Some(60), ..EngineOptions::default() };
     let engine = Engine::start(base.clone(), mesh(2, 1), &options).expect("an engine");
     let client = engine.client();
     let missing = client.load_adapter("other", &folder.path().join("missing")).expect_err("unreadable").to_string();

@@ -3,7 +3,7 @@
 use candle_core::{Device, Tensor};
 use ringspan_serve::engine::request::{EngineClient, Event, Events, Refusal, Request, SamplingParams};
 use ringspan_serve::engine::step::{Outputs, Step};
-use ringspan_serve::engine::{Engine, EngineOptions, EngineSizes, Executor, KvCache};
+use ringspan_serve::engine::{Engine, EngineOptions, EngineSizes, Executor, KvCacheSize};
 use ringspan_serve::{Error, Groups, Mesh, Result};
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -75,8 +75,8 @@ impl Executor for Scripted<'_> {
 fn start(accident: Accident, at: (usize, usize)) -> Engine {
     let mesh = Mesh { ring: 3, deadline: Duration::from_secs(1), ..Mesh::single() };
     let options = EngineOptions {
-        page: 4,
-        kv_cache: KvCache::Pages(200),
+        page_size: 4,
+        kv_cache: KvCacheSize::Pages(200),
         max_model_len: Some(300),
         deadline: Duration::from_secs(10),
         ..EngineOptions::default()
@@ -225,7 +225,7 @@ fn an_adapter_that_a_rank_cannot_read_is_refused() {
 #[test]
 fn a_factory_that_fails_on_a_rank_is_an_error_of_the_start() {
     let mesh = Mesh { ring: 2, deadline: Duration::from_secs(5), ..Mesh::single() };
-    let options = EngineOptions { kv_cache: KvCache::Pages(4), max_model_len: Some(8), ..EngineOptions::default() };
+    let options = EngineOptions { kv_cache: KvCacheSize::Pages(4), max_model_len: Some(8), ..EngineOptions::default() };
     let sizes = EngineSizes {
         vocabulary: 2,
         hidden_size: 1,

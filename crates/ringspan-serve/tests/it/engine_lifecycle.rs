@@ -4,13 +4,14 @@ use super::engine::{ask, collect, greedy, no_page_is_held, small, start};
 use crate::support::*;
 use ringspan_serve::Mesh;
 use ringspan_serve::engine::request::{EngineClient, Event, Refusal};
-use ringspan_serve::engine::{Engine, EngineOptions, KvCache};
+use ringspan_serve::engine::{Engine, EngineOptions, KvCacheSize};
 use std::sync::Arc;
 
 #[test]
 fn two_hundred_clients_that_leave_when_they_like_lose_nothing_and_leave_nothing() {
     let model = Arc::new(qwen3());
-    let options = EngineOptions { kv_cache: KvCache::Pages(60), max_model_len: Some(120), max_running: 12, ..small() };
+    let options =
+        EngineOptions { kv_cache: KvCacheSize::Pages(60), max_model_len: Some(120), max_running: 12, ..small() };
     let engine = start(&model, 2, &options);
     let beginning = tokens(24, 1);
     let texts: Vec<(Vec<u32>, Vec<u32>)> = (0..8)
@@ -92,7 +93,7 @@ fn health_is_a_token_through_every_rank_and_metrics_count_what_they_send() {
     assert!(metrics.steps > 5);
     assert!(metrics.ranks.iter().all(|rank| rank.transfer_bytes > 0 && rank.wait_seconds > 0.0), "{metrics:?}");
     let limits = client.limits();
-    assert_eq!((limits.ranks, limits.vocabulary, limits.hidden_size, limits.page), (3, VOCABULARY, 32, 4));
+    assert_eq!((limits.ranks, limits.vocabulary, limits.hidden_size, limits.page_size), (3, VOCABULARY, 32, 4));
 }
 
 #[test]
@@ -101,7 +102,7 @@ fn an_engine_that_cannot_start_says_why() {
     let error = |mesh: Mesh, options: EngineOptions| {
         Engine::start(model.clone(), mesh, &options).expect_err("it cannot start").to_string()
     };
-    let few = error(mesh(2, 1), EngineOptions { kv_cache: KvCache::Pages(3), ..small() });
+    let few = error(mesh(2, 1), EngineOptions { kv_cache: KvCacheSize::Pages(3), ..small() });
     assert!(few.contains("400 tokens") && few.contains("50 pages") && few.contains("24 tokens"), "{few}");
     let heads = error(mesh(1, 5), small());
     assert!(heads.contains("ulysses 5") && heads.contains('4'), "{heads}");

@@ -5,7 +5,7 @@ use super::engine_adapters::adapted;
 use crate::support::*;
 use ringspan_models::{Decoder, ModelSource};
 use ringspan_serve::engine::request::{EngineClient, FinishReason, Request};
-use ringspan_serve::engine::{Engine, EngineOptions, KvCache};
+use ringspan_serve::engine::{Engine, EngineOptions, KvCacheSize};
 use ringspan_serve::{Mesh, Model};
 use std::path::Path;
 use std::sync::Arc;
@@ -178,9 +178,9 @@ fn the_cache_is_shared_by_tokens_and_heads() {
         let options = EngineOptions { kv_cache, max_model_len: None, ..small() };
         start(&model, sizes, &options).client().limits()
     };
-    let (one, bytes) = (limits(ONE, KvCache::Pages(8)), KvCache::Bytes(1 << 16));
+    let (one, bytes) = (limits(ONE, KvCacheSize::Pages(8)), KvCacheSize::Bytes(1 << 16));
     assert_eq!((one.ranks, one.cp, one.max_model_len), (1, 1, 32));
-    let both = limits((2, 1, 2, 1), KvCache::Pages(8));
+    let both = limits((2, 1, 2, 1), KvCacheSize::Pages(8));
     assert_eq!((both.ranks, both.cp, both.max_model_len), (4, 2, 64));
     // Half of the heads in as many bytes are twice as many pages; ranks beyond the number of key-value heads have one each.
     let pages = [ONE, (1, 1, 2, 1), (1, 1, 4, 1)].map(|sizes| limits(sizes, bytes).pages_per_rank);

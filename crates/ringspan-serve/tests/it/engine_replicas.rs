@@ -5,7 +5,7 @@ use super::engine_adapters::adapted;
 use super::engine_parallel::{Sizes, of_sizes, serves_as_one_rank, start_on};
 use crate::support::*;
 use ringspan_serve::engine::request::{EngineClient, Request};
-use ringspan_serve::engine::{Engine, EngineOptions, KvCache};
+use ringspan_serve::engine::{Engine, EngineOptions, KvCacheSize};
 use ringspan_serve::{Mesh, Model};
 use std::sync::Arc;
 
@@ -77,7 +77,7 @@ fn requests_of_all_replicas_share_a_step() {
 #[test]
 fn each_replica_has_pages_of_its_own() {
     let model = Arc::new(qwen3());
-    let options = EngineOptions { kv_cache: KvCache::Pages(4), max_model_len: None, page: 4, ..small() };
+    let options = EngineOptions { kv_cache: KvCacheSize::Pages(4), max_model_len: None, page_size: 4, ..small() };
     let engine = start_on(&model, replicated((1, 3), (2, 1, 1, 1)), &options);
     let limits = engine.client().limits();
     assert_eq!((limits.ranks, limits.attn_dp, limits.cp, limits.max_model_len), (6, 3, 2, 32));

@@ -4,7 +4,7 @@ use super::engine::{ask, close, greedy, small, start};
 use super::engine_parallel::{of_sizes, start_on};
 use crate::support::*;
 use ringspan_serve::Mesh;
-use ringspan_serve::engine::{EngineOptions, KvCache};
+use ringspan_serve::engine::{EngineOptions, KvCacheSize};
 use ringspan_serve::paged::KvDtype;
 use std::path::Path;
 use std::sync::Arc;
@@ -34,7 +34,7 @@ fn a_session_is_restored_on_another_mesh_with_other_pages() {
 
         let cold = start(&model, 1, &EngineOptions { prefix_cache: false, ..small() });
         for (ring, page) in [(3, 4), (1, 16), (2, 3), (4, 7)] {
-            let engine = start(&model, ring, &EngineOptions { page, ..small() });
+            let engine = start(&model, ring, &EngineOptions { page_size: page, ..small() });
             let restored = engine.client().restore_session(&file, name).expect("restored");
             // Rows of a common beginning that ends inside a page are there twice; where depends on the pages.
             assert!(restored.tokens >= all - 21 && restored.tokens <= all, "{restored:?} of {saved:?}");
@@ -88,7 +88,7 @@ fn a_session_is_restored_where_other_ranks_share_heads_and_layers() {
             assert_eq!(*bytes.get_or_insert(saved.bytes), saved.bytes, "{what}");
             first.shutdown(true).expect("ends");
 
-            let engine = start_on(&model, of_axes(*to), &EngineOptions { page: 7, ..options.clone() });
+            let engine = start_on(&model, of_axes(*to), &EngineOptions { page_size: 7, ..options.clone() });
             let mut damaged = std::fs::read(&file).expect("a file");
             let middle = damaged.len() / 2;
             damaged[middle] ^= 0x15;
@@ -110,7 +110,7 @@ fn a_session_is_restored_where_other_ranks_share_heads_and_layers() {
 fn a_session_of_a_cache_in_blocks_gives_what_the_cache_gave() {
     let (model, folder) = (Arc::new(wide_heads()), tempfile::tempdir().expect("a folder"));
     let file = folder.path().join("session.safetensors");
-    let options = |page| EngineOptions { page, kv_dtype: Some(KvDtype::Q8_0), ..small() };
+    let options = |page| EngineOptions { page_size: page, kv_dtype: Some(KvDtype::Q8_0), ..small() };
     let first = start(&model, 2, &options(4));
     let prompt = tokens(30, 3);
     let text = [prompt.clone(), ask(&first, greedy(&prompt, 9)).tokens].concat();
@@ -141,7 +141,7 @@ fn a_smaller_cache_keeps_the_texts_that_were_used_last() {
     prompts.iter().for_each(|prompt| drop(ask(&first, greedy(prompt, 2))));
     first.client().save_session(&file, "model").expect("saved");
     first.shutdown(true).expect("ends");
-    let options = EngineOptions { kv_cache: KvCache::Pages(16), max_model_len: Some(40), ..small() };
+    let options = EngineOptions { kv_cache: KvCacheSize::Pages(16), max_model_len: Some(40), ..small() };
     let engine = start(&model, 1, &options);
     engine.client().restore_session(&file, "model").expect("restored");
     let cached = |prompt: &Vec<u32>| ask(&engine, greedy(prompt, 1)).cached;
@@ -203,8 +203,8 @@ fn a_session_has_rows_of_window_layers_where_the_cache_has_them() {
     let file = folder.path().join("session.safetensors");
     // A token takes 128 bytes in each of the two layers, of which one sees a window.
     let scarce = |page| EngineOptions {
-        page,
-        kv_cache: KvCache::Bytes(128 * 330),
+        page_size: page,
+        kv_cache: KvCacheSize::Bytes(128 * 330),
         max_model_len: Some(120),
         max_running: 2,
         ..small()

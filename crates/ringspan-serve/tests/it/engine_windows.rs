@@ -3,7 +3,7 @@
 use super::engine::{ask, close, collect, greedy, small, start};
 use crate::support::*;
 use ringspan_serve::engine::request::{EngineClient, Event};
-use ringspan_serve::engine::{Engine, EngineOptions, KvCache};
+use ringspan_serve::engine::{Engine, EngineOptions, KvCacheSize};
 use ringspan_serve::{Mesh, Model};
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ fn window_layers_hold_their_window_and_two_pages_on_each_rank_after_a_long_text(
     for (model, window) in [(gemma3(), 7usize), (mistral(40), 40), (mistral(1), 1)] {
         let model = Arc::new(model);
         for ring in [1, 2, 3, 4] {
-            let options = EngineOptions { kv_cache: KvCache::Pages(400), max_model_len: Some(700), ..small() };
+            let options = EngineOptions { kv_cache: KvCacheSize::Pages(400), max_model_len: Some(700), ..small() };
             let engine = start(&model, ring, &options);
             let client = engine.client();
             let (mut most, mut most_full) = (0, 0);
@@ -55,9 +55,9 @@ fn a_hit_equals_a_cold_run_where_pages_of_windows_are_scarce() {
         let mut found_beside_another = 0;
         for (ring, tp) in [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2)] {
             // Bytes of a page of a layer are 128 for each token.
-            let kv_cache = KvCache::Bytes(128 * room);
+            let kv_cache = KvCacheSize::Bytes(128 * room);
             let options = EngineOptions {
-                page,
+                page_size: page,
                 kv_cache,
                 max_model_len: Some(120),
                 max_running: 2,
@@ -96,7 +96,7 @@ fn a_hit_equals_a_cold_run_where_pages_of_windows_are_scarce() {
 #[test]
 fn the_memory_of_a_cache_is_divided_between_the_kinds_of_layers() {
     let limits = |model: Model, bytes, max_model_len| {
-        let options = EngineOptions { kv_cache: KvCache::Bytes(bytes), max_model_len, ..small() };
+        let options = EngineOptions { kv_cache: KvCacheSize::Bytes(bytes), max_model_len, ..small() };
         Engine::start(model, mesh(1, 1), &options).map(|engine| engine.client().limits())
     };
     let bytes = 2 * 512 * 100;

@@ -3,7 +3,7 @@
 use super::engine::{Completion, ask, close, greedy, small, start};
 use crate::support::*;
 use ringspan_serve::Model;
-use ringspan_serve::engine::{Engine, EngineOptions, KvCache};
+use ringspan_serve::engine::{Engine, EngineOptions, KvCacheSize};
 use ringspan_serve::paged::{KvDtype, PagedCache};
 use std::sync::Arc;
 
@@ -65,7 +65,7 @@ fn a_cache_in_blocks_takes_17_bytes_where_bf16_takes_32() {
 fn more_tokens_fit_into_the_same_memory() {
     let model = Arc::new(wide_heads());
     let limits = |kv_dtype| {
-        let options = EngineOptions { kv_cache: KvCache::Bytes(1 << 20), kv_dtype, max_model_len: None, ..small() };
+        let options = EngineOptions { kv_cache: KvCacheSize::Bytes(1 << 20), kv_dtype, max_model_len: None, ..small() };
         let engine = start(&model, 2, &options);
         ringspan_serve::engine::request::EngineClient::limits(&engine.client())
     };

@@ -27,12 +27,12 @@ impl Random {
 }
 
 /// Hands out the pages of each rank in random order.
-struct Pages {
+struct PagePool {
     page: usize,
     free: Vec<Vec<u32>>,
 }
 
-impl Pages {
+impl PagePool {
     fn new(ranks: usize, pages: usize, page: usize, random: &mut Random) -> Self {
         let shuffled = |_| {
             let mut all: Vec<u32> = (0..pages as u32).collect();
@@ -65,7 +65,7 @@ impl Text {
     }
 
     /// The next `count` tokens as a part of a step.
-    fn next(&mut self, count: usize, outputs: Outputs, pages: &mut Pages) -> StepSequence {
+    fn next(&mut self, count: usize, outputs: Outputs, pages: &mut PagePool) -> StepSequence {
         let (start, end) = (self.done, self.done + count);
         self.done = end;
         pages.extend(&mut self.pages, end);
@@ -87,7 +87,7 @@ type Script = (Vec<Step>, Vec<Vec<(usize, usize)>>);
 
 /// Random steps until all texts are read: in each, some of the sequences take a token or a chunk.
 fn script(texts: &mut [Text], ranks: usize, page: usize, random: &mut Random) -> Script {
-    let mut pages = Pages::new(ranks, texts.len() * (LENGTH / page / ranks + 2), page, random);
+    let mut pages = PagePool::new(ranks, texts.len() * (LENGTH / page / ranks + 2), page, random);
     let (mut steps, mut outputs) = (Vec::new(), Vec::new());
     while texts.iter().any(|text| text.done < text.tokens.len()) {
         let (mut step, mut of_step) = (Step::default(), Vec::new());
@@ -206,8 +206,8 @@ fn outputs_do_not_depend_on_batch_mates() {
     for (name, model) in [("gemma3", gemma3()), ("qwen3_moe", qwen3_moe())] {
         // Products of few rows and of many add the same terms in different orders.
         for (ranks, bound) in [(1, 3e-6), (3, 1e-5)] {
-            let mut pages = Pages::new(ranks, 200, 4, &mut Random(3));
-            let steps = |mates: bool, pages: &mut Pages| -> Vec<Step> {
+            let mut pages = PagePool::new(ranks, 200, 4, &mut Random(3));
+            let steps = |mates: bool, pages: &mut PagePool| -> Vec<Step> {
                 let mut random = Random(8);
                 let (mut text, mut others) = (Text::new(70, 1), [Text::new(150, 2), Text::new(150, 3)]);
                 let step = |number: usize| {
@@ -236,7 +236,7 @@ fn outputs_do_not_depend_on_batch_mates() {
 fn copied_and_shared_pages_continue_a_common_beginning() {
     let model = gemma3();
     for ranks in [1, 2, 3] {
-        let mut pages = Pages::new(ranks, 60, 4, &mut Random(5));
+        let mut pages = PagePool::new(ranks, 60, 4, &mut Random(5));
         let mut first = Text::new(30, 1);
         let mut second = Text::new(34, 2);
         second.tokens[..10].copy_from_slice(&first.tokens[..10]);
@@ -319,7 +319,7 @@ fn steps_that_do_not_fit_are_refused_on_all_ranks() {
 #[test]
 fn a_rank_that_fails_is_named() {
     let model = qwen3();
-    let mut pages = Pages::new(3, 60, 4, &mut Random(5));
+    let mut pages = PagePool::new(3, 60, 4, &mut Random(5));
     let mut text = Text::new(40, 1);
     let steps = [20, 1, 19]
         .map(|count| Step { sequences: vec![text.next(count, Outputs::Last, &mut pages)], ..Step::default() });

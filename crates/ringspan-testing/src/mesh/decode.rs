@@ -33,7 +33,7 @@ fn on_ranks(
         let held = layout.tokens(rank);
         let q = view(&inputs.q, queries, heads, dim);
         let local = Inputs::new(q, view(&k, held, kv_heads, dim), view(&v, held, kv_heads, v_dim), &problem.score);
-        let tokens = Tokens { queries: queries_of, keys: layout.runs(rank), extents: (queries, keys) };
+        let tokens = Tokens { queries: queries_of, keys: layout.runs(rank), seq_lens: (queries, keys) };
         let before = comm.bytes_sent();
         let (out, lse) = decode(&group, &problem.mask, &tokens, &local, merge)?;
         Ok::<_, Error>((out, lse, comm.bytes_sent() - before))
@@ -102,7 +102,7 @@ pub fn a_bias_too_short_for_the_keys_is_refused(kernels: &dyn Kernels) {
         let view = |data, tokens, dim| View::new(data, tokens, 2, dim).expect("its size");
         let local = Inputs::new(view(&inputs.q, 1, 8), view(&inputs.k, 30, 8), view(&inputs.v, 30, 8), &problem.score);
         let runs = [1, 30].map(|len| Run { document: 0, start: 0, len, step: 1 });
-        let tokens = Tokens { queries: &runs[..1], keys: &runs[1..], extents: (1, 30) };
+        let tokens = Tokens { queries: &runs[..1], keys: &runs[1..], seq_lens: (1, 30) };
         decode(&group, &problem.mask, &tokens, &local.with_bias(view(&bias, 1, 20)), Merge::AllGather)
     });
     let message = error.expect_err("30 keys, 20 terms").to_string();

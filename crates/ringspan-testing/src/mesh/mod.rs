@@ -183,7 +183,7 @@ impl Problem {
         let mut places = vec![None; documents.size()];
         for (index, document) in documents.iter().enumerate() {
             for position in document.spans.iter().flat_map(|span| span.clone()) {
-                places[document.offset + position] = Some((index, position, document.extent));
+                places[document.offset + position] = Some((index, position, document.seq_len));
             }
         }
         places
@@ -205,12 +205,12 @@ impl Problem {
         let pair = |b: usize, i: usize, j: usize| q[b * queries + i].zip(k[b * keys + j]);
         let visible = |b, i, j| match self.visible {
             Some(sees) => sees(i, j),
-            None => pair(b, i, j).is_some_and(|((q_doc, i, q_extent), (k_doc, j, k_extent))| {
-                q_doc == k_doc && mask.sees(q_doc, i, j, q_extent, k_extent)
+            None => pair(b, i, j).is_some_and(|((q_doc, i, q_seq_len), (k_doc, j, k_seq_len))| {
+                q_doc == k_doc && mask.sees(q_doc, i, j, q_seq_len, k_seq_len)
             }),
         };
         let distance = |b, i, j| {
-            pair(b, i, j).map_or(0, |((_, i, q_extent), (_, j, k_extent))| mask.distance(i, j, q_extent, k_extent))
+            pair(b, i, j).map_or(0, |((_, i, q_seq_len), (_, j, k_seq_len))| mask.distance(i, j, q_seq_len, k_seq_len))
         };
         // The reference needs a bias for each head.
         let row = |row: &[f32]| row.repeat(if self.bias_heads == 1 { self.heads } else { 1 });

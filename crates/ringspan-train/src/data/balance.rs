@@ -1,9 +1,9 @@
 //! Assigns the documents of a step to its sequences so that attention costs each sequence about the same.
 //!
-//! A document of n tokens has n (n + 1) / 2 visible query-key pairs, so of two sequences of S tokens the one with a long document
-//! costs many times the one with short ones, and its ranks make the others wait. Documents stay whole and are distributed, the longest first,
-//! each to the sequence with fewest pairs so far among those with room. Where none has room, the one with most room takes a part.
-//! In the end every sequence is full, and the tokens are those of packing in order.
+//! A document of n tokens has n (n + 1) / 2 visible query-key pairs, so of two sequences of S tokens the one with a long document costs
+//! many times the one with short ones, and its ranks make the others wait. Documents stay whole and are distributed, the longest first,
+//! each to the sequence with fewest pairs so far among those with room. Where none has room, the one with most room takes a part. In the
+//! end every sequence is full, and the tokens are those of packing in order.
 //!
 //! Nothing here depends on the mesh. Sequences are then ordered so that contiguous parts of them, which copies of the model and
 //! micro-batches take, cost about the same as well: first halves, then quarters.

@@ -45,8 +45,8 @@ impl PartitionShard<'_> {
         }
     }
 
-    /// The contiguous ranges of the partition shard, one per row: its range in the partition shard, and the index of its first element in the
-    /// whole parameter.
+    /// The contiguous ranges of the partition shard, one per row: its range in the partition shard, and the index of its first element in
+    /// the whole parameter.
     fn rows(&self) -> impl Iterator<Item = (Range<usize>, usize)> {
         let Partition { rows, columns, .. } = self.partition;
         let (wide, width) = (columns.len().max(1), self.partition.width());

@@ -67,8 +67,8 @@ pub(crate) fn most_of<R>(work: impl FnOnce() -> R) -> (R, usize) {
     (made, MOST.load(Ordering::Relaxed) - before)
 }
 
-/// Bytes that a thread keeps once it has multiplied matrices: a buffer as large as the processor's second-level cache. Threads of an earlier
-/// test may still be ending, and free memory meanwhile, so this is the median of five threads.
+/// Bytes that a thread keeps once it has multiplied matrices: a buffer as large as the processor's second-level cache. Threads of an
+/// earlier test may still be ending, and free memory meanwhile, so this is the median of five threads.
 pub(crate) fn kept_by_products() -> usize {
     let work = || {
         let before = NOW.load(Ordering::Relaxed);

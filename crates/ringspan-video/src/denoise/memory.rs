@@ -158,7 +158,8 @@ impl RunSizes {
     }
 }
 
-/// Bytes that a product with a matrix of so many elements packs of it at a time: in f32, or as pairs of bf16 if the processor multiplies these.
+/// Bytes that a product with a matrix of so many elements packs of it at a time: in f32, or as pairs of bf16 if the processor multiplies
+/// these.
 fn packed_weights(elements: u64, weights: WeightType) -> u64 {
     let pair = if weights == WeightType::Bf16 && Isa::best().multiplies_bf16() { 2 } else { 1 };
     4 * elements.div_ceil(pair).min(MOST_PACKED as u64)

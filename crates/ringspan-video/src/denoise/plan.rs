@@ -146,8 +146,8 @@ impl DenoisePlan {
         })
     }
 
-    /// Bytes that the busiest rank sends in a step: in attention, for the velocity, to decide whether blocks are skipped, and of weights where
-    /// ranks shard them.
+    /// Bytes that the busiest rank sends in a step: in attention, for the velocity, to decide whether blocks are skipped, and of weights
+    /// where ranks shard them.
     #[must_use]
     pub fn sent(&self) -> u64 {
         self.bytes + self.gathered + self.decision + self.sharded.map_or(0, |sharded| sharded.sent)

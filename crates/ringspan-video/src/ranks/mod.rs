@@ -48,8 +48,8 @@ impl VideoRanks {
         Self::start_with(mesh, |comm| comm)
     }
 
-    /// Like [`start`](Self::start), and each rank computes a video through what `wrap` makes of its communicator, which has the same ranks: so
-    /// messages can be measured, or be treated as another transport would. Ranks that are threads may shard weights, as processes do.
+    /// Like [`start`](Self::start), and each rank computes a video through what `wrap` makes of its communicator, which has the same ranks:
+    /// so messages can be measured, or be treated as another transport would. Ranks that are threads may shard weights, as processes do.
     ///
     /// # Errors
     /// As for [`start`](Self::start).

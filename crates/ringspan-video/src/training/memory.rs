@@ -121,7 +121,8 @@ impl StepSizes {
 /// The predicted memory of a training, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TrainingMemory {
-    /// The frozen weights of a process, which its ranks share, or its share of them with the largest unit and what it receives of the next one.
+    /// The frozen weights of a process, which its ranks share, or its share of them with the largest unit and what it receives of the next
+    /// one.
     pub weights: u64,
     /// A rank's adapters, their gradients and the optimiser's state.
     pub adapters: u64,

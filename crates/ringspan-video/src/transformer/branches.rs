@@ -1,6 +1,7 @@
 //! A pass of one or both branches of classifier-free guidance, which share the latents, the time and the weights.
 //!
-//! Each block computes all branches before the next block does, so weights that [ranks share](super::ShardedWeights) are gathered once for both.
+//! Each block computes all branches before the next block does, so weights that [ranks share](super::ShardedWeights) are gathered once for
+//! both.
 
 use super::block::{ConditionedBlock, PromptInput};
 use super::conditioning::TimeCondition;

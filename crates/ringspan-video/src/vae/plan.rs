@@ -29,7 +29,8 @@ struct SegmentPass {
     segments: Range<usize>,
     tiling: Tiling,
     bytes: u64,
-    /// Bytes of this rank's columns of what callers give to the first pass and take of the last one, latents and frames: no part of `bytes`.
+    /// Bytes of this rank's columns of what callers give to the first pass and take of the last one, latents and frames: no part of
+    /// `bytes`.
     ends: u64,
 }
 
@@ -132,8 +133,8 @@ pub(super) fn choose(network: &Network, whole: usize, shape: Shape, unit: usize,
     }
 }
 
-/// The ways to join segments, most passes first: they are joined from the end with the highest resolution, down to a single pass. All passes
-/// but the one with segment `whole`, which attends, have bands of rows.
+/// The ways to join segments, most passes first: they are joined from the end with the highest resolution, down to a single pass. All
+/// passes but the one with segment `whole`, which attends, have bands of rows.
 fn partitions(segments: usize, whole: usize) -> Vec<Vec<Range<usize>>> {
     let alone = |range: Range<usize>| range.map(|index| index..index + 1);
     match whole {

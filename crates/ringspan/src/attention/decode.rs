@@ -21,8 +21,8 @@ pub struct Tokens<'a> {
     pub queries: &'a [Run],
     /// The keys this rank holds, in the order of their rows.
     pub keys: &'a [Run],
-    /// Lengths that the positions of queries and of keys are counted in; masks that are aligned to the end use them.
-    pub extents: (usize, usize),
+    /// Sequence lengths of the queries and of the keys, in positions; only masks that are aligned to the end read them.
+    pub seq_lens: (usize, usize),
 }
 
 /// Limit on positions, so that sums and differences of a few of them cannot overflow.
@@ -41,9 +41,9 @@ impl Tokens<'_> {
                 )));
             }
         }
-        match self.extents.0.max(self.extents.1) {
-            extent if extent > POSITIONS => {
-                Err(Error::Layout(format!("a sequence of {extent} tokens: positions end before {POSITIONS}")))
+        match self.seq_lens.0.max(self.seq_lens.1) {
+            seq_len if seq_len > POSITIONS => {
+                Err(Error::Layout(format!("a sequence of {seq_len} tokens: positions end before {POSITIONS}")))
             }
             _ => Ok(()),
         }
@@ -63,7 +63,7 @@ impl Tokens<'_> {
                 let together = if q.step == k.step || k.len <= 1 { q.len } else { 1 };
                 for first in (0..q.len).step_by(together.max(1)) {
                     let queries = q.part(&(first..first + together));
-                    for banded in mask.banded_tiles(&queries, k, self.extents.0, self.extents.1)? {
+                    for banded in mask.banded_tiles(&queries, k, self.seq_lens.0, self.seq_lens.1)? {
                         let (q_part, k_part) = (queries.part(&banded.q), k.part(&banded.k));
                         tiles.push(Tile {
                             q: q_row + first + banded.q.start..q_row + first + banded.q.end,
@@ -72,7 +72,7 @@ impl Tokens<'_> {
                             position: TilePosition {
                                 query: q_part.start,
                                 key: k_part.start,
-                                distance: mask.distance(q_part.start, k_part.start, self.extents.0, self.extents.1),
+                                distance: mask.distance(q_part.start, k_part.start, self.seq_lens.0, self.seq_lens.1),
                                 step: if q_part.len == 1 { k_part.step } else { q_part.step },
                             },
                         });
@@ -123,7 +123,7 @@ impl DecodeTiles {
         let (mut tiles, mut row) = (Vec::<Tile>::new(), 0);
         for q in tokens.queries {
             for strand in strands.get(&q.document).into_iter().flatten() {
-                mask.search(q, strand.runs(), tokens.extents, |seen| {
+                mask.search(q, strand.runs(), tokens.seq_lens, |seen| {
                     let (queries, keys, band) = match seen {
                         VisiblePairs::Whole { q, runs } => {
                             let keys = strand.rows(&runs);

@@ -56,7 +56,7 @@ impl Kind {
             Buffer::F32(_) => Self::F32,
             Buffer::U16(_) => Self::U16,
             Buffer::U64(_) => Self::U64,
-            // Device buffers never get here: groups refuse them before they make a header.
+            // No device buffer is sent with this kind: the direct transport announces them itself, and MPI refuses them.
             Buffer::U8(_) | Buffer::Device(_) => Self::U8,
         }
     }

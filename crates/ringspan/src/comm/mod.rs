@@ -155,7 +155,7 @@ pub trait Communicator: Send + Sync {
     fn reduce_scatter(&self, data: Vec<f32>, counts: &[usize]) -> Result<Vec<f32>>;
     /// Sums `data` over the ranks in place, in rank order: the same bits on every rank.
     fn all_reduce(&self, data: &mut [f32]) -> Result<()>;
-    /// Returns the buffer of rank `root` on every rank.
+    /// Returns the buffer of rank `root` on every rank. `data` is `Some` on that rank, and `None` on all others.
     fn broadcast(&self, root: usize, data: Option<Buffer>) -> Result<Arc<Buffer>>;
     /// Waits until every rank has called it.
     fn barrier(&self) -> Result<()>;

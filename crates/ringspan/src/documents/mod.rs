@@ -18,9 +18,9 @@ pub struct Document {
     pub offset: usize,
     /// Positions that hold tokens, ascending; more than one span where padding or other documents lie between.
     pub spans: Vec<Range<usize>>,
-    /// Length that positions of this document are counted in, padding at its end included; masks aligned to the end count
-    /// from it.
-    pub extent: usize,
+    /// Sequence length of the document in positions, padding at its end included. A mask aligned to the end lets query i stand at
+    /// position i + (sequence length of the keys - that of the queries) of the keys.
+    pub seq_len: usize,
 }
 
 impl Document {
@@ -112,10 +112,10 @@ impl Documents {
     pub fn continued(documents: &[(usize, usize)]) -> Result<Self> {
         let (mut size, mut list) = (0usize, Vec::with_capacity(documents.len()));
         for &(before, tokens) in documents {
-            let extent = before.saturating_add(tokens);
-            let spans = if tokens > 0 { std::iter::once(before..extent).collect() } else { Vec::new() };
-            list.push(Document { row: 0, offset: size, spans, extent });
-            size = size.saturating_add(extent);
+            let seq_len = before.saturating_add(tokens);
+            let spans = if tokens > 0 { std::iter::once(before..seq_len).collect() } else { Vec::new() };
+            list.push(Document { row: 0, offset: size, spans, seq_len });
+            size = size.saturating_add(seq_len);
         }
         elements(1, size)?;
         Ok(Self { list, size, row_len: size, beyond: None })
@@ -187,12 +187,12 @@ impl Documents {
                     continue;
                 }
                 let index = *seen.entry(id).or_insert_with(|| {
-                    list.push(Document { row, offset: row * len + s, spans: Vec::new(), extent: 0 });
+                    list.push(Document { row, offset: row * len + s, spans: Vec::new(), seq_len: 0 });
                     list.len() - 1
                 });
                 let document = &mut list[index];
                 let position = row * len + s - document.offset;
-                document.extent = position + 1;
+                document.seq_len = position + 1;
                 match document.spans.last_mut() {
                     Some(span) if span.end == position => span.end += 1,
                     _ => document.spans.push(position..position + 1),
@@ -264,9 +264,9 @@ fn elements(rows: usize, len: usize) -> Result<usize> {
     })
 }
 
-fn whole(row: usize, offset: usize, tokens: usize, extent: usize) -> Document {
+fn whole(row: usize, offset: usize, tokens: usize, seq_len: usize) -> Document {
     let spans = if tokens > 0 { std::iter::once(0..tokens).collect() } else { Vec::new() };
-    Document { row, offset, spans, extent }
+    Document { row, offset, spans, seq_len }
 }
 
 #[cfg(test)]

@@ -81,8 +81,8 @@ pub(super) const LARGEST: usize = 1 << 22;
 pub(super) struct Pool(Mutex<Vec<Aligned>>);
 
 impl Pool {
-    /// Returns a buffer of at least `len` numbers: the smallest kept one that fits, or a new one. A new one replaces the
-    /// largest kept one, since calls that needed that will fit into the new one.
+    /// Returns a buffer of at least `len` numbers: the smallest kept one that fits. If none does, the largest kept buffer is freed and
+    /// a new one allocated, which is larger and so also serves the calls that used the old one.
     pub(super) fn take(&self, len: usize) -> Aligned {
         let mut kept = self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let best = (0..kept.len()).filter(|&i| kept[i].len() >= len).min_by_key(|&i| kept[i].len());

@@ -52,4 +52,4 @@ impl Delta<'_> {
     }
 }
 
-dispatch!(delta_head, Delta<'_>, head<[], [], []>(head: usize, scratch: &mut [f32]), "[`Delta::head`] compiled for `isa`.");
+dispatch!(delta_head, Delta<'_>, head<[], [], []>(head: usize, scratch: &mut [f32]), "Calls [`Delta::head`] compiled for the instruction set of `code`.");

@@ -12,8 +12,8 @@ pub(super) struct Scaling {
 }
 
 impl Scaling {
-    /// Chooses for a call with or without [`ScoreTerms`]: a softcap takes products divided by the cap, everything else takes
-    /// scores.
+    /// Chooses where to scale, for a call with or without [`ScoreTerms`]. The factor is the scale or, with a softcap, scale / cap, since
+    /// tanh takes the product divided by the cap.
     ///
     /// Scaling queries costs nothing, but rounds each of their numbers. With products of f32 this is negligible, and a
     /// power of 2 rounds nothing; products of narrower types are nearly exact, so they are scaled themselves.

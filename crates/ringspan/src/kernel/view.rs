@@ -180,8 +180,8 @@ pub struct View<'a> {
     pub head_stride: usize,
     /// The row of `data` in which each token is; `None` if token i is in row i.
     pub rows: Option<&'a [u32]>,
-    /// Whether the elements are of a wider type and only travelled in theirs: products of bf16 would round probabilities and gradients,
-    /// too, so they are computed in f32.
+    /// Whether the tensor is stored in a wider type and was only sent in this one. Its products are computed in f32, because products in
+    /// bf16 would also round the probabilities and their gradients.
     pub computes_in_f32: bool,
 }
 

@@ -129,11 +129,11 @@ fn blocks(queries: &Documents, keys: &Documents, mask: &Mask, size: usize) -> Ve
             blocks.extend(cut(document, size, run).map(|(runs, tokens)| Block { runs, tokens, cost: 0 }));
             continue;
         };
-        let extents = (document.extent, key_document.extent);
+        let seq_lens = (document.seq_len, key_document.seq_len);
         for (runs, tokens) in cut(document, size, run) {
             let mut cost = 0;
             for run in &runs {
-                mask.search(run, strand.runs(), extents, |seen| {
+                mask.search(run, strand.runs(), seq_lens, |seen| {
                     cost += seen.pairs(|runs| strand.rows(runs).len());
                 });
             }
@@ -175,11 +175,11 @@ mod tests {
         let cost = |rank| -> u64 {
             let mut cost = 0;
             for q in layout.runs(rank) {
-                let (q_extent, document) = (layout.documents().get(q.document).extent, keys.get(q.document));
+                let (q_seq_len, document) = (layout.documents().get(q.document).seq_len, keys.get(q.document));
                 let run = |span: &Range<usize>| Run { start: span.start, len: span.len(), step: 1, ..*q };
                 let keys: Vec<Run> = document.spans.iter().map(run).collect();
                 let tokens = |runs: &Range<usize>| keys[runs.clone()].iter().map(|run| run.len).sum();
-                mask.search(q, &keys, (q_extent, document.extent), |seen| cost += seen.pairs(tokens));
+                mask.search(q, &keys, (q_seq_len, document.seq_len), |seen| cost += seen.pairs(tokens));
             }
             cost
         };

@@ -113,7 +113,8 @@ struct Progression {
     step: usize,
 }
 
-/// Cuts a progression of token indices at the borders of the spans; `before` has the number of tokens before each document_span.
+/// Cuts a progression of token indices at the borders of the spans; `before` holds, for each span, the number of tokens in the spans before
+/// it.
 fn cut(spans: &[&DocumentSpan], before: &[usize], progression: Progression, runs: &mut Vec<Run>) {
     let Progression { start, end, step } = progression;
     let first_span = before.partition_point(|&before| before <= start).saturating_sub(1);

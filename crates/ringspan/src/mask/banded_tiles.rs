@@ -83,14 +83,14 @@ impl Mask {
         &self,
         q: &Run,
         keys: &[Run],
-        (q_extent, k_extent): (usize, usize),
+        (q_seq_len, k_seq_len): (usize, usize),
         mut each: impl FnMut(VisiblePairs),
     ) {
         let (Some(first), Some(last)) = (keys.first(), keys.last()) else { return };
         if q.len == 0 || first.len == 0 {
             return;
         }
-        let shift = self.shift(q_extent, k_extent);
+        let shift = self.shift(q_seq_len, k_seq_len);
         let all = Rectangle {
             q: q.start as i64..q.last() as i64 + 1,
             k: first.start as i64..last.last() as i64 + 1,
@@ -110,10 +110,10 @@ impl Mask {
         &self,
         q: &Run,
         keys: &[Run],
-        extents: (usize, usize),
+        seq_lens: (usize, usize),
         mut each: impl FnMut(usize, BandedTile),
     ) {
-        self.search(q, keys, extents, |seen| match seen {
+        self.search(q, keys, seq_lens, |seen| match seen {
             VisiblePairs::BandedTile { run, tile } => each(run, tile),
             VisiblePairs::Whole { q: q_part, runs } => {
                 for run in runs {

@@ -14,7 +14,7 @@ proptest! {
     fn tiles_hold_every_visible_pair_once(
         (left, right, causal, end) in (side(), side(), any::<bool>(), any::<bool>()),
         (qs, ql, ks, kl, step) in (0usize..30, 0usize..9, 0usize..30, 0usize..9, 1usize..6),
-        (q_extent, k_extent) in (75usize..95, 75usize..95),
+        (q_seq_len, k_seq_len) in (75usize..95, 75usize..95),
         (chunk, prefix) in (proptest::option::of(1usize..20), proptest::option::of(0usize..50)),
         blocks in proptest::option::of((1usize..9, 1usize..9, prop::collection::vec((0usize..12, 0usize..12), 0..40))),
     ) {
@@ -36,12 +36,12 @@ proptest! {
         }
         let q = Run { document: 1, start: qs, len: ql, step };
         let k = Run { document: 1, start: ks, len: kl, step };
-        let tiles = mask.banded_tiles(&q, &k, q_extent, k_extent).expect("equal steps");
+        let tiles = mask.banded_tiles(&q, &k, q_seq_len, k_seq_len).expect("equal steps");
         for i in 0..ql {
             for j in 0..kl {
                 let holds = |p: &&BandedTile| p.q.contains(&i) && p.k.contains(&j) && p.band.sees(i - p.q.start, j - p.k.start);
                 let seen = tiles.iter().filter(holds).count();
-                let sees = mask.sees(1, qs + i * step, ks + j * step, q_extent, k_extent);
+                let sees = mask.sees(1, qs + i * step, ks + j * step, q_seq_len, k_seq_len);
                 prop_assert_eq!(seen, usize::from(sees), "query {} key {} of {:?}", i, j, &tiles);
             }
         }

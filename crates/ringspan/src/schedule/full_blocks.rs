@@ -24,8 +24,8 @@ pub(super) fn join(blocks: &[FullBlock], each: &mut impl FnMut(Range<usize>, Ran
     join_inside(blocks, 0..usize::MAX, each);
 }
 
-/// Does [`join`] for the keys inside `clip`: first the keys common to all blocks are one tile, then each half of the blocks
-/// has the keys at both sides of these.
+/// Does [`join`] for the keys inside `clip`. The keys that all blocks have in common become one tile; those before and after them are
+/// joined in the same way, for each half of the blocks.
 fn join_inside(blocks: &[FullBlock], clip: Range<usize>, each: &mut impl FnMut(Range<usize>, Range<usize>)) {
     let blocks = &blocks[blocks.partition_point(|block| block.k.end <= clip.start)..];
     let blocks = &blocks[..blocks.partition_point(|block| block.k.start < clip.end)];

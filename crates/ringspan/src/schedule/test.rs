@@ -120,7 +120,7 @@ fn check_tiles(
                     d.spans.iter().any(|s| (d.offset + s.start..d.offset + s.end).contains(&row))
                 };
                 let document = layout.documents().iter().find(inside).expect("in a document");
-                (row - document.offset, document.extent)
+                (row - document.offset, document.seq_len)
             };
             let (i, queries) = in_document(schedule.query(), queries[i]);
             let (j, keys) = in_document(schedule.key(), keys[j]);
@@ -166,7 +166,7 @@ pub(super) fn visible_pairs(queries: &Documents, keys: &Documents, mask: &Mask) 
     for (document, (q, k)) in queries.iter().zip(keys.iter()).enumerate() {
         for i in q.spans.iter().flat_map(|span| span.clone()) {
             for j in k.spans.iter().flat_map(|span| span.clone()) {
-                if mask.sees(document, i, j, q.extent, k.extent) {
+                if mask.sees(document, i, j, q.seq_len, k.seq_len) {
                     pairs.insert((q.offset + i, k.offset + j));
                 }
             }

@@ -27,18 +27,18 @@ impl Schedule {
         let mut row = 0;
         self.query_groups.runs(q).iter().flat_map(move |run| {
             let q_row = first_row(&mut row, run);
-            let extent = |documents: &Documents| documents.get(run.document).extent;
-            let extents = (extent(self.query_groups.documents()), extent(self.key_groups.documents()));
+            let seq_len = |documents: &Documents| documents.get(run.document).seq_len;
+            let seq_lens = (seq_len(self.query_groups.documents()), seq_len(self.key_groups.documents()));
             let strands = self.key_strands[k].get(&run.document).into_iter().flatten();
-            strands.map(move |strand| (q_row, run, strand, extents))
+            strands.map(move |strand| (q_row, run, strand, seq_lens))
         })
     }
 
     /// Number of visible pairs of a computation, for one head.
     pub(super) fn pairs_of(&self, compute: &Compute) -> u64 {
         let mut pairs = 0;
-        for (_, run, strand, extents) in self.runs_with_strands(compute.queries, compute.keys) {
-            self.mask.search(run, strand.runs(), extents, |seen| pairs += seen.pairs(|runs| strand.rows(runs).len()));
+        for (_, run, strand, seq_lens) in self.runs_with_strands(compute.queries, compute.keys) {
+            self.mask.search(run, strand.runs(), seq_lens, |seen| pairs += seen.pairs(|runs| strand.rows(runs).len()));
         }
         pairs
     }
@@ -52,37 +52,39 @@ impl Schedule {
     }
 
     fn tiles_with_positions(&self, q: usize, k: usize, mut each: impl FnMut(Tile)) {
-        for (q_row, q_run, strand, extents) in self.runs_with_strands(q, k) {
-            self.mask.search_banded_tiles(q_run, strand.runs(), extents, |run, banded| {
+        for (q_row, q_run, strand, seq_lens) in self.runs_with_strands(q, k) {
+            self.mask.search_banded_tiles(q_run, strand.runs(), seq_lens, |run, banded| {
                 each(self.tile_with_position(q_row, q_run, strand, run, &banded));
             });
         }
     }
 
     fn joined_tiles(&self, q: usize, k: usize, mut each: impl FnMut(Tile)) {
-        // A run of queries sees several ranges of whole key runs; list n has the full blocks of the n-th range of
-        // consecutive runs of queries.
-        let (mut open, mut run_of, mut number) = (Vec::<Vec<FullBlock>>::new(), usize::MAX, 0);
-        for (q_row, q_run, strand, extents) in self.runs_with_strands(q, k) {
-            self.mask.search(q_run, strand.runs(), extents, |seen| match seen {
+        // A run of queries may see several ranges of key runs completely. `block_lists[n]` collects the n-th such range of consecutive
+        // query runs, until a range cannot be joined to the list.
+        let (mut block_lists, mut current_run, mut range_index) = (Vec::<Vec<FullBlock>>::new(), usize::MAX, 0);
+        for (q_row, q_run, strand, seq_lens) in self.runs_with_strands(q, k) {
+            self.mask.search(q_run, strand.runs(), seq_lens, |seen| match seen {
                 VisiblePairs::BandedTile { run, tile } => {
                     each(self.tile_with_position(q_row, q_run, strand, run, &tile))
                 }
                 VisiblePairs::Whole { q, runs } => {
-                    number = if run_of == q_row { number + 1 } else { 0 };
-                    run_of = q_row;
-                    if open.len() == number {
-                        open.push(Vec::new());
+                    range_index = if current_run == q_row { range_index + 1 } else { 0 };
+                    current_run = q_row;
+                    if block_lists.len() == range_index {
+                        block_lists.push(Vec::new());
                     }
                     let next = FullBlock { q: moved(&q, q_row), k: strand.rows(&runs) };
-                    if open[number].last().is_some_and(|last| !last.is_followed_by(&next)) {
-                        full_blocks::join(&std::mem::take(&mut open[number]), &mut |q, k| each(whole(q, k)));
+                    if block_lists[range_index].last().is_some_and(|last| !last.is_followed_by(&next)) {
+                        full_blocks::join(&std::mem::take(&mut block_lists[range_index]), &mut |q, k| {
+                            each(whole(q, k))
+                        });
                     }
-                    open[number].push(next);
+                    block_lists[range_index].push(next);
                 }
             });
         }
-        open.iter().for_each(|blocks| full_blocks::join(blocks, &mut |q, k| each(whole(q, k))));
+        block_lists.iter().for_each(|blocks| full_blocks::join(blocks, &mut |q, k| each(whole(q, k))));
     }
 
     /// The tile of `banded`, which lies between a run of queries that begins at `q_row` and run number `run` of a strand.
@@ -106,10 +108,10 @@ impl Schedule {
     }
 
     /// A computation of [`steps`](Self::steps), completed with its tiles.
-    pub(super) fn with_tiles(&self, steps: &Compute, tiling: Tiling) -> Compute {
+    pub(super) fn with_tiles(&self, compute: &Compute, tiling: Tiling) -> Compute {
         let mut tiles = Vec::new();
-        self.tiles(steps.queries, steps.keys, tiling, |tile| tiles.push(tile));
-        Compute { tiles: self.in_block(tiles, steps), ..steps.clone() }
+        self.tiles(compute.queries, compute.keys, tiling, |tile| tiles.push(tile));
+        Compute { tiles: self.in_block(tiles, compute), ..compute.clone() }
     }
 
     /// Calls `each` with batches of at most `most` tiles of a computation of [`steps`](Self::steps): documents with
@@ -119,20 +121,20 @@ impl Schedule {
     /// The first error of `each`.
     pub(crate) fn in_batches(
         &self,
-        steps: &Compute,
+        compute: &Compute,
         tiling: Tiling,
         most: usize,
         mut each: impl FnMut(&[Tile]) -> Result<()>,
     ) -> Result<()> {
         let (mut tiles, mut result) = (Vec::new(), Ok(()));
-        self.tiles(steps.queries, steps.keys, tiling, |tile| {
+        self.tiles(compute.queries, compute.keys, tiling, |tile| {
             tiles.push(tile);
             if tiles.len() >= most && result.is_ok() {
-                result = each(&self.in_block(std::mem::take(&mut tiles), steps));
+                result = each(&self.in_block(std::mem::take(&mut tiles), compute));
             }
         });
         result?;
-        if tiles.is_empty() { Ok(()) } else { each(&self.in_block(tiles, steps)) }
+        if tiles.is_empty() { Ok(()) } else { each(&self.in_block(tiles, compute)) }
     }
 
     /// Changes key rows from the owner's rows to the rows that the block holds.
@@ -146,7 +148,7 @@ impl Schedule {
         TilePosition {
             query: q_document.offset + q.start,
             key: k_document.offset + k.start - k_document.row * keys.row_len(),
-            distance: self.mask.distance(q.start, k.start, q_document.extent, k_document.extent),
+            distance: self.mask.distance(q.start, k.start, q_document.seq_len, k_document.seq_len),
             step: if q.len == 1 { k.step } else { q.step },
         }
     }

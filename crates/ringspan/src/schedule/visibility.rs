@@ -24,12 +24,12 @@ impl Visibility {
         let (mut owners, mut users) = (Bits::new(ranks), Bits::new(ranks));
         for rank in 0..ranks {
             for q in query.runs(rank) {
-                let extents = (query.documents().get(q.document).extent, key.documents().get(q.document).extent);
+                let seq_lens = (query.documents().get(q.document).seq_len, key.documents().get(q.document).seq_len);
                 for held in keys.get(&q.document).into_iter().flatten() {
                     if held.ranks.iter().all(|&owner| owners.has(rank, owner)) {
                         continue;
                     }
-                    mask.search(q, held.strand.runs(), extents, |seen| match seen {
+                    mask.search(q, held.strand.runs(), seq_lens, |seen| match seen {
                         VisiblePairs::Whole { runs, .. } => held.owners(runs).for_each(|owner| owners.set(rank, owner)),
                         VisiblePairs::BandedTile { run, .. } => {
                             held.owners(run..run + 1).for_each(|owner| owners.set(rank, owner));

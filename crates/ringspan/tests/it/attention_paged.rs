@@ -81,8 +81,8 @@ fn a_batch_of_decoding_documents_equals_each_alone() {
                 let (k, v) = (view(&k, key.tokens(rank), 2), view(&v, key.tokens(rank), 2));
                 let rows = lengths.iter().scan(0, |end, len| Some(std::mem::replace(end, *end + len) + len - 1));
                 let q: Vec<f32> = rows.flat_map(|row| inputs.q[row * 64..][..64].to_vec()).collect();
-                let extents = (90, 90);
-                let tokens = Tokens { queries: &queries, keys: key.runs(rank), extents };
+                let seq_lens = (90, 90);
+                let tokens = Tokens { queries: &queries, keys: key.runs(rank), seq_lens };
                 let tiles = DecodeTiles::joined(&tokens, &mask)?;
                 let local = Inputs::new(view(&q, 4, 4), k, v, &problem.score);
                 let (out, _) = on_device::decode_tiles(&group, &tiles, &local, Merge::AllGather)?;
@@ -113,7 +113,7 @@ fn joined_tiles_are_refused_for_scores_that_depend_on_positions() {
         let view = |data, tokens| View::new(data, tokens, 2, 8).expect("its size");
         let local = Inputs::new(view(&inputs.q, 1), view(&inputs.k, 30), view(&inputs.v, 30), &problem.score);
         let runs = [1, 30].map(|len| Run { document: 0, start: 30 - len, len, step: 1 });
-        let tokens = Tokens { queries: &runs[..1], keys: &[Run { start: 0, ..runs[1] }], extents: (30, 30) };
+        let tokens = Tokens { queries: &runs[..1], keys: &[Run { start: 0, ..runs[1] }], seq_lens: (30, 30) };
         let tiles = DecodeTiles::joined(&tokens, &Mask::causal())?;
         on_device::decode_tiles(&group, &tiles, &local, Merge::AllGather).map(drop)
     });

@@ -56,7 +56,7 @@ fn tensors_that_do_not_fit_are_refused_by_name() {
                 statistics: Statistics { max: vec![0.0; T * HEADS], sum: vec![1.0; T * HEADS] },
             };
             let runs = [Run { document: 0, start: 0, len: T, step: 1 }];
-            let tokens = Tokens { queries: &runs, keys: &runs, extents: (T, T) };
+            let tokens = Tokens { queries: &runs, keys: &runs, seq_lens: (T, T) };
             let errors = [
                 on_one_rank(|group| forward(group, &schedule, &inputs)).err(),
                 on_one_rank(|group| backward(group, &schedule, &inputs, &saved, good)).err(),
@@ -87,7 +87,7 @@ fn positions_that_cannot_be_counted_are_refused() {
     let (data, score) = (ringspan_testing::mesh::random(T * HEADS * DIM, 3), Score::new(0.3));
     let inputs = Inputs::new(view(&data), view(&data), view(&data), &score);
     let run = Run { document: 0, start: 0, len: T, step: 1 };
-    for (odd, extent) in [
+    for (odd, seq_len) in [
         (Run { step: 0, ..run }, T),
         (Run { step: usize::MAX, ..run }, T),
         (Run { start: usize::MAX, ..run }, T),
@@ -95,7 +95,7 @@ fn positions_that_cannot_be_counted_are_refused() {
         (run, usize::MAX),
     ] {
         for (queries, keys) in [(odd, run), (run, odd)] {
-            let tokens = Tokens { queries: &[queries], keys: &[keys], extents: (extent, T) };
+            let tokens = Tokens { queries: &[queries], keys: &[keys], seq_lens: (seq_len, T) };
             let call = |group: &Group| decode(group, &Mask::causal_bottom_right(), &tokens, &inputs, Merge::Tree);
             let error = on_one_rank(call).expect_err("not a number of tokens");
             assert!(matches!(error, Error::Layout(_)), "{odd:?}: {error}");

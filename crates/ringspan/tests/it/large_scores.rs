@@ -368,7 +368,7 @@ fn decoded(problem: &Problem, inputs: &ringspan_testing::mesh::Inputs, ranks: us
         let local = local.with_bias(view(&inputs.bias, queries, 1, keys));
         let query = [Run { document: 0, start: 0, len: queries, step: 1 }];
         let key = [Run { document: 0, start: held.start, len: held.len(), step: 1 }];
-        let tokens = Tokens { queries: &query, keys: &key, extents: (queries, keys) };
+        let tokens = Tokens { queries: &query, keys: &key, seq_lens: (queries, keys) };
         Ok::<_, Error>(decode(&group, &problem.mask, &tokens, &local, merge)?.0)
     })
     .expect("decodes")

@@ -84,7 +84,7 @@ proptest! {
             let document = documents.get(run.document);
             for position in run.positions() {
                 prop_assert!(document.spans.iter().any(|span| span.contains(&position)), "{run:?} in {document:?}");
-                prop_assert!(position < document.extent);
+                prop_assert!(position < document.seq_len);
             }
         }
     }

@@ -62,11 +62,11 @@ fn visible(problem: &Problem) -> Vec<Vec<bool>> {
     let mut places = vec![None; len];
     for (index, document) in problem.q_documents.iter().enumerate() {
         for position in document.spans.iter().flat_map(Clone::clone) {
-            places[document.offset + position] = Some((index, position, document.extent));
+            places[document.offset + position] = Some((index, position, document.seq_len));
         }
     }
     let sees = |i: usize, j: usize| match (places[i], places[j]) {
-        (Some((a, i, extent)), Some((b, j, _))) => a == b && problem.mask.sees(a, i, j, extent, extent),
+        (Some((a, i, seq_len)), Some((b, j, _))) => a == b && problem.mask.sees(a, i, j, seq_len, seq_len),
         _ => false,
     };
     (0..len).map(|i| (0..len).map(|j| sees(i, j)).collect()).collect()

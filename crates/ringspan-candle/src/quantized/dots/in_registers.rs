@@ -1,7 +1,7 @@
 //! Products with a few tokens whose codes are multiplied as they are unpacked, while they are in registers.
 
 use super::ROWS;
-use crate::quantized::blocks::{Arranged, Block};
+use crate::quantized::blocks::{ArrangedActivations, Block};
 use crate::quantized::input::Input;
 use crate::quantized::lanes::{Lanes, VectorWork, dispatch};
 use std::marker::PhantomData;
@@ -11,13 +11,24 @@ const GROUP: usize = 2 * ROWS;
 /// How many factors of all tokens are multiplied with each row of a group: at most 24 KiB, most of an L1 cache.
 const FACTORS: usize = 6144;
 
-/// The largest number of tokens of x for [`in_registers`], if this machine multiplies several there.
+/// The largest number of tokens of x for [`in_registers`].
 pub(super) fn most_tokens<B: Block<LEN>, const LEN: usize>() -> usize {
-    B::TOKENS
+    dispatch(MostTokens::<B, LEN>(PhantomData))
+}
+
+struct MostTokens<B, const LEN: usize>(PhantomData<B>);
+
+impl<B: Block<LEN>, const LEN: usize> VectorWork for MostTokens<B, LEN> {
+    type Output = usize;
+
+    #[inline(always)]
+    fn run<L: Lanes>(self, _: L) -> usize {
+        B::tokens_in_registers::<L>()
+    }
 }
 
 /// Arranges x, of at most [`most_tokens`], for [`in_registers`].
-pub(super) fn arranged<B: Block<LEN>, const LEN: usize>(x: Input) -> Arranged {
+pub(super) fn arranged<B: Block<LEN>, const LEN: usize>(x: Input) -> ArrangedActivations {
     dispatch(Arrange::<B, LEN> { x, blocks: PhantomData })
 }
 
@@ -27,17 +38,17 @@ struct Arrange<'a, B, const LEN: usize> {
 }
 
 impl<B: Block<LEN>, const LEN: usize> VectorWork for Arrange<'_, B, LEN> {
-    type Output = Arranged;
+    type Output = ArrangedActivations;
 
     #[inline(always)]
-    fn run<L: Lanes>(self, l: L) -> Arranged {
+    fn run<L: Lanes>(self, l: L) -> ArrangedActivations {
         B::arranged(l, self.x)
     }
 }
 
 /// Adds the products of x, of `width` columns, with the rows that are stored, one number of each token's out for each row.
 pub(super) fn in_registers<B: Block<LEN>, const LEN: usize>(
-    x: &Arranged,
+    x: &ArrangedActivations,
     width: usize,
     stored: &[u8],
     out: Vec<&mut [f32]>,
@@ -46,7 +57,7 @@ pub(super) fn in_registers<B: Block<LEN>, const LEN: usize>(
 }
 
 struct InRegisters<'a, B, const LEN: usize> {
-    x: &'a Arranged,
+    x: &'a ArrangedActivations,
     width: usize,
     blocks: &'a [B],
     out: Vec<&'a mut [f32]>,
@@ -58,10 +69,10 @@ impl<B: Block<LEN>, const LEN: usize> VectorWork for InRegisters<'_, B, LEN> {
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
         let Self { x, width, blocks, mut out } = self;
-        let of_row = width / LEN;
-        for (at, group) in blocks.chunks(GROUP * of_row).enumerate() {
-            let next = blocks.get((at + 1) * GROUP * of_row..).unwrap_or_default();
-            Rows { blocks: group, next, of_row, first: at * GROUP }.multiply(l, x, &mut out);
+        let blocks_per_row = width / LEN;
+        for (at, group) in blocks.chunks(GROUP * blocks_per_row).enumerate() {
+            let next = blocks.get((at + 1) * GROUP * blocks_per_row..).unwrap_or_default();
+            Rows { blocks: group, next, blocks_per_row, first: at * GROUP }.multiply(l, x, &mut out);
         }
     }
 }
@@ -72,7 +83,7 @@ struct Rows<'a, B, const LEN: usize> {
     /// The rows that follow, which are prefetched; there may be fewer.
     next: &'a [B],
     /// The number of blocks of a row.
-    of_row: usize,
+    blocks_per_row: usize,
     /// The index of the first row.
     first: usize,
 }
@@ -80,38 +91,33 @@ struct Rows<'a, B, const LEN: usize> {
 impl<B: Block<LEN>, const LEN: usize> Rows<'_, B, LEN> {
     /// Adds the products with x to out.
     #[inline(always)]
-    fn multiply<L: Lanes>(self, l: L, x: &Arranged, out: &mut [&mut [f32]]) {
-        // The other sizes are not compiled for instruction sets that multiply one token.
-        if !L::SEVERAL_IN_REGISTERS {
-            assert_eq!(x.tokens, 1, "one token has sums in registers");
-            return self.multiply_each::<L, 1>(l, x, out);
-        }
+    fn multiply<L: Lanes>(self, l: L, x: &ArrangedActivations, out: &mut [&mut [f32]]) {
         match x.tokens {
             1 => self.multiply_each::<L, 1>(l, x, out),
-            2 => self.multiply_each::<L, 2>(l, x, out),
-            3 => self.multiply_each::<L, 3>(l, x, out),
-            4 => self.multiply_each::<L, 4>(l, x, out),
-            5 => self.multiply_each::<L, 5>(l, x, out),
-            6 => self.multiply_each::<L, 6>(l, x, out),
-            7 => self.multiply_each::<L, 7>(l, x, out),
-            8 => self.multiply_each::<L, 8>(l, x, out),
+            2 if const { L::TOKENS_IN_REGISTERS >= 2 } => self.multiply_each::<L, 2>(l, x, out),
+            3 if const { L::TOKENS_IN_REGISTERS >= 3 } => self.multiply_each::<L, 3>(l, x, out),
+            4 if const { L::TOKENS_IN_REGISTERS >= 4 } => self.multiply_each::<L, 4>(l, x, out),
+            5 if const { L::TOKENS_IN_REGISTERS >= 5 } => self.multiply_each::<L, 5>(l, x, out),
+            6 if const { L::TOKENS_IN_REGISTERS >= 6 } => self.multiply_each::<L, 6>(l, x, out),
+            7 if const { L::TOKENS_IN_REGISTERS >= 7 } => self.multiply_each::<L, 7>(l, x, out),
+            8 if const { L::TOKENS_IN_REGISTERS >= 8 } => self.multiply_each::<L, 8>(l, x, out),
             more => unreachable!("{more} tokens have sums in registers"),
         }
     }
 
     /// Does [`multiply`](Self::multiply) for T tokens.
     #[inline(always)]
-    fn multiply_each<L: Lanes, const T: usize>(self, l: L, x: &Arranged, out: &mut [&mut [f32]]) {
+    fn multiply_each<L: Lanes, const T: usize>(self, l: L, x: &ArrangedActivations, out: &mut [&mut [f32]]) {
         // Loops, since closures that iterators call would not be compiled for the instruction set.
-        let rows = self.blocks.len() / self.of_row;
+        let rows = self.blocks.len() / self.blocks_per_row;
         // Fewer rows are summed in the same way, so that the bits of a product do not depend on the rows beside it.
         let mut sums = [[l.splat(0.0); T]; GROUP];
-        let parts = if B::IN_PARTS { self.of_row.div_ceil(FACTORS / (T * LEN)) } else { 1 };
-        let part = self.of_row.div_ceil(parts);
-        for start in (0..self.of_row).step_by(part) {
-            let end = self.of_row.min(start + part);
+        let parts = if B::CAN_SPLIT_ROWS { self.blocks_per_row.div_ceil(FACTORS / (T * LEN)) } else { 1 };
+        let part = self.blocks_per_row.div_ceil(parts);
+        for start in (0..self.blocks_per_row).step_by(part) {
+            let end = self.blocks_per_row.min(start + part);
             for (r, sums) in sums.iter_mut().take(rows).enumerate() {
-                let part = r * self.of_row + start..r * self.of_row + end;
+                let part = r * self.blocks_per_row + start..r * self.blocks_per_row + end;
                 let blocks = &self.blocks[part.clone()];
                 // Where no row follows, this one is fetched twice, which costs nothing.
                 let next = self.next.get(part).unwrap_or(blocks);
@@ -155,7 +161,7 @@ mod tests {
             let Self { x, width, blocks } = self;
             let rows = blocks.len() * LEN / width;
             let mut out = vec![0.0; x.len() / width * rows];
-            let most = if L::SEVERAL_IN_REGISTERS { B::TOKENS } else { 1 };
+            let most = B::tokens_in_registers::<L>();
             for (x, out) in x.chunks(most * width).zip(out.chunks_mut(most * rows)) {
                 let x = Input::new(x, x.len() / width, width);
                 let x = Arrange::<B, LEN> { x, blocks: PhantomData }.run(l);

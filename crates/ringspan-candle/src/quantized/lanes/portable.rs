@@ -20,7 +20,7 @@ impl Lanes for Portable {
     type F = [f32; 16];
     type B = [u8; 32];
     const REGISTERS: usize = 4;
-    const SEVERAL_IN_REGISTERS: bool = false;
+    const TOKENS_IN_REGISTERS: usize = 1;
     codes_are_numbers!();
 
     #[inline(always)]

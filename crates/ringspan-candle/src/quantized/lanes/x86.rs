@@ -123,7 +123,7 @@ impl Folded<[__m256; 2]> for V3 {
 impl Lanes for V4 {
     type F = __m512;
     const REGISTERS: usize = 32;
-    const SEVERAL_IN_REGISTERS: bool = false;
+    const TOKENS_IN_REGISTERS: usize = 6;
     shared!();
     codes_are_numbers!();
 
@@ -301,7 +301,7 @@ fn widen_16(l: V3, codes: __m128i) -> [__m256; 2] {
 impl Lanes for V3 {
     type F = [__m256; 2];
     const REGISTERS: usize = 8;
-    const SEVERAL_IN_REGISTERS: bool = true;
+    const TOKENS_IN_REGISTERS: usize = 8;
     shared!();
 
     /// Bytes, from which products take four numbers of each half: that is less work than to convert the numbers in their order.
@@ -357,8 +357,8 @@ impl Lanes for V3 {
         }
     }
 
-    /// Adds to the first eight numbers of a sum only, so that each sum takes one register: 12 sums of three x and four rows, the three x and
-    /// one row fill the 16 registers.
+    /// Adds to the first eight numbers of a sum only, so that each sum takes one register: 12 sums of three x and four rows, the three x
+    /// and one row fill the 16 registers.
     #[inline(always)]
     fn add_products<const T: usize, const R: usize>(
         self,

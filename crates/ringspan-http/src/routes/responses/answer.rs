@@ -129,8 +129,9 @@ impl ModelResponse {
         while let Some((_, part)) = reply.next().await? {
             match part {
                 ReplyPart::Prompt(_) => {}
-                ReplyPart::Said(said, _) => {
-                    // Tokens whose text is held back count with the text that comes next. Where reasoning ends, a few may belong to what follows.
+                ReplyPart::Delta(said, _) => {
+                    // Tokens whose text is held back count with the text that comes next. Where reasoning ends, a few may belong to what
+                    // follows.
                     if !said.is_empty() {
                         let before = std::mem::replace(&mut generated, reply.generated.first().copied().unwrap_or(0));
                         let is_reasoning = said.iter().any(|part| matches!(part, Parsed::Reasoning(_)));
@@ -154,7 +155,7 @@ impl ModelResponse {
                         }
                     }
                 }
-                ReplyPart::End(end, _) => {
+                ReplyPart::Finish(end, _) => {
                     if end.length {
                         status = "incomplete";
                     }

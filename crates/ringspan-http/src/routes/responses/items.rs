@@ -13,12 +13,12 @@ const STATUSES: [&str; 3] = ["in_progress", "completed", "incomplete"];
 /// Most bytes of an item's id, as for OpenAI: ids cost no token of the prompt, but memory of the store.
 const LONGEST_ID: usize = 64;
 
-/// The items of `input`, which is a text or a list, with those that it refers to; each has an id. They keep the fields that are read, and no thoughts: what
-/// costs no token of the prompt would fill the store for nothing.
+/// Parses `input`, a string or a list, into items, resolves references to earlier items, and gives each item an id. Unknown fields and
+/// reasoning items are dropped: they would fill the store without being a part of the prompt.
 ///
 /// # Errors
 /// Input of another kind, items of a kind that the model cannot read, ids that are too long, references to nothing.
-pub(super) fn list(app: &App, input: Value) -> Result<Vec<Value>> {
+pub(super) fn parse_input(app: &App, input: Value) -> Result<Vec<Value>> {
     let items = match input {
         Value::String(text) => {
             let content = json!([{"type": "input_text", "text": text}]);
@@ -44,7 +44,7 @@ pub(super) fn list(app: &App, input: Value) -> Result<Vec<Value>> {
             None | Some("message") => &["id", "type", "role", "status", "content"],
             Some("function_call") => &["id", "type", "call_id", "name", "arguments", "status"],
             Some("function_call_output") => &["id", "type", "call_id", "output", "status"],
-            // The thoughts of earlier answers are no part of what templates write.
+            // Reasoning of earlier answers is dropped; only the chat route passes it on to templates.
             Some("reasoning") => continue,
             Some(other) => {
                 return Err(ApiError::field(format!("{path}.type"), format!("is {other}, which is not supported")));
@@ -152,7 +152,7 @@ pub(super) fn messages(instructions: Option<String>, items: Vec<Value>) -> Resul
                     .map_err(|(field, problem)| ApiError::field(format!("{path}.output{field}"), problem))?;
                 messages.push(json!({"role": "tool", "tool_call_id": item["call_id"], "content": output}));
             }
-            // `list` has refused other kinds.
+            // Reasoning of earlier responses is no part of the prompt; `parse_input` has refused all unknown types.
             Some(_) => {}
         }
     }

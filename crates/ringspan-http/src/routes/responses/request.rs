@@ -6,7 +6,7 @@ use crate::conversation::{self, Conversation};
 use crate::error::{ApiError, Result};
 use crate::fields::Fields;
 use crate::routes::begin::ConversationRequest;
-use crate::sampling::{Sampling, response_format, without_token_reports};
+use crate::sampling::{Sampling, refuse_token_reports, response_format};
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
 
@@ -30,7 +30,7 @@ impl ConversationRequest for ResponseRequest {
         let target = app.target(&mut fields)?.with_salt(&mut fields)?;
         let instructions = fields.string("instructions")?;
         let input = fields.value("input");
-        let mut input = items::list(app, fields.required("input", input)?)?;
+        let mut input = items::parse_input(app, fields.required("input", input)?)?;
         if let Some(previous) = fields.string("previous_response_id")? {
             input.splice(0..0, items::of_previous(app, &previous)?);
         }
@@ -93,7 +93,7 @@ impl ConversationRequest for ResponseRequest {
             options.boolean("include_obfuscation")?;
             options.finish()?;
         }
-        without_token_reports(&mut fields)?;
+        refuse_token_reports(&mut fields)?;
         let mut sampling = Sampling::take(&app.defaults, &mut fields, app.vocabulary.size())?;
         fields.finish()?;
         sampling.max_tokens = max_tokens.or(sampling.max_tokens);

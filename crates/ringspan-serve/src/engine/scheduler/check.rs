@@ -1,7 +1,8 @@
 //! Checks in tests that sequences and page counts agree.
 
 use super::Scheduler;
-use crate::engine::pages::Pages;
+use super::page_allocation::has_reserved;
+use crate::engine::page_pool::PagePool;
 use crate::engine::prefix_cache::PrefixCache;
 use crate::engine::sequence::{PageTable, Sequence};
 use std::collections::BTreeMap;
@@ -20,6 +21,14 @@ impl Scheduler {
         assert!(self.running.is_sorted_by_key(|sequence| sequence.arrival));
     }
 
+    /// Panics if a sequence could lack a page of those that are reserved after a step has been scheduled.
+    pub(in crate::engine) fn check_reserved(&self) {
+        for (replica, cache) in self.caches.iter().enumerate() {
+            let reserved = self.reserved(replica);
+            assert!(has_reserved(cache, &reserved), "replica {replica} has fewer pages than {reserved:?}");
+        }
+    }
+
     fn sequences_in(&self, replica: usize) -> impl Iterator<Item = &Sequence> {
         self.running.iter().filter(move |sequence| sequence.replica == replica)
     }
@@ -28,8 +37,8 @@ impl Scheduler {
         let mut holders: BTreeMap<(usize, u32), u32> = BTreeMap::new();
         for sequence in self.sequences_in(replica) {
             let PageTable { pages, copied_from, computed, inserted, .. } = &sequence.page_table;
-            assert!(pages.len() * self.bounds.page >= *computed && *computed <= sequence.tokens.len());
-            assert!(inserted * self.bounds.page <= *computed);
+            assert!(pages.len() * self.bounds.page_size >= *computed && *computed <= sequence.tokens.len());
+            assert!(inserted * self.bounds.page_size <= *computed);
             let copied = copied_from.map(|from| (from.index, from.page));
             for (index, page) in pages.iter().copied().enumerate().chain(copied) {
                 *holders.entry((cache.rank_of(index), page)).or_default() += 1;
@@ -40,16 +49,18 @@ impl Scheduler {
             assert_eq!(cache.pages().used(rank), used, "pages of rank {rank}");
         }
         for ((rank, page), count) in holders {
-            assert_eq!(cache.pages().holders(rank, page), count, "page {page} of rank {rank}");
+            assert_eq!(cache.pages().ref_count(rank, page), count, "page {page} of rank {rank}");
         }
     }
 
     /// Checks the page counts of sliding-window layers in the same way.
-    fn check_window(&self, replica: usize, cache: &PrefixCache, pages: &Pages) {
+    fn check_window(&self, replica: usize, cache: &PrefixCache, pages: &PagePool) {
         let mut holders: BTreeMap<(usize, u32), u32> = BTreeMap::new();
         for sequence in self.sequences_in(replica) {
             let PageTable { window, copied_from, computed, .. } = &sequence.page_table;
-            assert!(window.end() * self.bounds.page >= *computed && window.first <= cache.first_in_window(*computed));
+            assert!(
+                window.end() * self.bounds.page_size >= *computed && window.first <= cache.first_in_window(*computed)
+            );
             let copied = copied_from.and_then(|from| Some((from.index, from.window?)));
             for (index, page) in (window.first..).zip(window.pages.iter().copied()).chain(copied) {
                 *holders.entry((cache.rank_of(index), page)).or_default() += 1;
@@ -60,7 +71,7 @@ impl Scheduler {
             assert_eq!(pages.used(rank), used, "window pages of rank {rank}");
         }
         for ((rank, page), count) in holders {
-            assert_eq!(pages.holders(rank, page), count, "window page {page} of rank {rank}");
+            assert_eq!(pages.ref_count(rank, page), count, "window page {page} of rank {rank}");
         }
     }
 }

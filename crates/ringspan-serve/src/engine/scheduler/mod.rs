@@ -2,10 +2,11 @@
 //!
 //! Requests are admitted in the order in which they came. A step has one token of every sequence that is generating, and
 //! prompts' next tokens up to a limit, so that a long prompt delays the others by a bounded time only ([`PrefillBudget`]). A request
-//! waits while another reads the same beginning, and then finds it in the cache. A sequence holds pages for all of its tokens from its
-//! admission on; if a further page is missing, the youngest sequence is put back into the queue and computed again later, from its
-//! tokens. A sequence that generates may also compute drafts, guesses of its next tokens; they take pages only as long as there are
-//! some. In sliding-window layers, a sequence holds the pages that its next tokens see, and those of the tokens that it computes next.
+//! waits while another reads the same beginning, and then finds it in the cache. Pages for all of a sequence's
+//! tokens are reserved from its admission on, and it takes them as it computes; if a further page is missing, the youngest sequence is
+//! put back into the queue and computed again later, from its tokens. A sequence that generates may also compute drafts, guesses of its
+//! next tokens; they take pages only as long as there are some that nobody has reserved. In sliding-window layers, a sequence holds the
+//! pages that its next tokens see, and those of the tokens that it computes next.
 
 #[cfg(test)]
 mod check;
@@ -28,7 +29,7 @@ use std::collections::{BTreeSet, VecDeque};
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Bounds {
     /// Tokens of a page.
-    pub(super) page: usize,
+    pub(super) page_size: usize,
     /// Largest number of sequences of a replica in a step.
     pub(super) max_running: usize,
     /// Largest number of prompts' tokens of a replica in a step.
@@ -70,7 +71,7 @@ pub(super) struct Counts {
     pub(super) accepted_tokens: u64,
 }
 
-/// Largest number of waiting sequences that are tried in a step, where some must wait for a replica of their own.
+/// Largest number of sequences at the head of the queue that are tried in a step, where some must wait for a particular replica.
 const MOST_TRIED: usize = 8;
 
 /// What the busiest replica computes in a step, as far as the step's time depends on that.
@@ -139,7 +140,7 @@ impl Scheduler {
     }
 
     /// Numbers of sequences that run and wait.
-    pub(super) fn sizes(&self) -> (usize, usize) {
+    pub(super) fn request_counts(&self) -> (usize, usize) {
         (self.running.len(), self.waiting.len())
     }
 
@@ -159,8 +160,8 @@ impl Scheduler {
     }
 
     /// A page that no sequence has, on the first rank of a replica, if there is one; it is given back with
-    /// [`give_back`](Self::give_back).
-    pub(super) fn spare_page(&mut self, replica: usize) -> Option<CachePage> {
+    /// [`free_probe_page`](Self::free_probe_page).
+    pub(super) fn allocate_probe_page(&mut self, replica: usize) -> Option<CachePage> {
         let cache = &mut self.caches[replica];
         let page = CachePage::from(cache.allocate(0)?);
         if cache.window().is_none() {
@@ -173,7 +174,7 @@ impl Scheduler {
         window.map(|window| CachePage { window: Some(window), ..page })
     }
 
-    pub(super) fn give_back(&mut self, replica: usize, page: CachePage) {
+    pub(super) fn free_probe_page(&mut self, replica: usize, page: CachePage) {
         let cache = &mut self.caches[replica];
         cache.release(0, page.full);
         page.window.into_iter().for_each(|page| cache.release_window(0, page));
@@ -194,17 +195,17 @@ impl Scheduler {
         let allowed = self.prefill_budget.tokens(self.generating());
         // The prompts' tokens that each replica may still compute in this step.
         let mut budgets = vec![allowed; self.caches.len()];
-        // Tokens of a sequence for which it has pages in layers that see a window.
-        let (has_window, page) = (self.caches.iter().any(|cache| cache.window().is_some()), self.bounds.page);
-        let in_window = |sequence: &Sequence| match has_window {
-            true => sequence.tokens.len().min(sequence.page_table.window.end() * page),
-            false => sequence.tokens.len(),
+        // Tokens of a sequence for which it has pages.
+        let (has_window, page_size) = (self.caches.iter().any(|cache| cache.window().is_some()), self.bounds.page_size);
+        let with_pages = |PageTable { pages, window, .. }: &PageTable| match has_window {
+            true => page_size * pages.len().min(window.end()),
+            false => page_size * pages.len(),
         };
         let chunk_of = |sequence: &Sequence, budgets: &mut [usize]| match sequence.remaining() {
             1 => 1,
             remaining => {
                 let budget = &mut budgets[sequence.replica];
-                let chunk = remaining.min(*budget).min(in_window(sequence) - sequence.page_table.computed);
+                let chunk = remaining.min(*budget).min(with_pages(&sequence.page_table) - sequence.page_table.computed);
                 *budget -= chunk;
                 chunk
             }
@@ -249,8 +250,8 @@ impl Scheduler {
             }
         }
         let [generating, prompt_tokens] = [generating, prompt_tokens].map(|all| all.into_iter().max().unwrap_or(0));
-        // While a prompt waits, ranks do not share the layers of steps that only generate, since their time is compared with that of steps
-        // that read the prompt, in which ranks cannot.
+        // While a prompt waits, decode-only steps do not split linear layers over the ranks: the prefill budget compares their time with
+        // that of mixed steps, which cannot split them.
         let waits =
             self.running.iter().any(|sequence| sequence.remaining() > 1) || allowed == 0 && !self.waiting.is_empty();
         let shares_layers = self.caches.iter().any(|cache| cache.pages().ranks() > 1) && !waits;
@@ -259,26 +260,34 @@ impl Scheduler {
         (!scheduled.arrivals.is_empty()).then_some(scheduled)
     }
 
-    /// Looks up drafts for the sequences that generate, and gives them pages if there are any.
+    /// Looks up drafts for the sequences that generate, and gives them pages if there are any that nobody has reserved.
     fn draft(&mut self) {
-        let Bounds { page, num_speculative_tokens, .. } = self.bounds;
+        let Bounds { page_size, num_speculative_tokens, .. } = self.bounds;
+        if num_speculative_tokens == 0 {
+            return;
+        }
+        let mut unreserved: Vec<Vec<usize>> = (0..self.caches.len()).map(|replica| self.unreserved(replica)).collect();
         for sequence in self.running.iter_mut().filter(|one| one.remaining() == 1 && one.generated() > 0) {
             let tokens = sequence.tokens.len();
             // Behind all drafts, one more token is drawn.
             let most = num_speculative_tokens.min(sequence.longest.saturating_sub(tokens + 1));
             let mut drafts = propose(&sequence.tokens, most).to_vec();
-            let (cache, PageTable { pages, window, .. }) =
-                (&mut self.caches[sequence.replica], &mut sequence.page_table);
-            while pages.len() * page < tokens + drafts.len() {
-                match cache.allocate(pages.len()) {
-                    Some(page) => pages.push(page),
-                    None => drafts.truncate(pages.len() * page - tokens),
+            let (cache, unreserved) = (&mut self.caches[sequence.replica], &mut unreserved[sequence.replica]);
+            let PageTable { pages, window, .. } = &mut sequence.page_table;
+            while pages.len() * page_size < tokens + drafts.len() {
+                let left = &mut unreserved[cache.rank_of(pages.len())];
+                match (*left > 0).then(|| cache.allocate(pages.len())).flatten() {
+                    Some(page) => {
+                        pages.push(page);
+                        *left -= 1;
+                    }
+                    None => drafts.truncate(pages.len() * page_size - tokens),
                 }
             }
-            while cache.window().is_some() && window.end() * page < tokens + drafts.len() {
+            while cache.window().is_some() && window.end() * page_size < tokens + drafts.len() {
                 match cache.allocate_window(window.end()) {
                     Some(page) => window.pages.push(page),
-                    None => drafts.truncate(window.end() * page - tokens),
+                    None => drafts.truncate(window.end() * page_size - tokens),
                 }
             }
             self.counts.drafts += u64::from(!drafts.is_empty());
@@ -344,7 +353,7 @@ impl Scheduler {
                 (false, false) => Outputs::None,
             };
             arrivals.push(sequence.arrival);
-            let number = (end + drafts.len()).div_ceil(self.bounds.page);
+            let number = (end + drafts.len()).div_ceil(self.bounds.page_size);
             let in_window = window.pages.len().min(number.saturating_sub(window.first));
             sequences.push(StepSequence {
                 start,

@@ -20,10 +20,14 @@ pub(super) enum Placement {
 const CROWDED: usize = 8;
 
 impl Scheduler {
-    /// Chooses the attention replica that computes a waiting sequence, among those that are not `closed`, and takes its pages there;
-    /// `budgets` are the tokens of prompts that each may still compute in this step. A replica that has at least half of the sequence in its
-    /// cache is preferred, unless it is crowded, and is worth waiting for, unless another has fewer sequences; otherwise the one with the
-    /// fewest is first.
+    /// Chooses the attention replica that computes a waiting sequence, among those that are not `closed`, and allocates its pages
+    /// there; `budgets` are the tokens of prompts that each may still compute in this step.
+    ///
+    /// 1. If a running sequence in an uncrowded replica is prefilling more of the same prefix than any of these has cached, the sequence
+    ///    waits for it, unless it needs its whole prompt; with several replicas, only if that prefix is at least half of the sequence.
+    /// 2. The uncrowded replica that has cached at least half of the sequence is preferred, and waited for if its budget is used up.
+    /// 3. If the preferred replica has no room, replicas with fewer sequences are tried, the one with the fewest first; without a
+    ///    preferred replica, all are, in this order. If none has room, the sequence waits.
     pub(super) fn place(&mut self, sequence: &Sequence, budgets: &[usize], closed: &[bool]) -> Placement {
         let known = &sequence.tokens[..sequence.tokens.len() - 1];
         let replicas = 0..self.caches.len();
@@ -37,23 +41,22 @@ impl Scheduler {
             }
             let is_open = |replica: usize| running[replica] <= crowded;
             let at_hand = replicas.clone().filter(|at| is_open(*at)).map(|at| cached[at]).max();
-            if let Some((reader, tokens)) = self.reader_of(sequence, at_hand.unwrap_or(0), is_open)
+            if let Some((reader, tokens)) = self.find_prefix_in_prefill(sequence, at_hand.unwrap_or(0), is_open)
                 && (replicas.len() == 1 || is_worth(tokens))
             {
                 return Placement::WaitsFor(reader);
             }
         }
         let preferred = replicas.clone().filter(|at| is_worth(cached[*at]) && running[*at] <= crowded);
-        let preferred = preferred.max_by_key(|at| (cached[*at] / self.bounds.page, Reverse(running[*at])));
+        let preferred = preferred.max_by_key(|at| (cached[*at] / self.bounds.page_size, Reverse(running[*at])));
         if let Some(preferred) = preferred.filter(|preferred| budgets[*preferred] == 0) {
             return Placement::WaitsFor(preferred);
         }
         let is_candidate = |at: &usize| preferred.is_none_or(|other| *at == other || running[*at] < running[other]);
         let mut order: Vec<usize> = replicas.filter(is_candidate).collect();
         order.sort_by_cached_key(|at| {
-            let pages = self.caches[*at].pages();
-            let available: usize = (0..pages.ranks()).map(|rank| pages.available(rank)).sum();
-            (Some(*at) != preferred, running[*at], Reverse(available))
+            let unreserved: usize = self.unreserved(*at).into_iter().sum();
+            (Some(*at) != preferred, running[*at], Reverse(unreserved))
         });
         for replica in order.into_iter().filter(|replica| !closed[*replica]) {
             if let Some(page_table) = self.allocate(sequence, replica, budgets[replica], running[replica]) {
@@ -63,9 +66,14 @@ impl Scheduler {
         preferred.map_or(Placement::Waits, Placement::WaitsFor)
     }
 
-    /// The replica, among those that are open, of a running sequence that is reading more of this one's beginning than the `cached` first
-    /// tokens, so that waiting for it costs less than reading the same, and the number of tokens in the full pages that both have.
-    fn reader_of(&self, sequence: &Sequence, cached: usize, is_open: impl Fn(usize) -> bool) -> Option<(usize, usize)> {
+    /// Finds a running sequence, in an open replica, that is prefilling more of this sequence's prefix than the `cached` tokens; waiting
+    /// for it is cheaper than computing the same tokens again. Returns its replica, and the number of shared tokens in full pages.
+    fn find_prefix_in_prefill(
+        &self,
+        sequence: &Sequence,
+        cached: usize,
+        is_open: impl Fn(usize) -> bool,
+    ) -> Option<(usize, usize)> {
         let known = &sequence.tokens[..sequence.tokens.len() - 1];
         let is_reading = |other: &&Sequence| {
             other.namespace == sequence.namespace && other.remaining() > 1 && is_open(other.replica)
@@ -74,11 +82,11 @@ impl Scheduler {
             self.running.iter().filter(is_reading).filter(|_| self.caches.iter().all(PrefixCache::is_enabled));
         let in_common = readers.map(|other| {
             let common = known.iter().zip(&other.tokens).take_while(|(a, b)| a == b).count();
-            let full_pages = common / self.bounds.page * self.bounds.page;
+            let full_pages = common / self.bounds.page_size * self.bounds.page_size;
             let computed = other.page_table.computed;
             let is_ahead = full_pages > cached
                 && full_pages > computed
-                && computed >= cached / self.bounds.page * self.bounds.page;
+                && computed >= cached / self.bounds.page_size * self.bounds.page_size;
             is_ahead.then_some((other.replica, full_pages))
         });
         in_common.flatten().max_by_key(|(_, tokens)| *tokens)

@@ -8,20 +8,20 @@ use super::{ScheduledStep, Scheduler, StepSize};
 use std::time::Duration;
 
 impl Scheduler {
-    /// Records how long the last step took, from which the size of later steps follows; that of steps that share layers does not, since
-    /// steps that read prompts cannot share them.
-    pub(in crate::engine) fn took(&mut self, time: Duration) {
+    /// Records how long the last step took, from which the prefill budget of later steps follows. The time of a step that splits linear
+    /// layers over the ranks does not count, since mixed steps cannot split them.
+    pub(in crate::engine) fn record_step_time(&mut self, time: Duration) {
         self.histograms.step_tokens.observe(self.step_tokens as f64);
         let StepSize { generating, prompt_tokens, shares_layers } = self.last_step;
         match shares_layers {
-            true => self.prefill_budget.unmeasured(generating),
-            false => self.prefill_budget.measured(generating, prompt_tokens, time),
+            true => self.prefill_budget.record_untimed_step(generating),
+            false => self.prefill_budget.record_step(generating, prompt_tokens, time),
         }
     }
 
     /// Records that a step has been computed: its keys and values are in the cache, and others may use them. Drafts count once they
     /// are drawn.
-    pub(in crate::engine) fn computed(&mut self, step: &ScheduledStep) {
+    pub(in crate::engine) fn commit_step(&mut self, step: &ScheduledStep) {
         self.step_tokens = 0;
         for (arrival, sequence) in step.sequences() {
             let Some(index) = self.find(arrival) else { continue };
@@ -37,12 +37,12 @@ impl Scheduler {
 
     /// Adds the pages of a running sequence that have become full to the prefix cache, and releases those that have left its windows.
     fn insert_full_pages(&mut self, index: usize) {
-        let page = self.bounds.page;
+        let page_size = self.bounds.page_size;
         let Sequence { page_table, tokens, namespace, replica, .. } = &mut self.running[index];
         let cache = &mut self.caches[*replica];
-        while (page_table.inserted + 1) * page <= page_table.computed {
+        while (page_table.inserted + 1) * page_size <= page_table.computed {
             let at = page_table.inserted;
-            let of_page = &tokens[at * page..(at + 1) * page];
+            let of_page = &tokens[at * page_size..(at + 1) * page_size];
             let Some((node, kept)) = cache.insert(namespace, page_table.node, of_page, page_table.page(at)) else {
                 break;
             };
@@ -59,7 +59,7 @@ impl Scheduler {
 
     /// Handles that the prompt of running sequence `index` has been read: reports what its client wants to know of it. Returns
     /// whether the request has ended by that.
-    pub(in crate::engine) fn prompt_read(&mut self, index: usize) -> bool {
+    pub(in crate::engine) fn finish_prefill(&mut self, index: usize) -> bool {
         let sequence = &mut self.running[index];
         if sequence.generated() == 0 {
             self.counts.prompt_tokens += sequence.prompt as u64;
@@ -77,7 +77,7 @@ impl Scheduler {
 
     /// Handles the next token that was drawn for running sequence `index`; the client hears of it, and perhaps of the end. Returns
     /// whether the request has ended by that.
-    pub(in crate::engine) fn drawn(&mut self, index: usize, drawn: Result<Drawn, String>) -> bool {
+    pub(in crate::engine) fn append_token(&mut self, index: usize, drawn: Result<Drawn, String>) -> bool {
         let sequence = &mut self.running[index];
         let end = match drawn {
             Err(problem) => {
@@ -126,12 +126,12 @@ impl Scheduler {
 
     /// Releases the pages of a sequence; a page that is not full goes to the prefix cache with the rows that are computed.
     pub(super) fn release(&mut self, sequence: &mut Sequence) {
-        let page = self.bounds.page;
+        let page_size = self.bounds.page_size;
         let (cache, page_table) = (&mut self.caches[sequence.replica], &mut sequence.page_table);
-        let full = page_table.computed / page;
+        let full = page_table.computed / page_size;
         // Not all full pages may be in the tree: then what follows them cannot be, either.
-        if page_table.inserted == full && page_table.computed > full * page {
-            let rows = &sequence.tokens[full * page..page_table.computed];
+        if page_table.inserted == full && page_table.computed > full * page_size {
+            let rows = &sequence.tokens[full * page_size..page_table.computed];
             if let Some((_, kept)) = cache.insert(&sequence.namespace, page_table.node, rows, page_table.page(full)) {
                 page_table.set_page(full, kept);
             }

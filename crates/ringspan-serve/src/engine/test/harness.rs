@@ -1,7 +1,7 @@
 //! A simulated cache and clients for tests of the scheduler. The rows of the cache are the tokens themselves, so a row that is
 //! overwritten while a sequence needs it, or read before it is written, makes a test fail.
 
-use super::super::pages::Pages;
+use super::super::page_pool::PagePool;
 use super::super::prefix_cache::PrefixCache;
 use super::super::prefix_tree::AdapterSlot;
 use super::super::request::{Event, Events, FinishReason, Request, TokenLogprobs};
@@ -154,26 +154,26 @@ impl Harness {
         window: Option<(usize, u32)>,
     ) -> Self {
         let of_replica = |_| {
-            let cache = PrefixCache::new(Pages::new(ranks, pages), bounds.page, prefix_cache);
+            let cache = PrefixCache::new(PagePool::new(ranks, pages), bounds.page_size, prefix_cache);
             match window {
-                Some((lookback, pages)) => cache.with_window(Pages::new(ranks, pages), lookback),
+                Some((lookback, pages)) => cache.with_window(PagePool::new(ranks, pages), lookback),
                 None => cache,
             }
         };
         let caches = (0..replicas).map(of_replica).collect();
-        let rows = |pages: u32| vec![vec![None; pages as usize * bounds.page]; replicas * ranks];
+        let rows = |pages: u32| vec![vec![None; pages as usize * bounds.page_size]; replicas * ranks];
         let (lookback, window_pages) = window.unzip();
         Self {
             scheduler: Scheduler::new(caches, bounds),
             memory: Memory {
-                page: bounds.page,
+                page: bounds.page_size,
                 cp: ranks,
                 lookback,
                 window: rows(window_pages.unwrap_or(0)),
                 rows: rows(pages),
             },
             clients: Vec::new(),
-            max_model_len: ranks * pages as usize * bounds.page,
+            max_model_len: ranks * pages as usize * bounds.page_size,
             bounds,
             last_step: (0, false),
         }
@@ -203,10 +203,12 @@ impl Harness {
         let generating: Vec<u64> = running.map(|sequence| sequence.arrival).collect();
         let Some(scheduled) = self.scheduler.next() else {
             self.scheduler.check();
+            self.scheduler.check_reserved();
             self.collect();
             return false;
         };
         self.scheduler.check();
+        self.scheduler.check_reserved();
         let replicas = self.scheduler.caches().len();
         let (mut running, mut prompts) = (vec![0; replicas], vec![0; replicas]);
         self.scheduler.running().iter().for_each(|sequence| running[sequence.replica] += 1);
@@ -249,7 +251,7 @@ impl Harness {
                 assert_eq!(seen, text[first..], "the window of sequence {arrival}");
             }
         }
-        self.scheduler.computed(&scheduled);
+        self.scheduler.commit_step(&scheduled);
         self.scheduler.check();
         for (arrival, sequence) in scheduled.sequences() {
             let index = self.scheduler.find(arrival).expect("it runs");
@@ -261,7 +263,7 @@ impl Harness {
                     one.prompt_results.add_logprobs(TokenLogprobs { token, logprob: position as f32, top: Vec::new() });
                 }
             }
-            if one.remaining() > 0 || self.scheduler.prompt_read(index) {
+            if one.remaining() > 0 || self.scheduler.finish_prefill(index) {
                 continue;
             }
             // As long as a draft is drawn, one more token is.
@@ -270,7 +272,7 @@ impl Harness {
                 let draft = one.drafts.first().copied();
                 let drawn = one.sampler.draw(&mut logits(&one.tokens, sequence.adapter));
                 let accepted = matches!(&drawn, Ok(drawn) if draft == Some(drawn.token));
-                if self.scheduler.drawn(index, drawn) || !accepted {
+                if self.scheduler.append_token(index, drawn) || !accepted {
                     break;
                 }
             }
@@ -341,6 +343,6 @@ impl Harness {
     }
 }
 
-pub(super) fn bounds(page: usize) -> Bounds {
-    Bounds { page, max_running: 4, prefill_chunk: 6, mixed_chunk: Some(3), num_speculative_tokens: 0 }
+pub(super) fn bounds(page_size: usize) -> Bounds {
+    Bounds { page_size, max_running: 4, prefill_chunk: 6, mixed_chunk: Some(3), num_speculative_tokens: 0 }
 }

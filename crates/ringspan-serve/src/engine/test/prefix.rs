@@ -1,6 +1,6 @@
 //! Tests of the prefix cache alone.
 
-use super::super::pages::Pages;
+use super::super::page_pool::PagePool;
 use super::super::prefix_cache::PrefixCache;
 use super::super::prefix_tree::Namespace;
 
@@ -34,7 +34,7 @@ fn found(cache: &mut PrefixCache, namespace: impl Into<Namespace>, text: &[u32])
 }
 
 fn cache(pages: u32) -> PrefixCache {
-    PrefixCache::new(Pages::new(2, pages), 4, true)
+    PrefixCache::new(PagePool::new(2, pages), 4, true)
 }
 
 #[test]

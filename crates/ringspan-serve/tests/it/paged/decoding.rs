@@ -1,6 +1,6 @@
 //! Steps that only decode: what ranks send, and the linear layers that they share.
 
-use super::{Pages, Random, Text, executed, in_bf16};
+use super::{PagePool, Random, Text, executed, in_bf16};
 use crate::support::*;
 use ringspan_serve::Model;
 use ringspan_serve::engine::step::{Outputs, Step};
@@ -17,7 +17,7 @@ fn decoded(
     (before, streams): (usize, usize),
     shares_layers: bool,
 ) -> (Vec<f32>, Vec<u64>) {
-    let mut pages = Pages::new(ranks, 300, 4, &mut Random(3));
+    let mut pages = PagePool::new(ranks, 300, 4, &mut Random(3));
     let mut texts: Vec<Text> = (0..streams).map(|seed| Text::new(before + 1, seed as u64)).collect();
     let read = texts.iter_mut().map(|text| text.next(before, Outputs::None, &mut pages)).collect();
     let decode = texts.iter_mut().map(|text| text.next(1, Outputs::Last, &mut pages)).collect();
@@ -83,7 +83,7 @@ fn what_cannot_be_shared_with_gain_is_not() {
     }
     let model = wide();
     let mixed = |shares_layers: bool| {
-        let mut pages = Pages::new(2, 200, 4, &mut Random(3));
+        let mut pages = PagePool::new(2, 200, 4, &mut Random(3));
         let mut texts = [Text::new(50, 1), Text::new(50, 2)];
         let [first, second] = &mut texts;
         let read = vec![first.next(20, Outputs::None, &mut pages)];

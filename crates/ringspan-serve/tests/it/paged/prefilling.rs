@@ -1,6 +1,6 @@
 //! Steps that read chunks of prompts: what ranks send.
 
-use super::{Pages, Random, Text, executed};
+use super::{PagePool, Random, Text, executed};
 use crate::support::*;
 use ringspan_serve::engine::step::{Outputs, Step};
 
@@ -10,7 +10,7 @@ const LAYERS: u64 = 2;
 
 /// The bytes that the busiest of two ranks sends in a step that reads `chunk` tokens of a text, `before` of which have been read.
 fn sent(before: usize, chunk: usize) -> u64 {
-    let mut pages = Pages::new(2, 40, 4, &mut Random(3));
+    let mut pages = PagePool::new(2, 40, 4, &mut Random(3));
     let mut text = Text::new(before + chunk, 1);
     let counts = [before, chunk].into_iter().filter(|count| *count > 0);
     let sequences = counts.map(|count| vec![text.next(count, Outputs::None, &mut pages)]);

@@ -71,7 +71,7 @@ impl Sizes {
     /// Number of elements stored for a block of keys.
     fn keys(self) -> usize {
         let operands = self.k_panels + self.v_panels + self.k;
-        // These include P^T in pairs along the lanes, and dS^T in pairs along the lanes and along the keys.
+        // `2 * halves` and `pairs` hold P^T in pairs along the lanes, and dS^T in pairs along the lanes and along the keys.
         operands + self.dk + self.dv + 2 * self.p + 2 * self.halves + self.pairs() + self.bias
     }
 

@@ -169,7 +169,7 @@ impl Backward<'_> {
         copy(simd, &mut to.q[..lanes / S::PAIR * sizes.wide], sizes.wide, self.scale, q_row);
         copy(simd, &mut to.d_out[..lanes / S::PAIR * sizes.v_wide], sizes.v_wide, 1.0, d_row);
         to.dq.fill(0.0);
-        let mut numbers = is_finite::<S>(to.q) && is_finite::<S>(to.d_out);
+        let mut all_finite = is_finite::<S>(to.q) && is_finite::<S>(to.d_out);
         for lane in 0..lanes {
             // A query that sees nothing has the maximum +inf, which makes all its weights exactly 0.
             let at = row(lane).map(|row| head * self.q.tokens + row).filter(|&at| self.sum[at] != 0.0);
@@ -177,9 +177,9 @@ impl Backward<'_> {
             to.statistics[lanes + lane] = at.map_or(0.0, |at| 1.0 / self.sum[at]);
             to.statistics[2 * lanes + lane] = at.map_or(0.0, |at| self.delta[at]);
             // The maximum ignores NaN, but the sum shows it.
-            numbers &= !to.statistics[lanes + lane].is_nan() && to.statistics[2 * lanes + lane].is_finite();
+            all_finite &= !to.statistics[lanes + lane].is_nan() && to.statistics[2 * lanes + lane].is_finite();
         }
-        !numbers
+        !all_finite
     }
 
     /// Packs K and V in panels and K in rows, and zeroes dK and dV.
@@ -219,5 +219,5 @@ dispatch!(
     backward_head,
     Backward<'_>,
     head<[8, 3], [4, 3], [4, PORTABLE_COLUMNS]>(share: Share<'_>, scratch: &mut [f32]),
-    "[`Backward::head`] compiled for `isa`."
+    "Calls [`Backward::head`] compiled for the instruction set of `code`."
 );

@@ -29,8 +29,8 @@ impl HeadRange {
     }
 }
 
-/// Divides the heads where keys are divided into `chunks`: as little as keeps the workers busy, since a task that reads all heads reads
-/// contiguous memory. A head's results do not depend on its range.
+/// Divides the heads into ranges, where the keys are divided into `chunks`. It makes only as many ranges as keep all workers busy, since a
+/// task that reads all heads reads contiguous memory. A head's results do not depend on its range.
 pub(super) fn head_ranges(heads: &HeadMap, chunks: usize, workers: usize) -> Vec<HeadRange> {
     let wanted = if workers == 1 { 1 } else { (TASKS_PER_WORKER * workers).div_ceil(chunks.max(1)) };
     let ranges = wanted.min(heads.kv_heads());

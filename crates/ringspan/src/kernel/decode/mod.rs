@@ -26,10 +26,11 @@ const CHUNK: usize = 1024;
 /// Least number of key rows in a chunk, except the last: smaller chunks are not worth a task.
 const LEAST_CHUNK: usize = 128;
 
-/// Most chunks of a query, as long as none needs more than CHUNK rows: enough for several threads.
+/// A query's keys are divided into at most this many chunks, enough for several threads, unless a chunk would then have more than
+/// CHUNK rows.
 const CHUNKS: usize = 8;
 
-/// Number of rows in each chunk of so many; the last chunk may have fewer.
+/// Number of key rows in a chunk, for a query that sees `rows` keys; the last chunk may have fewer.
 fn chunk_rows(rows: usize) -> usize {
     rows.div_ceil(CHUNKS).next_multiple_of(ROWS).clamp(LEAST_CHUNK, CHUNK)
 }
@@ -46,12 +47,12 @@ const MAX_LANES: usize = 16;
 /// reach from one page of a cache into another are copied, so pages should be several times larger.
 const ROWS: usize = MAX_LANES;
 
-/// Number of elements between those that are read and those that are fetched from memory meanwhile, all heads together. On Zen 4,
-/// half of it was as fast, and twice of it slower.
-const AHEAD: usize = 8192;
+/// How far ahead of the reads memory is prefetched, in elements of all heads together. On Zen 4, half of this distance was as fast, and
+/// twice this distance slower.
+const PREFETCH_DISTANCE: usize = 8192;
 
-/// Upper limit on the rows that AHEAD elements are, so that chunks of few rows are fetched, too.
-const MOST_ROWS_AHEAD: usize = 64;
+/// The same distance in rows is at most this, so that chunks with few rows are prefetched, too.
+const MAX_PREFETCH_ROWS: usize = 64;
 
 /// Whether each tile has a single query: with several, those of a tile would read the same keys again and again.
 pub(super) fn has_single_queries(tiles: &[Tile]) -> bool {
@@ -200,11 +201,12 @@ impl Decode<'_> {
 /// Divides rows of `width` elements, all heads together, into those that are read at a time, each with the first row that is fetched
 /// from memory meanwhile; this may lie beyond the end.
 fn rows_at_a_time(rows: &Range<usize>, width: usize) -> impl Iterator<Item = (Range<usize>, usize)> {
-    let (end, ahead) = (rows.end, (AHEAD / width.max(1)).next_multiple_of(ROWS).clamp(ROWS, MOST_ROWS_AHEAD));
+    let (end, ahead) =
+        (rows.end, (PREFETCH_DISTANCE / width.max(1)).next_multiple_of(ROWS).clamp(ROWS, MAX_PREFETCH_ROWS));
     rows.clone().step_by(ROWS).map(move |from| (from..end.min(from + ROWS), from + ahead))
 }
 
-/// The first ROWS of these tokens, which are fetched from memory.
+/// Asks for the first ROWS of these tokens to be prefetched.
 fn prefetch<'v, 'a>(view: &'v View<'a>, tokens: Range<usize>) -> Prefetch<'v, 'a> {
     Prefetch { view, tokens: tokens.start..tokens.end.min(tokens.start + ROWS) }
 }
@@ -213,7 +215,7 @@ dispatch!(
     decode_chunk,
     Decode<'_>,
     chunk<[], [], []>(range: &HeadRange, rows: Range<usize>, tile: &Tile, states: &mut [f32], scratch: &mut [f32]),
-    "[`Decode::chunk`] compiled for `isa`."
+    "Calls [`Decode::chunk`] compiled for the instruction set of `code`."
 );
 
 #[cfg(test)]

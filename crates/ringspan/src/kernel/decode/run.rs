@@ -15,20 +15,20 @@ struct Span {
     tile: usize,
     rows: Range<usize>,
     /// Number of rows in a chunk.
-    of_chunk: usize,
+    chunk_rows: usize,
 }
 
-/// The spans of tiles, each with the rows that are visible: a tile is one span where even the longest is little of a worker's share, and
-/// otherwise each chunk is one.
+/// The spans of tiles, each with the rows that are visible: if even the longest tile is a small part of a worker's share, each tile is one
+/// span; otherwise each chunk is one.
 fn spans(visible: &[(Range<usize>, &Tile)], workers: usize) -> Vec<Span> {
     let longest = visible.iter().map(|(rows, _)| rows.len()).max().unwrap_or(0);
     let all: usize = visible.iter().map(|(rows, _)| rows.len()).sum();
     let is_whole = longest * TASKS_PER_WORKER * workers <= all;
     let of_tile = |(tile, (rows, _)): (usize, &(Range<usize>, &Tile))| {
-        let (rows, of_chunk) = (rows.clone(), chunk_rows(rows.len()));
-        let of_span = if is_whole { rows.len().max(1) } else { of_chunk };
+        let (rows, chunk_rows) = (rows.clone(), chunk_rows(rows.len()));
+        let of_span = if is_whole { rows.len().max(1) } else { chunk_rows };
         let firsts = rows.clone().step_by(of_span);
-        firsts.map(move |from| Span { tile, rows: from..rows.end.min(from + of_span), of_chunk })
+        firsts.map(move |from| Span { tile, rows: from..rows.end.min(from + of_span), chunk_rows })
     };
     let mut spans: Vec<Span> = visible.iter().enumerate().flat_map(of_tile).collect();
     if is_whole {
@@ -106,15 +106,15 @@ impl Decode<'_> {
         states: &mut [f32],
         scratch: &mut [f32],
     ) {
-        let (of_chunk, scratch) = scratch.split_at_mut(states.len());
-        for from in span.rows.clone().step_by(span.of_chunk) {
-            let rows = from..span.rows.end.min(from + span.of_chunk);
+        let (chunk_states, scratch) = scratch.split_at_mut(states.len());
+        for from in span.rows.clone().step_by(span.chunk_rows) {
+            let rows = from..span.rows.end.min(from + span.chunk_rows);
             let is_first = from == span.rows.start;
-            let to = if is_first { &mut *states } else { &mut *of_chunk };
+            let to = if is_first { &mut *states } else { &mut *chunk_states };
             // SAFETY: the code is that of the machine, and the buffers have a state for each head of the range and its scratch.
             unsafe { decode_chunk(code, self, range, rows, tile, to, scratch) };
             if !is_first {
-                self.merge(states, of_chunk);
+                self.merge(states, chunk_states);
             }
         }
     }

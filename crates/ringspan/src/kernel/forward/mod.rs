@@ -175,5 +175,5 @@ dispatch!(
     forward_block,
     Forward<'_>,
     block<[8, 3], [4, 3], [4, PORTABLE_COLUMNS]>(task: BlockTask, scratch: &mut [f32]),
-    "[`Forward::block`] compiled for `isa`."
+    "Calls [`Forward::block`] compiled for the instruction set of `code`."
 );

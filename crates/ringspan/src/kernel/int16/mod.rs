@@ -1,10 +1,10 @@
 //! Products of activations with quantized weights in integers.
 //!
 //! A quantized weight is a code of at most eight bits times a scale that a block of weights shares. Here the activations are rounded, too:
-//! each 32 of a token to integers of 16 bits with a common scale, so that a rounding error is at most 2^-16 of the largest of the 32. Products
-//! of both integers, and their sums over a block, are exact; they are scaled and added in f32, in the order of columns. So the bits of a
-//! token's result depend neither on the other tokens nor on the number of threads. Compared with products in f32, a vector instruction
-//! multiplies twice as many numbers.
+//! each 32 of a token to integers of 16 bits with a common scale, so that a rounding error is at most 2^-16 of the largest of the 32.
+//! Products of both integers, and their sums over a block, are exact; they are scaled and added in f32, in the order of columns. So the
+//! bits of a token's result depend neither on the other tokens nor on the number of threads. Compared with products in f32, a vector
+//! instruction multiplies twice as many numbers.
 //!
 //! An infinity or NaN among the activations makes all results of its token NaN.
 

@@ -16,8 +16,8 @@ impl Panels {
     /// are zeros.
     ///
     /// # Panics
-    /// Another number of sums than tokens, tokens and columns behind the activations, more than [`COLUMNS`](super::COLUMNS) columns, and a first column that
-    /// is not a multiple of it.
+    /// Another number of sums than tokens, tokens and columns behind the activations, more than [`COLUMNS`](super::COLUMNS) columns, and a
+    /// first column that is not a multiple of it.
     pub fn add_products(
         &self,
         instructions: Instructions,

@@ -162,5 +162,5 @@ dispatch!(
     pack_chunk,
     Packing<'_>,
     chunk<[8], [4], [4]>(head: usize, slot: usize, chunk: usize),
-    "[`Packing::chunk`] compiled for `isa`."
+    "Calls [`Packing::chunk`] compiled for the instruction set of `code`."
 );

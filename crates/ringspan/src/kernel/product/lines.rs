@@ -143,18 +143,18 @@ dispatch!(
     product_rows,
     Lines<'_>,
     pack_rows<[8], [4], [4]>(rows: Range<usize>, terms: Range<usize>, to: &mut [f32]),
-    "[`Lines::pack_rows`] compiled for `isa`."
+    "Calls [`Lines::pack_rows`] compiled for the instruction set of `code`."
 );
 dispatch!(
     product_columns,
     Lines<'_>,
     pack_columns<[], [], []>(columns: Range<usize>, terms: Range<usize>, width: usize, to: &mut [f32]),
-    "[`Lines::pack_columns`] compiled for `isa`."
+    "Calls [`Lines::pack_columns`] compiled for the instruction set of `code`."
 );
 dispatch!(
     product_columns_across,
     Lines<'_>,
     pack_columns_across<[], [], []>
     (panels: Panels, group: Range<usize>, terms: Range<usize>, to: Target, at: usize),
-    "[`Lines::pack_columns_across`] compiled for `isa`."
+    "Calls [`Lines::pack_columns_across`] compiled for the instruction set of `code`."
 );

@@ -14,14 +14,15 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// Maximum number of packed elements of rows that a worker multiplies by panel after panel: 384 KiB, which stay in an L2 cache of
 /// 512 KiB.
 const ROWS: usize = 3 << 15;
-/// Maximum number of row panels in them, so that their sums stay in the L1 cache or near it.
+/// Maximum number of row panels in a block of packed rows, so that their sums stay in the L1 cache or near it.
 const MOST_ROWS: usize = 16;
-/// Minimum number of row panels in them, even if rows are long, since each panel of columns is fetched for all of them.
+/// Minimum number of row panels in a block of packed rows, even if rows are long, since each panel of columns is fetched for all of them.
 const LEAST_ROWS: usize = 4;
 /// The most elements of its right factor that a product packs at once, in f32 4 MiB, which stay in the L3 cache. It limits what
 /// a product allocates.
 pub const MOST_PACKED: usize = 1 << 20;
-/// Minimum number of column panels in them, even if they are long, since the rows are packed again for each such block.
+/// Minimum number of column panels that are packed at once, even if they exceed [`MOST_PACKED`], since the rows are packed again for each
+/// block of columns.
 const LEAST_COLUMNS: usize = 4;
 /// The most column panels that are multiplied by rows where they are, if these are f32: packing rows is worth it only for many
 /// panels.

@@ -313,5 +313,5 @@ dispatch!(
     Block<'_>,
     multiply<[8, 3], [4, 3], [4, PORTABLE_COLUMNS]>
     (panel: &[f32], next: &[f32], columns: Range<usize>, sums: &mut [f32]),
-    "[`Block::multiply`] compiled for `isa`."
+    "Calls [`Block::multiply`] compiled for the instruction set of `code`."
 );

@@ -225,8 +225,8 @@ macro_rules! term_4x3 {
 /// Twelve sums, three columns and a row take all sixteen registers. The compiler loads rows early, which needs one register
 /// more: it kept one of the sums in memory, and waiting for that sum halved the speed of all kernels.
 ///
-/// A term takes as many instructions as a core can start while it multiplies, if the core's other thread is busy. Four terms for
-/// each turn of the loop need fewer, and are 5 to 8% faster there.
+/// The loop is unrolled to four terms. With one term a turn, its instructions take all that a core can start while it multiplies, if the
+/// core's other hardware thread is busy; four terms need fewer instructions each, and are 5 to 8% faster then.
 ///
 /// # Safety
 /// As for [`Simd::multiply`].

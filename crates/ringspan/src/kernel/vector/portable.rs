@@ -4,8 +4,8 @@ use super::{EXP2, LeftOperand, RightOperand, Simd, multiply};
 use half::bf16;
 use std::hint::black_box;
 
-/// Number of vectors of columns in a product of four rows. On x86-64 it fits the registers if each product needs one before
-/// it is added; other processors have fused operations, or twice the registers.
+/// Number of vectors of columns in a product of four rows. On x86-64 it is 2: without fused operations each product needs a register
+/// before it is added, and 3 vectors would need more than the 16 registers. Other processors have fused operations, or 32 registers.
 pub(crate) const PORTABLE_COLUMNS: usize = if cfg!(target_arch = "x86_64") { 2 } else { 3 };
 
 /// The token for any machine, with N numbers in a vector: 4, or 8 if the code is compiled for wider vectors than the

@@ -166,8 +166,8 @@ impl Schedule {
                     let (q_document, k_document) =
                         (queries.documents().get(q.document), keys.documents().get(q.document));
                     for strand in keys_of[compute.keys].get(&q.document).into_iter().flatten() {
-                        let extents = (q_document.extent, k_document.extent);
-                        self.mask().search_banded_tiles(q, strand.runs(), extents, |run, tile| {
+                        let seq_lens = (q_document.seq_len, k_document.seq_len);
+                        self.mask().search_banded_tiles(q, strand.runs(), seq_lens, |run, tile| {
                             let (q, k) = (q.part(&tile.q), strand.runs()[run].part(&tile.k));
                             let stride = if q.len == 1 { k.step } else { q.step };
                             count += if stride == 1 { 1 } else { tile.band.pairs(q.len, k.len) };

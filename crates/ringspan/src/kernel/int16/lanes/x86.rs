@@ -193,8 +193,8 @@ impl Lanes for Avx2 {
     }
 }
 
-/// The pairs of neighbouring columns of 16 rows, still as bytes: the pairs of the first eight rows, then of the last eight. The machine must
-/// have AVX2.
+/// The pairs of neighbouring columns of 16 rows, still as bytes: the pairs of the first eight rows, then of the last eight. The machine
+/// must have AVX2.
 #[inline(always)]
 fn transposed(rows: [&[i8; 16]; ROWS]) -> [__m256i; 8] {
     of_token!({

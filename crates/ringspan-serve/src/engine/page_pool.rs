@@ -2,9 +2,9 @@
 //! cache.
 
 /// Counts the holders of each page of each rank. A page is free, *used* (sequences hold it) or *cached* (only the prefix cache
-/// keeps it).
+/// has it).
 #[derive(Debug)]
-pub(super) struct Pages {
+pub(super) struct PagePool {
     ranks: Vec<RankPages>,
 }
 
@@ -13,20 +13,20 @@ struct RankPages {
     free: Vec<u32>,
     /// For each page, the number of sequences that hold it.
     holders: Vec<u32>,
-    /// For each page, whether the prefix cache keeps it.
-    kept: Vec<bool>,
-    /// Number of pages that are kept and have no holder.
+    /// For each page, whether it is in the prefix cache.
+    in_prefix_cache: Vec<bool>,
+    /// Number of pages that only the prefix cache has.
     cached: usize,
 }
 
-impl Pages {
+impl PagePool {
     /// `pages` free pages on each of `ranks` ranks.
     pub(super) fn new(ranks: usize, pages: u32) -> Self {
         let rank = || RankPages {
             // The last of the list is taken first, so pages are used in ascending order.
             free: (0..pages).rev().collect(),
             holders: vec![0; pages as usize],
-            kept: vec![false; pages as usize],
+            in_prefix_cache: vec![false; pages as usize],
             cached: 0,
         };
         Self { ranks: (0..ranks).map(|_| rank()).collect() }
@@ -36,27 +36,30 @@ impl Pages {
         self.ranks.len()
     }
 
-    /// Takes a free page of a rank, for one sequence.
-    pub(super) fn take(&mut self, rank: usize) -> Option<u32> {
+    /// Allocates a free page of a rank for one sequence.
+    pub(super) fn allocate(&mut self, rank: usize) -> Option<u32> {
         let rank = &mut self.ranks[rank];
         let page = rank.free.pop()?;
-        debug_assert!(rank.holders[page as usize] == 0 && !rank.kept[page as usize], "page {page} was not free");
+        debug_assert!(
+            rank.holders[page as usize] == 0 && !rank.in_prefix_cache[page as usize],
+            "page {page} was not free"
+        );
         rank.holders[page as usize] = 1;
         Some(page)
     }
 
-    /// Adds a holder to a page that is in use or kept.
+    /// Adds a holder to a page that is used or cached.
     pub(super) fn hold(&mut self, rank: usize, page: u32) {
         let rank = &mut self.ranks[rank];
         let holders = &mut rank.holders[page as usize];
-        debug_assert!(*holders > 0 || rank.kept[page as usize], "page {page} is free");
+        debug_assert!(*holders > 0 || rank.in_prefix_cache[page as usize], "page {page} is free");
         if *holders == 0 {
             rank.cached -= 1;
         }
         *holders += 1;
     }
 
-    /// Removes a holder; the page becomes free unless others hold it or the prefix cache keeps it. Returns whether it was the
+    /// Removes a holder; the page becomes free unless others hold it or it is in the prefix cache. Returns whether it was the
     /// last holder.
     pub(super) fn release(&mut self, rank: usize, page: u32) -> bool {
         let rank = &mut self.ranks[rank];
@@ -64,7 +67,7 @@ impl Pages {
         debug_assert!(*holders > 0, "page {page} has no holder");
         *holders -= 1;
         let last = *holders == 0;
-        match (last, rank.kept[page as usize]) {
+        match (last, rank.in_prefix_cache[page as usize]) {
             (true, true) => rank.cached += 1,
             (true, false) => rank.free.push(page),
             (false, _) => {}
@@ -72,27 +75,36 @@ impl Pages {
         last
     }
 
-    /// Makes the prefix cache keep a page that a sequence holds.
-    pub(super) fn keep(&mut self, rank: usize, page: u32) {
+    /// Puts a page that a sequence holds into the prefix cache.
+    pub(super) fn mark_cached(&mut self, rank: usize, page: u32) {
         let rank = &mut self.ranks[rank];
-        debug_assert!(rank.holders[page as usize] > 0 && !rank.kept[page as usize], "page {page} cannot be kept");
-        rank.kept[page as usize] = true;
+        debug_assert!(
+            rank.holders[page as usize] > 0 && !rank.in_prefix_cache[page as usize],
+            "page {page} cannot be cached"
+        );
+        rank.in_prefix_cache[page as usize] = true;
     }
 
-    /// Frees a page that only the prefix cache keeps.
-    pub(super) fn forget(&mut self, rank: usize, page: u32) {
+    /// Frees a page that only the prefix cache has.
+    pub(super) fn evict(&mut self, rank: usize, page: u32) {
         let rank = &mut self.ranks[rank];
-        debug_assert!(rank.holders[page as usize] == 0 && rank.kept[page as usize], "page {page} is not cached");
-        rank.kept[page as usize] = false;
+        debug_assert!(
+            rank.holders[page as usize] == 0 && rank.in_prefix_cache[page as usize],
+            "page {page} is not cached"
+        );
+        rank.in_prefix_cache[page as usize] = false;
         rank.cached -= 1;
         rank.free.push(page);
     }
 
-    /// The prefix cache leaves a page to the sequences that hold it.
-    pub(super) fn give_away(&mut self, rank: usize, page: u32) {
+    /// Takes a page out of the prefix cache; the sequences that hold it go on holding it.
+    pub(super) fn uncache(&mut self, rank: usize, page: u32) {
         let rank = &mut self.ranks[rank];
-        debug_assert!(rank.holders[page as usize] > 0 && rank.kept[page as usize], "page {page} is not kept and held");
-        rank.kept[page as usize] = false;
+        debug_assert!(
+            rank.holders[page as usize] > 0 && rank.in_prefix_cache[page as usize],
+            "page {page} is not cached and held"
+        );
+        rank.in_prefix_cache[page as usize] = false;
     }
 
     /// Whether sequences hold a page.
@@ -105,7 +117,7 @@ impl Pages {
         self.ranks[rank].free.len() + self.ranks[rank].cached
     }
 
-    /// Number of pages of a rank that only the prefix cache keeps.
+    /// Number of pages of a rank that only the prefix cache has.
     pub(super) fn cached(&self, rank: usize) -> usize {
         self.ranks[rank].cached
     }
@@ -123,16 +135,16 @@ impl Pages {
             for page in &rank.free {
                 assert!(!std::mem::replace(&mut free[*page as usize], true), "page {page} is free twice");
             }
-            let cached = (0..free.len()).filter(|page| rank.kept[*page] && rank.holders[*page] == 0).count();
+            let cached = (0..free.len()).filter(|page| rank.in_prefix_cache[*page] && rank.holders[*page] == 0).count();
             assert_eq!(cached, rank.cached);
             for (page, free) in free.iter().enumerate() {
-                assert_eq!(*free, !rank.kept[page] && rank.holders[page] == 0, "page {page}");
+                assert_eq!(*free, !rank.in_prefix_cache[page] && rank.holders[page] == 0, "page {page}");
             }
         }
     }
 
     /// Number of sequences that hold a page.
-    pub(super) fn holders(&self, rank: usize, page: u32) -> u32 {
+    pub(super) fn ref_count(&self, rank: usize, page: u32) -> u32 {
         self.ranks[rank].holders[page as usize]
     }
 }

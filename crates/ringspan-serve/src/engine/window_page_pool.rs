@@ -1,14 +1,14 @@
 //! Reference counts of the pages of sliding-window layers, kept by rank 0. A sequence holds only the pages that its next tokens
 //! still see; the prefix cache keeps the others until sequences need them.
 
-use super::pages::Pages;
+use super::page_pool::PagePool;
 use super::prefix_tree::NodeId;
 use std::collections::{BTreeSet, HashMap};
 
 /// The pages of sliding-window layers, on all ranks.
 #[derive(Debug)]
-pub(super) struct WindowPages {
-    pages: Pages,
+pub(super) struct WindowPagePool {
+    pages: PagePool,
     /// The largest number of tokens before its own that a token sees.
     lookback: usize,
     /// The node of each page that the prefix cache keeps.
@@ -20,13 +20,13 @@ pub(super) struct WindowPages {
     clock: u64,
 }
 
-impl WindowPages {
-    pub(super) fn new(pages: Pages, lookback: usize) -> Self {
+impl WindowPagePool {
+    pub(super) fn new(pages: PagePool, lookback: usize) -> Self {
         let evictable = vec![BTreeSet::new(); pages.ranks()];
         Self { pages, lookback, node_of: HashMap::new(), evictable, released: HashMap::new(), clock: 0 }
     }
 
-    pub(super) fn pages(&self) -> &Pages {
+    pub(super) fn pages(&self) -> &PagePool {
         &self.pages
     }
 
@@ -37,15 +37,15 @@ impl WindowPages {
 
     /// A page of a rank; if none is free, the one that has been in the prefix cache alone for longest, and the node that loses it.
     pub(super) fn allocate(&mut self, rank: usize) -> Option<(u32, Option<NodeId>)> {
-        if let Some(page) = self.pages.take(rank) {
+        if let Some(page) = self.pages.allocate(rank) {
             return Some((page, None));
         }
         let (_, page) = *self.evictable[rank].first()?;
-        let node = self.forget(rank, page);
-        Some((self.pages.take(rank)?, node))
+        let node = self.evict(rank, page);
+        Some((self.pages.allocate(rank)?, node))
     }
 
-    /// Adds a holder to a page that is in use or kept.
+    /// Adds a holder to a page that is used or cached.
     pub(super) fn hold(&mut self, rank: usize, page: u32) {
         self.pages.hold(rank, page);
         self.unlist(rank, page);
@@ -60,22 +60,22 @@ impl WindowPages {
         }
     }
 
-    /// Makes a node of the prefix cache keep a page that a sequence holds.
-    pub(super) fn keep(&mut self, rank: usize, page: u32, node: NodeId) {
-        self.pages.keep(rank, page);
+    /// Puts a page that a sequence holds into a node of the prefix cache.
+    pub(super) fn mark_cached(&mut self, rank: usize, page: u32, node: NodeId) {
+        self.pages.mark_cached(rank, page);
         self.node_of.insert((rank, page), node);
     }
 
-    /// Frees a page that only the prefix cache keeps; returns its node.
-    pub(super) fn forget(&mut self, rank: usize, page: u32) -> Option<NodeId> {
+    /// Frees a page that only the prefix cache has; returns its node.
+    pub(super) fn evict(&mut self, rank: usize, page: u32) -> Option<NodeId> {
         self.unlist(rank, page);
-        self.pages.forget(rank, page);
+        self.pages.evict(rank, page);
         self.node_of.remove(&(rank, page))
     }
 
-    /// Makes the prefix cache leave a page to the sequence that holds it.
-    pub(super) fn give_away(&mut self, rank: usize, page: u32) {
-        self.pages.give_away(rank, page);
+    /// Takes a page out of the prefix cache; the sequence that holds it goes on holding it.
+    pub(super) fn uncache(&mut self, rank: usize, page: u32) {
+        self.pages.uncache(rank, page);
         self.node_of.remove(&(rank, page));
     }
 
