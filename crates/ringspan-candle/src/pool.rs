@@ -96,6 +96,25 @@ pub fn map_copy<T: Copy + Send + Sync>(
     copy
 }
 
+/// Zeros, written on the threads of the current pool where they are many: the logits of 16 tokens may be 16 MB.
+pub(crate) fn zeros(len: usize) -> Vec<f32> {
+    const LEAST: usize = 1 << 18;
+    let threads = threads();
+    if threads == 1 || len < LEAST {
+        return vec![0.0; len];
+    }
+    let mut zeros = Vec::with_capacity(len);
+    let parts = zeros.spare_capacity_mut()[..len].chunks_mut(len.div_ceil(threads)).collect();
+    map(parts, |part: &mut [MaybeUninit<f32>]| {
+        for value in part {
+            value.write(0.0);
+        }
+    });
+    // SAFETY: each of these values was written.
+    unsafe { zeros.set_len(len) };
+    zeros
+}
+
 /// Calls `work` with each index on the threads of the current pool. It is compiled once for all callers: what rayon needs to distribute
 /// work is long, and was a quarter of this crate's code when each caller had its own.
 fn for_each_index(count: usize, work: &(dyn Fn(usize) + Sync)) {

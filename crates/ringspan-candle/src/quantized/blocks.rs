@@ -11,12 +11,23 @@ pub(super) use k_quants::{Q4K, Q5K, Q6K};
 use super::input::Input;
 use super::lanes::{Lanes, f16_to_f32};
 use bytemuck::{AnyBitPattern, Pod, Zeroable};
-use ringspan::kernel::prefetch;
+use ringspan::kernel::{prefetch, prefetch_at};
+use std::iter::Zip;
+use std::slice;
 
 /// A block of LEN numbers. Consecutive blocks form a part of a row; their fields are bytes, so blocks may lie at any address.
 pub(super) trait Block<const LEN: usize>: AnyBitPattern {
+    /// Blocks that are decoded in parts.
+    type Parts<'a>: DecodeParts;
+    /// The numbers in a part.
+    const PART: usize;
+
     /// Decodes blocks and writes their numbers: LEN for each.
     fn decode<L: Lanes>(l: L, blocks: &[Self], to: &mut [f32]);
+
+    /// Blocks that will be decoded part by part; those that `following` begins with are prefetched meanwhile. Numbers that are fewer than a
+    /// part are decoded at once, and followed by zeros up to a multiple of 16.
+    fn parts<'a, L: Lanes>(l: L, blocks: &'a [Self], following: &'a [Self], to: &'a mut [f32]) -> Self::Parts<'a>;
 
     /// Whether a row may be multiplied by several calls of [`add_dots`](Self::add_dots), each for some of its blocks.
     const CAN_SPLIT_ROWS: bool;
@@ -39,6 +50,12 @@ pub(super) trait Block<const LEN: usize>: AnyBitPattern {
     );
 }
 
+/// Blocks that are decoded in parts.
+pub(super) trait DecodeParts {
+    /// Decodes the next part, and returns whether there was one.
+    fn decode_next<L: Lanes>(&mut self, l: L) -> bool;
+}
+
 /// The activations of some tokens, in the order in which [`Block::add_dots`] reads them.
 pub(super) struct ArrangedActivations {
     /// `[width / 32][tokens][32]`: groups of 32 factors, in an order that depends on format and instruction set; zeros fill the last one.
@@ -51,7 +68,7 @@ pub(super) struct ArrangedActivations {
 /// Vectors across two cache lines would take twice as long to load.
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C, align(64))]
-struct CacheLine([f32; 16]);
+pub(super) struct CacheLine(pub(super) [f32; 16]);
 
 impl ArrangedActivations {
     /// Factors in their order.
@@ -74,16 +91,36 @@ impl ArrangedActivations {
 }
 
 /// A block of LEN numbers, at least 32.
-trait BlockNumbers<const LEN: usize>: AnyBitPattern {
+pub(super) trait BlockNumbers<const LEN: usize>: AnyBitPattern {
     /// Whether each 32 numbers have a minimum.
     const HAS_MINIMA: bool = false;
+    /// The number of parts, of equally many numbers, that can be visited one after the other.
+    const PARTS: usize = 1;
+    /// The scales and minima of all parts.
+    type Scales: Copy + Zeroable;
 
-    /// Passes the codes and scales of the block to `visitor`, 32 at a time.
-    fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>);
+    fn scales<L: Lanes>(&self, l: L) -> Self::Scales;
+
+    /// Passes the codes of a part and their scales to `visitor`, 32 at a time.
+    fn visit_part<L: Lanes>(&self, l: L, part: usize, scales: &Self::Scales, visitor: &mut impl Visitor<L>);
+
+    /// Passes all minima to `visitor`.
+    #[inline(always)]
+    fn visit_minima<L: Lanes>(_: L, _: &Self::Scales, _: &mut impl Visitor<L>) {}
+
+    /// Passes all minima, codes and scales to `visitor`.
+    #[inline(always)]
+    fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
+        let scales = self.scales(l);
+        Self::visit_minima(l, &scales, visitor);
+        for part in 0..Self::PARTS {
+            self.visit_part(l, part, &scales, visitor);
+        }
+    }
 }
 
 /// Receives the codes of a block as they are unpacked.
-trait Visitor<L: Lanes> {
+pub(super) trait Visitor<L: Lanes> {
     /// Receives numbers 32 i to 32 i + 31: codes times a scale.
     fn take(&mut self, l: L, i: usize, scale: f32, codes: L::Codes);
 
@@ -99,6 +136,23 @@ trait Visitor<L: Lanes> {
 
 impl<B: BlockNumbers<LEN>, const LEN: usize> Block<LEN> for B {
     const CAN_SPLIT_ROWS: bool = true;
+    type Parts<'a> = BlockParts<'a, B, LEN>;
+    const PART: usize = LEN / B::PARTS;
+
+    #[inline(always)]
+    fn parts<'a, L: Lanes>(
+        _: L,
+        blocks: &'a [Self],
+        following: &'a [Self],
+        to: &'a mut [f32],
+    ) -> BlockParts<'a, B, LEN> {
+        BlockParts {
+            blocks: blocks.iter().zip(to.as_chunks_mut().0),
+            following: following.as_ptr(),
+            part: 0,
+            current: None,
+        }
+    }
 
     fn tokens_in_registers<L: Lanes>() -> usize {
         L::TOKENS_IN_REGISTERS
@@ -144,7 +198,7 @@ impl<B: BlockNumbers<LEN>, const LEN: usize> Block<LEN> for B {
         let sums_of_x = if Self::HAS_MINIMA { &x.sums.as_chunks().0[first..first + blocks.len()] } else { &[] };
         let mut sum = Sum { x: &[], sums_of_x: &[[0.0; 16]; T], sums: *sums };
         for (i, ((block, next), factors)) in blocks.iter().zip(next).zip(factors).enumerate() {
-            prefetch(std::slice::from_ref(next));
+            prefetch(slice::from_ref(next));
             sum.x = factors.as_flattened().as_chunks().0;
             if Self::HAS_MINIMA {
                 sum.sums_of_x = &sums_of_x[i];
@@ -152,6 +206,33 @@ impl<B: BlockNumbers<LEN>, const LEN: usize> Block<LEN> for B {
             block.visit(l, &mut sum);
         }
         *sums = sum.sums;
+    }
+}
+
+/// Blocks of at least 32 numbers that are decoded in parts.
+pub(super) struct BlockParts<'a, B: BlockNumbers<LEN>, const LEN: usize> {
+    blocks: Zip<slice::Iter<'a, B>, slice::IterMut<'a, [f32; LEN]>>,
+    /// The block that is prefetched with the next one.
+    following: *const B,
+    part: usize,
+    /// The block of which parts are left.
+    current: Option<(&'a B, &'a mut [f32; LEN], B::Scales)>,
+}
+
+impl<B: BlockNumbers<LEN>, const LEN: usize> DecodeParts for BlockParts<'_, B, LEN> {
+    #[inline(always)]
+    fn decode_next<L: Lanes>(&mut self, l: L) -> bool {
+        if self.part == 0 {
+            let Some((block, to)) = self.blocks.next() else { return false };
+            self.current = Some((block, to, block.scales(l)));
+            prefetch_at(self.following);
+            self.following = self.following.wrapping_add(1);
+        }
+        if let Some((block, to, scales)) = &mut self.current {
+            block.visit_part(l, self.part, scales, &mut Store { to: to.as_chunks_mut().0 });
+        }
+        self.part = (self.part + 1) % B::PARTS;
+        true
     }
 }
 
@@ -263,6 +344,8 @@ macro_rules! plain {
 
         impl Block<1> for $name {
             const CAN_SPLIT_ROWS: bool = false;
+            type Parts<'a> = PlainParts<'a, Self>;
+            const PART: usize = 32;
 
             /// Each token has two sums, and numbers need no unpacking, so the L1 cache is faster for fewer tokens than with codes.
             fn tokens_in_registers<L: Lanes>() -> usize {
@@ -281,6 +364,23 @@ macro_rules! plain {
                     l.store(l.$widen(bytemuck::cast(padded(rest))), &mut last);
                     rest_to.copy_from_slice(&last[..rest.len()]);
                 }
+            }
+
+            #[inline(always)]
+            fn parts<'a, L: Lanes>(
+                l: L,
+                blocks: &'a [Self],
+                following: &'a [Self],
+                to: &'a mut [f32],
+            ) -> PlainParts<'a, Self> {
+                let (parts, rest) = blocks.as_chunks();
+                let (to, to_rest) = to.split_at_mut(blocks.len() - rest.len());
+                if !rest.is_empty() {
+                    let (to, zeros) = to_rest.split_at_mut(rest.len());
+                    Self::decode(l, rest, to);
+                    zeros[..rest.len().next_multiple_of(16) - rest.len()].fill(0.0);
+                }
+                PlainParts { blocks: parts.iter().zip(to.as_chunks_mut().0), following: following.as_ptr().cast() }
             }
 
             #[inline(always)]
@@ -324,6 +424,23 @@ macro_rules! plain {
     };
 }
 
+/// Numbers that are decoded in parts.
+pub(super) struct PlainParts<'a, B> {
+    blocks: Zip<slice::Iter<'a, [B; 32]>, slice::IterMut<'a, [f32; 32]>>,
+    following: *const [B; 32],
+}
+
+impl<B: Block<1>> DecodeParts for PlainParts<'_, B> {
+    #[inline(always)]
+    fn decode_next<L: Lanes>(&mut self, l: L) -> bool {
+        let Some((blocks, to)) = self.blocks.next() else { return false };
+        B::decode(l, blocks, to);
+        prefetch_at(self.following);
+        self.following = self.following.wrapping_add(1);
+        true
+    }
+}
+
 /// Pads fewer than 16 elements with zeros.
 #[inline(always)]
 pub(super) fn padded<T: Zeroable + Copy>(rest: &[T]) -> [T; 16] {
@@ -347,9 +464,16 @@ pub(super) struct Q4_0 {
 const LESS_EIGHT: [i8; 16] = [-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7];
 
 impl BlockNumbers<32> for Q4_0 {
+    type Scales = f32;
+
     #[inline(always)]
-    fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
-        visitor.take(l, 0, f16_to_f32(self.scale), l.chosen(&LESS_EIGHT, &self.codes));
+    fn scales<L: Lanes>(&self, _: L) -> f32 {
+        f16_to_f32(self.scale)
+    }
+
+    #[inline(always)]
+    fn visit_part<L: Lanes>(&self, l: L, _: usize, scale: &f32, visitor: &mut impl Visitor<L>) {
+        visitor.take(l, 0, *scale, l.chosen(&LESS_EIGHT, &self.codes));
     }
 }
 
@@ -364,9 +488,16 @@ pub(super) struct Q5_0 {
 }
 
 impl BlockNumbers<32> for Q5_0 {
+    type Scales = f32;
+
     #[inline(always)]
-    fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
-        visitor.take(l, 0, f16_to_f32(self.scale), l.five_bit_codes(&self.codes, self.high));
+    fn scales<L: Lanes>(&self, _: L) -> f32 {
+        f16_to_f32(self.scale)
+    }
+
+    #[inline(always)]
+    fn visit_part<L: Lanes>(&self, l: L, _: usize, scale: &f32, visitor: &mut impl Visitor<L>) {
+        visitor.take(l, 0, *scale, l.five_bit_codes(&self.codes, self.high));
     }
 }
 
@@ -378,9 +509,16 @@ pub(super) struct Q8_0 {
 }
 
 impl BlockNumbers<32> for Q8_0 {
+    type Scales = f32;
+
     #[inline(always)]
-    fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
-        visitor.take(l, 0, f16_to_f32(self.scale), l.byte_codes(&self.codes));
+    fn scales<L: Lanes>(&self, _: L) -> f32 {
+        f16_to_f32(self.scale)
+    }
+
+    #[inline(always)]
+    fn visit_part<L: Lanes>(&self, l: L, _: usize, scale: &f32, visitor: &mut impl Visitor<L>) {
+        visitor.take(l, 0, *scale, l.byte_codes(&self.codes));
     }
 }
 
@@ -396,9 +534,16 @@ pub(super) struct Iq4Nl {
 }
 
 impl BlockNumbers<32> for Iq4Nl {
+    type Scales = f32;
+
     #[inline(always)]
-    fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
-        visitor.take(l, 0, f16_to_f32(self.scale), l.chosen(&UNEVEN, &self.codes));
+    fn scales<L: Lanes>(&self, _: L) -> f32 {
+        f16_to_f32(self.scale)
+    }
+
+    #[inline(always)]
+    fn visit_part<L: Lanes>(&self, l: L, _: usize, scale: &f32, visitor: &mut impl Visitor<L>) {
+        visitor.take(l, 0, *scale, l.chosen(&UNEVEN, &self.codes));
     }
 }
 
@@ -426,8 +571,15 @@ impl Mxfp4 {
 }
 
 impl BlockNumbers<32> for Mxfp4 {
+    type Scales = f32;
+
     #[inline(always)]
-    fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
-        visitor.take(l, 0, self.scale(), l.chosen(&TWICE_FP4, &self.codes));
+    fn scales<L: Lanes>(&self, _: L) -> f32 {
+        self.scale()
+    }
+
+    #[inline(always)]
+    fn visit_part<L: Lanes>(&self, l: L, _: usize, scale: &f32, visitor: &mut impl Visitor<L>) {
+        visitor.take(l, 0, *scale, l.chosen(&TWICE_FP4, &self.codes));
     }
 }

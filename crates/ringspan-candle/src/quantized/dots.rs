@@ -8,7 +8,7 @@ use super::blocks::with_block;
 use super::input::Input;
 use super::matrix::QuantizedMatrix;
 use crate::pool;
-use in_l1_cache::{COLUMNS, COLUMNS_OF_SHORT_ROWS, in_l1_cache, packed};
+use in_l1_cache::{in_l1_cache, packed};
 use in_registers::{arranged, in_registers, most_tokens};
 use std::ops::Range;
 
@@ -33,19 +33,12 @@ pub(super) fn add_forward(x: Input, weight: &QuantizedMatrix, out: &mut [f32]) {
         pool::map(parts, |(range, out): (Range<usize>, _)| {
             with_block!(weight.format(), in_registers(&x, columns, weight.bytes_of_rows(range), out));
         });
-    } else if columns <= COLUMNS_OF_SHORT_ROWS {
-        add_in_l1_cache::<COLUMNS_OF_SHORT_ROWS>(x, weight, parts);
     } else {
-        add_in_l1_cache::<COLUMNS>(x, weight, parts);
+        let x = with_block!(weight.format(), packed(x));
+        pool::map(parts, |(range, out): (Range<usize>, _)| {
+            with_block!(weight.format(), in_l1_cache(&x, weight.bytes_of_rows(range), out));
+        });
     }
-}
-
-/// Adds the products of x with ranges of the weight's rows to their columns of out, C columns of the weight at a time.
-fn add_in_l1_cache<const C: usize>(x: Input, weight: &QuantizedMatrix, parts: Vec<(Range<usize>, Vec<&mut [f32]>)>) {
-    let packed = packed::<C>(x);
-    pool::map(parts, |(range, out)| {
-        with_block!(weight.format(), in_l1_cache<C>(&packed, x.width, weight.bytes_of_rows(range), out));
-    });
 }
 
 /// The numbers of each range of columns: of each row of a matrix those of the range.

@@ -113,6 +113,15 @@ pub(super) trait Lanes: Copy {
     fn mul_add(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
     /// The sum of the 16 numbers of each of four vectors, which together takes less than four times as long as one.
     fn sums(self, x: [Self::F; 4]) -> [f32; 4];
+    /// [`sums`](Self::sums) for each of at most four tokens, whose bits do not depend on how many there are.
+    #[inline(always)]
+    fn sums_of_tokens<const T: usize>(self, x: [[Self::F; 4]; T]) -> [[f32; 4]; T] {
+        let mut sums = [[0.0; 4]; T];
+        for t in 0..T {
+            sums[t] = self.sums(x[t]);
+        }
+        sums
+    }
 
     /// Signed bytes as codes.
     fn codes(self, bytes: Self::B) -> Self::Codes;

@@ -6,6 +6,7 @@ use super::int16::{self, Unpacking};
 use super::matrix::QuantizedMatrix;
 use super::tiles;
 use crate::activation_dtype::ActivationDType;
+use crate::pool;
 use crate::slices::{cpu, rows, values};
 use crate::stored_activation::StoredActivation;
 use crate::tape::{self, Reads};
@@ -129,7 +130,7 @@ impl CustomOp1 for Linear {
     }
 
     fn cpu_fwd(&self, x: &CpuStorage, x_at: &Layout) -> Result<(CpuStorage, Shape)> {
-        self.forward(x, x_at, |tokens| vec![0.0; tokens * self.weight.dims().0])
+        self.forward(x, x_at, |tokens| pool::zeros(tokens * self.weight.dims().0))
     }
 
     fn bwd(&self, x: &Tensor, _out: &Tensor, d_out: &Tensor) -> Result<Option<Tensor>> {

@@ -68,7 +68,7 @@ pub use score::Score;
 pub use state_shape::StateShape;
 pub use statistics::Statistics;
 pub use tensor_slice::TensorSlice;
-pub use vector::prefetch;
+pub use vector::{prefetch, prefetch_at};
 pub use view::{Data, View};
 
 pub(crate) use message::read;

@@ -2,7 +2,7 @@
 
 use super::{BlockCodes, BlockNumbers, BlockTarget, Visitor};
 use crate::quantized::lanes::Lanes;
-use bytemuck::AnyBitPattern;
+use bytemuck::{AnyBitPattern, Zeroable};
 use ringspan::kernel::int16::Scales;
 
 #[repr(C)]
@@ -18,16 +18,25 @@ pub(in crate::quantized) struct Q4K {
 
 impl BlockNumbers<256> for Q4K {
     const HAS_MINIMA: bool = true;
+    const PARTS: usize = 4;
+    type Scales = SubBlockScales;
 
     #[inline(always)]
-    fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
-        let parts = scales_and_minima(l, self.scale, self.minimum, &self.parts);
-        visitor.minima(l, &parts.minima);
-        for (i, codes) in self.codes.iter().enumerate() {
-            let [low, high] = l.codes_of_nibbles(codes);
-            visitor.take_above(l, 2 * i, parts.scales[2 * i], parts.minima[2 * i], low);
-            visitor.take_above(l, 2 * i + 1, parts.scales[2 * i + 1], parts.minima[2 * i + 1], high);
-        }
+    fn scales<L: Lanes>(&self, l: L) -> SubBlockScales {
+        scales_and_minima(l, self.scale, self.minimum, &self.parts)
+    }
+
+    #[inline(always)]
+    fn visit_part<L: Lanes>(&self, l: L, part: usize, scales: &SubBlockScales, visitor: &mut impl Visitor<L>) {
+        let [low, high] = l.codes_of_nibbles(&self.codes[part]);
+        let [first, second] = [2 * part, 2 * part + 1];
+        visitor.take_above(l, first, scales.scales[first], scales.minima[first], low);
+        visitor.take_above(l, second, scales.scales[second], scales.minima[second], high);
+    }
+
+    #[inline(always)]
+    fn visit_minima<L: Lanes>(l: L, scales: &SubBlockScales, visitor: &mut impl Visitor<L>) {
+        visitor.minima(l, &scales.minima);
     }
 }
 
@@ -36,7 +45,7 @@ impl BlockCodes<256> for Q4K {
 
     #[inline(always)]
     fn codes<L: Lanes>(&self, l: L, mut to: BlockTarget) {
-        scales_and_minima(l, self.scale, self.minimum, &self.parts).write(&mut to);
+        self.scales(l).write(&mut to);
         for (i, codes) in self.codes.iter().enumerate() {
             let codes = l.bytes(codes);
             to.set(l, 2 * i, l.low(codes));
@@ -59,32 +68,37 @@ pub(in crate::quantized) struct Q5K {
 }
 
 impl Q5K {
-    /// Passes codes 32 i to 32 i + 31 of the block to `visit`, for each i.
+    /// The codes of sub-blocks 2 part and 2 part + 1.
     #[inline(always)]
-    fn visit_codes<L: Lanes>(&self, l: L, mut visit: impl FnMut(usize, L::B)) {
-        let (high, one) = (l.bytes(&self.high), l.splat_bytes(1));
-        for (i, codes) in self.codes.iter().enumerate() {
-            let (codes, bits) = (l.bytes(codes), l.shift_right(high, 2 * i as u32));
-            let fifth = l.shift_left(l.and(bits, one), 4);
-            visit(2 * i, l.or(l.low(codes), fifth));
-            let fifth = l.shift_left(l.and(l.shift_right(bits, 1), one), 4);
-            visit(2 * i + 1, l.or(l.high(codes), fifth));
-        }
+    fn unpacked<L: Lanes>(&self, l: L, part: usize) -> [L::B; 2] {
+        let (codes, one) = (l.bytes(&self.codes[part]), l.splat_bytes(1));
+        let bits = l.shift_right(l.bytes(&self.high), 2 * part as u32);
+        let fifth = [l.and(bits, one), l.and(l.shift_right(bits, 1), one)];
+        [l.or(l.low(codes), l.shift_left(fifth[0], 4)), l.or(l.high(codes), l.shift_left(fifth[1], 4))]
     }
 }
 
 impl BlockNumbers<256> for Q5K {
     const HAS_MINIMA: bool = true;
+    const PARTS: usize = 4;
+    type Scales = SubBlockScales;
 
     #[inline(always)]
-    fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
-        let parts = scales_and_minima(l, self.scale, self.minimum, &self.parts);
-        visitor.minima(l, &parts.minima);
-        self.visit_codes(
-            l,
-            #[inline(always)]
-            |i, codes| visitor.take_above(l, i, parts.scales[i], parts.minima[i], l.codes(codes)),
-        );
+    fn scales<L: Lanes>(&self, l: L) -> SubBlockScales {
+        scales_and_minima(l, self.scale, self.minimum, &self.parts)
+    }
+
+    #[inline(always)]
+    fn visit_part<L: Lanes>(&self, l: L, part: usize, scales: &SubBlockScales, visitor: &mut impl Visitor<L>) {
+        let [low, high] = self.unpacked(l, part);
+        let [first, second] = [2 * part, 2 * part + 1];
+        visitor.take_above(l, first, scales.scales[first], scales.minima[first], l.codes(low));
+        visitor.take_above(l, second, scales.scales[second], scales.minima[second], l.codes(high));
+    }
+
+    #[inline(always)]
+    fn visit_minima<L: Lanes>(l: L, scales: &SubBlockScales, visitor: &mut impl Visitor<L>) {
+        visitor.minima(l, &scales.minima);
     }
 }
 
@@ -93,12 +107,12 @@ impl BlockCodes<256> for Q5K {
 
     #[inline(always)]
     fn codes<L: Lanes>(&self, l: L, mut to: BlockTarget) {
-        scales_and_minima(l, self.scale, self.minimum, &self.parts).write(&mut to);
-        self.visit_codes(
-            l,
-            #[inline(always)]
-            |i, codes| to.set(l, i, codes),
-        );
+        self.scales(l).write(&mut to);
+        for part in 0..Self::PARTS {
+            let [low, high] = self.unpacked(l, part);
+            to.set(l, 2 * part, low);
+            to.set(l, 2 * part + 1, high);
+        }
     }
 }
 
@@ -116,38 +130,39 @@ pub(in crate::quantized) struct Q6K {
 }
 
 impl Q6K {
-    /// Passes codes 32 i to 32 i + 31 of the block to `visit`, for each i.
+    /// The codes of the four sub-blocks of a half of the block.
     #[inline(always)]
-    fn visit_codes<L: Lanes>(&self, l: L, mut visit: impl FnMut(usize, L::B)) {
+    fn unpacked<L: Lanes>(&self, l: L, half: usize) -> [L::B; 4] {
+        let (high, lows) = (l.bytes(&self.high[half]), self.low[half].each_ref());
+        let lows = [l.bytes(lows[0]), l.bytes(lows[1])];
         let (three, offset) = (l.splat_bytes(3), l.splat_bytes(32));
-        for (part, (lows, high)) in self.low.iter().zip(&self.high).enumerate() {
-            let (high, lows) = (l.bytes(high), [l.bytes(&lows[0]), l.bytes(&lows[1])]);
-            for sub in 0..4 {
-                let low = if sub < 2 { l.low(lows[sub]) } else { l.high(lows[sub - 2]) };
-                let high = l.shift_left(l.and(l.shift_right(high, 2 * sub as u32), three), 4);
-                visit(4 * part + sub, l.sub_bytes(l.or(low, high), offset));
-            }
+        let mut codes = [l.low(lows[0]), l.low(lows[1]), l.high(lows[0]), l.high(lows[1])];
+        for (i, codes) in codes.iter_mut().enumerate() {
+            let high = l.shift_left(l.and(l.shift_right(high, 2 * i as u32), three), 4);
+            *codes = l.sub_bytes(l.or(*codes, high), offset);
         }
+        codes
     }
+}
 
-    /// The scales of each 16 numbers.
+impl BlockNumbers<256> for Q6K {
+    const PARTS: usize = 2;
+    /// A scale for each 16 numbers.
+    type Scales = [f32; 16];
+
     #[inline(always)]
     fn scales<L: Lanes>(&self, l: L) -> [f32; 16] {
         let mut scales = [0.0; 16];
         l.store(l.mul(l.splat_half(self.scale), l.widen_16(&self.scales)), &mut scales);
         scales
     }
-}
 
-impl BlockNumbers<256> for Q6K {
     #[inline(always)]
-    fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
-        let scales = self.scales(l);
-        self.visit_codes(
-            l,
-            #[inline(always)]
-            |i, codes| visitor.take_halves(l, i, [scales[2 * i], scales[2 * i + 1]], l.codes(codes)),
-        );
+    fn visit_part<L: Lanes>(&self, l: L, part: usize, scales: &[f32; 16], visitor: &mut impl Visitor<L>) {
+        for (i, codes) in self.unpacked(l, part).into_iter().enumerate() {
+            let i = 4 * part + i;
+            visitor.take_halves(l, i, [scales[2 * i], scales[2 * i + 1]], l.codes(codes));
+        }
     }
 }
 
@@ -159,16 +174,17 @@ impl BlockCodes<256> for Q6K {
         for (i, scale) in self.scales(l).into_iter().enumerate() {
             to.set_scale(i, scale);
         }
-        self.visit_codes(
-            l,
-            #[inline(always)]
-            |i, codes| to.set(l, i, codes),
-        );
+        for part in 0..Self::PARTS {
+            for (i, codes) in self.unpacked(l, part).into_iter().enumerate() {
+                to.set(l, 4 * part + i, codes);
+            }
+        }
     }
 }
 
 /// Scales and minima of eight sub-blocks, with the block's factors applied.
-struct SubBlockScales {
+#[derive(Clone, Copy, Zeroable)]
+pub(in crate::quantized) struct SubBlockScales {
     scales: [f32; 16],
     minima: [f32; 16],
 }

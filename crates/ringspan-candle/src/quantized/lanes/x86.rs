@@ -190,6 +190,30 @@ impl Lanes for V4 {
         self.avx512f._mm512_fmadd_ps(a, b, c)
     }
 
+    /// Adds neighbours of all 16 vectors at once, which takes fewer instructions than four of them after the other.
+    #[inline(always)]
+    fn sums_of_tokens<const T: usize>(self, x: [[__m512; 4]; T]) -> [[f32; 4]; T] {
+        let f = self.avx512f;
+        let mut by_lane = [self.splat(0.0); 4];
+        for t in 0..T {
+            let [a, b, c, d] = x[t];
+            let ab = cast(self.add(f._mm512_unpacklo_ps(a, b), f._mm512_unpackhi_ps(a, b)));
+            let cd = cast(self.add(f._mm512_unpacklo_ps(c, d), f._mm512_unpackhi_ps(c, d)));
+            by_lane[t] = self.add(cast(f._mm512_unpacklo_pd(ab, cd)), cast(f._mm512_unpackhi_pd(ab, cd)));
+        }
+        // Each vector has four parts of the four sums of a token.
+        let [a, b, c, d] = by_lane;
+        let ab = self.add(f._mm512_shuffle_f32x4::<0x44>(a, b), f._mm512_shuffle_f32x4::<0xee>(a, b));
+        let cd = self.add(f._mm512_shuffle_f32x4::<0x44>(c, d), f._mm512_shuffle_f32x4::<0xee>(c, d));
+        let all: [[f32; 4]; 4] =
+            cast(self.add(f._mm512_shuffle_f32x4::<0x88>(ab, cd), f._mm512_shuffle_f32x4::<0xdd>(ab, cd)));
+        let mut sums = [[0.0; 4]; T];
+        for t in 0..T {
+            sums[t] = all[t];
+        }
+        sums
+    }
+
     /// Each half is converted as it is loaded.
     #[inline(always)]
     fn byte_codes(self, bytes: &[u8; 32]) -> [__m512; 2] {

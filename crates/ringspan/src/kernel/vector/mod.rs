@@ -189,6 +189,18 @@ pub fn prefetch<T>(elements: &[T]) {
     }
 }
 
+/// Prefetches the cache lines of what would be at an address, which may be any, on processors that have an instruction for it.
+#[inline(always)]
+#[cfg_attr(not(target_arch = "x86_64"), expect(unused_variables, reason = "nothing to ask"))]
+pub fn prefetch_at<T>(address: *const T) {
+    #[cfg(target_arch = "x86_64")]
+    for offset in (0..size_of::<T>()).step_by(64) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: SSE is part of the architecture, and a prefetch reads nothing.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast::<i8>().wrapping_add(offset)) };
+    }
+}
+
 /// Like [`prefetch`], for elements that are needed later: they are brought to the L2 cache only.
 #[inline(always)]
 #[cfg_attr(not(target_arch = "x86_64"), expect(unused_variables, reason = "nothing to ask"))]
