@@ -7,6 +7,7 @@ mod pieces;
 mod tile;
 
 use super::ROWS;
+use crate::pool;
 use crate::quantized::blocks::Block;
 use crate::quantized::input::Input;
 use crate::quantized::lanes::{Lanes, VectorWork, dispatch};
@@ -29,11 +30,16 @@ pub(super) fn packed<B: Block<LEN>, const LEN: usize>(x: Input) -> PackedTokens 
     // Whole blocks and whole vectors.
     let columns = x.width.div_ceil(pieces).next_multiple_of(LEN.max(32));
     let mut packed = vec![Columns::zeroed(); x.tokens * x.width.div_ceil(columns)];
-    for token in 0..x.tokens {
-        for (piece, from) in x.row(token).chunks(columns).enumerate() {
-            bytemuck::cast_slice_mut(&mut packed[piece * x.tokens + token])[..from.len()].copy_from_slice(from);
+    let part = pool::part(x.tokens, columns);
+    let parts = packed.chunks_mut(x.tokens).enumerate().flat_map(|(piece, tokens)| {
+        tokens.chunks_mut(part).enumerate().map(move |(index, tokens)| (piece * columns, index * part, tokens))
+    });
+    pool::map(parts.collect(), |(column, token, to): (usize, usize, &mut [Columns])| {
+        for (token, to) in (token..).zip(to) {
+            let from = &x.row(token)[column..x.width.min(column + columns)];
+            bytemuck::cast_slice_mut(to)[..from.len()].copy_from_slice(from);
         }
-    }
+    });
     PackedTokens { packed, tokens: x.tokens, width: x.width, columns }
 }
 
