@@ -312,7 +312,7 @@ impl CustomOp2 for GatedMlp {
             PassKind::Store(storage, _) => Some(*storage),
             PassKind::Recompute(known) => {
                 let out = locked(known).0.take();
-                let out = out.unwrap_or_else(|| vec![0.0; self.x.elem_count()]);
+                let out = out.unwrap_or_else(|| pool::zeros(self.x.elem_count()));
                 return Ok((number::storage(out, self.x.dtype())?, self.x.shape().clone()));
             }
         };

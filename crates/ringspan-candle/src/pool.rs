@@ -8,7 +8,9 @@ use ringspan::kernel::Isa;
 use std::cell::Cell;
 use std::mem::MaybeUninit;
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 thread_local! {
     /// The instruction set that was chosen for the pool of this thread.
@@ -118,7 +120,48 @@ pub(crate) fn zeros(len: usize) -> Vec<f32> {
 /// Calls `work` with each index on the threads of the current pool. It is compiled once for all callers: what rayon needs to distribute
 /// work is long, and was a quarter of this crate's code when each caller had its own.
 fn for_each_index(count: usize, work: &(dyn Fn(usize) + Sync)) {
+    if count > 1 {
+        keep_threads_awake();
+    }
     (0..count).into_par_iter().for_each(work);
+}
+
+/// How long a thread without work stays awake.
+const SPIN_TIME: Duration = Duration::from_micros(200);
+
+thread_local! {
+    /// How many threads of its pool this thread keeps awake.
+    static AWAKE: Arc<AtomicUsize> = Arc::default();
+}
+
+/// Keeps the other threads of this pool awake for [`SPIN_TIME`] after each work. A thread that sleeps takes longer to wake up than many of
+/// a layer's operations take, and rayon lets threads sleep sooner than a model computes the next operation.
+fn keep_threads_awake() {
+    let (Some(caller), threads) = (rayon::current_thread_index(), rayon::current_num_threads()) else { return };
+    AWAKE.with(|awake| {
+        while awake.load(Ordering::Relaxed) + 1 < threads {
+            awake.fetch_add(1, Ordering::Relaxed);
+            let awake = awake.clone();
+            rayon::spawn(move || {
+                // The caller itself may take this job while it waits for others.
+                if rayon::current_thread_index() != Some(caller) {
+                    work_until_idle();
+                }
+                awake.fetch_sub(1, Ordering::Relaxed);
+            });
+        }
+    });
+}
+
+/// Does the work of this thread's pool until there was none for [`SPIN_TIME`].
+fn work_until_idle() {
+    let mut idle_since = Instant::now();
+    while idle_since.elapsed() < SPIN_TIME {
+        match rayon::yield_now() {
+            Some(rayon::Yield::Executed) => idle_since = Instant::now(),
+            _ => std::thread::yield_now(),
+        }
+    }
 }
 
 /// Number of rows in a part, when `rows` of `width` elements are distributed over the threads: several parts for each thread,

@@ -115,7 +115,7 @@ impl Linear {
             return Ok(None);
         }
         let (tokens, outs) = d_out.dims2()?;
-        let mut dx = vec![0.0; tokens * self.weight.dims().1];
+        let mut dx = pool::zeros(tokens * self.weight.dims().1);
         values(&d_out.contiguous()?, |dy| {
             tiles::backward(Input::new(dy, tokens, outs), &self.weight, &mut dx);
             Ok(())

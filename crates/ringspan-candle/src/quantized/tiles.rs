@@ -52,7 +52,7 @@ pub(super) fn add_forward(x: Input, weight: &QuantizedMatrix, out: &mut [f32]) {
         return add_rows(x, weight, 0..rows, out);
     }
     let group = group(rows);
-    let mut sums = vec![0.0; x.tokens * group];
+    let mut sums = pool::zeros(x.tokens * group);
     for start in (0..rows).step_by(group) {
         let range = start..rows.min(start + group);
         let sums = &mut sums[..x.tokens * range.len()];
@@ -74,7 +74,7 @@ fn add_rows(x: Input, weight: &QuantizedMatrix, rows: Range<usize>, out: &mut [f
     if out.is_empty() {
         return;
     }
-    let mut tile = vec![0.0; rows.len() * COLUMNS.min(columns)];
+    let mut tile = pool::zeros(rows.len() * COLUMNS.min(columns));
     for start in (0..columns).step_by(COLUMNS) {
         let range = start..columns.min(start + COLUMNS);
         let tile = &mut tile[..rows.len() * range.len()];
@@ -91,7 +91,7 @@ pub(super) fn backward(dy: Input, weight: &QuantizedMatrix, dx: &mut [f32]) {
         return;
     }
     let step = height(columns);
-    let mut tile = vec![0.0; step.min(rows) * columns];
+    let mut tile = pool::zeros(step.min(rows) * columns);
     for start in (0..rows).step_by(step) {
         let range = start..rows.min(start + step);
         let tile = &mut tile[..range.len() * columns];

@@ -207,11 +207,7 @@ impl Lanes for V4 {
         let cd = self.add(f._mm512_shuffle_f32x4::<0x44>(c, d), f._mm512_shuffle_f32x4::<0xee>(c, d));
         let all: [[f32; 4]; 4] =
             cast(self.add(f._mm512_shuffle_f32x4::<0x88>(ab, cd), f._mm512_shuffle_f32x4::<0xdd>(ab, cd)));
-        let mut sums = [[0.0; 4]; T];
-        for t in 0..T {
-            sums[t] = all[t];
-        }
-        sums
+        *all.first_chunk().expect("at most four tokens")
     }
 
     /// Each half is converted as it is loaded.

@@ -141,10 +141,8 @@ impl<F: Copy> Sums<'_, '_, F> {
     fn begin<L: Lanes<F = F>, const T: usize>(&self, l: L) -> [[F; ROWS]; T] {
         let mut sums = [[l.splat(0.0); ROWS]; T];
         if !self.is_first {
-            for t in 0..T {
-                for r in 0..ROWS {
-                    sums[t][r] = self.so_far[t][r];
-                }
+            for (sums, so_far) in sums.iter_mut().zip(self.so_far.iter()) {
+                *sums = *so_far;
             }
         }
         sums
@@ -153,24 +151,21 @@ impl<F: Copy> Sums<'_, '_, F> {
     #[inline(always)]
     fn end<L: Lanes<F = F>, const T: usize>(&mut self, l: L, sums: [[F; ROWS]; T]) {
         if !self.is_last {
-            for t in 0..T {
-                for r in 0..ROWS {
-                    self.so_far[t][r] = sums[t][r];
-                }
+            for (so_far, sums) in self.so_far.iter_mut().zip(&sums) {
+                *so_far = *sums;
             }
             return;
         }
-        let sums = l.sums_of_tokens(sums);
-        for t in 0..T {
-            let out = &mut self.out[t][self.first_row..];
+        for (out, sums) in self.out.iter_mut().zip(l.sums_of_tokens(sums)) {
+            let out = &mut out[self.first_row..];
             match out.first_chunk_mut::<ROWS>() {
                 // All four are added by one instruction.
                 Some(out) => {
                     for r in 0..ROWS {
-                        out[r] += sums[t][r];
+                        out[r] += sums[r];
                     }
                 }
-                None => out.iter_mut().zip(sums[t]).for_each(|(out, sum)| *out += sum),
+                None => out.iter_mut().zip(sums).for_each(|(out, sum)| *out += sum),
             }
         }
     }
