@@ -113,7 +113,7 @@ pub(super) trait Lanes: Copy {
     fn mul_add(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
     /// The sum of the 16 numbers of each of four vectors, which together takes less than four times as long as one.
     fn sums(self, x: [Self::F; 4]) -> [f32; 4];
-    /// [`sums`](Self::sums) for each of at most four tokens, whose bits do not depend on how many there are.
+    /// [`sums`](Self::sums) for each of at most four tokens, with the same bits.
     #[inline(always)]
     fn sums_of_tokens<const T: usize>(self, x: [[Self::F; 4]; T]) -> [[f32; 4]; T] {
         let mut sums = [[0.0; 4]; T];
@@ -363,6 +363,36 @@ mod tests {
             let sums = [l.sums(products), l.sums(others)];
             (bytes.to_vec(), numbers.into_iter().map(stored).collect(), sums)
         }
+    }
+
+    /// The sums of each of T tokens, together and one after the other.
+    #[derive(Clone, Copy)]
+    struct SumsOfTokens<const T: usize>;
+
+    impl<const T: usize> VectorWork for SumsOfTokens<T> {
+        type Output = [[[f32; 4]; T]; 2];
+
+        #[inline(always)]
+        fn run<L: Lanes>(self, l: L) -> Self::Output {
+            let mut vectors = [[l.splat(0.0); 4]; T];
+            for (i, vector) in vectors.iter_mut().flatten().enumerate() {
+                *vector = l.load(&std::array::from_fn(|lane| (0.37 * (16 * i + lane) as f32).sin()));
+            }
+            [l.sums_of_tokens(vectors), vectors.map(|vectors| l.sums(vectors))]
+        }
+    }
+
+    #[test]
+    fn sums_of_several_tokens_have_the_bits_of_each_alone() {
+        fn check<const T: usize>() {
+            for [together, alone] in on_each(SumsOfTokens::<T>) {
+                assert_eq!(together, alone, "{T} tokens");
+            }
+        }
+        check::<1>();
+        check::<2>();
+        check::<3>();
+        check::<4>();
     }
 
     #[test]

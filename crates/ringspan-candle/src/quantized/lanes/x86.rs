@@ -190,24 +190,17 @@ impl Lanes for V4 {
         self.avx512f._mm512_fmadd_ps(a, b, c)
     }
 
-    /// Adds neighbours of all 16 vectors at once, which takes fewer instructions than four of them after the other.
+    /// Adds in the order of [`sums`](Lanes::sums), but for four tokens with each instruction where that adds for one or two rows.
     #[inline(always)]
     fn sums_of_tokens<const T: usize>(self, x: [[__m512; 4]; T]) -> [[f32; 4]; T] {
         let f = self.avx512f;
-        let mut by_lane = [self.splat(0.0); 4];
-        for t in 0..T {
-            let [a, b, c, d] = x[t];
-            let ab = cast(self.add(f._mm512_unpacklo_ps(a, b), f._mm512_unpackhi_ps(a, b)));
-            let cd = cast(self.add(f._mm512_unpacklo_ps(c, d), f._mm512_unpackhi_ps(c, d)));
-            by_lane[t] = self.add(cast(f._mm512_unpacklo_pd(ab, cd)), cast(f._mm512_unpackhi_pd(ab, cd)));
-        }
-        // Each vector has four parts of the four sums of a token.
-        let [a, b, c, d] = by_lane;
-        let ab = self.add(f._mm512_shuffle_f32x4::<0x44>(a, b), f._mm512_shuffle_f32x4::<0xee>(a, b));
-        let cd = self.add(f._mm512_shuffle_f32x4::<0x44>(c, d), f._mm512_shuffle_f32x4::<0xee>(c, d));
-        let all: [[f32; 4]; 4] =
-            cast(self.add(f._mm512_shuffle_f32x4::<0x88>(ab, cd), f._mm512_shuffle_f32x4::<0xdd>(ab, cd)));
-        *all.first_chunk().expect("at most four tokens")
+        let mut all = [[self.splat(0.0); 4]; 4];
+        all[..T].copy_from_slice(&x);
+        let [first, second] = [sums_of_two(self, all[0], all[1]), sums_of_two(self, all[2], all[3])];
+        let (low, high) =
+            (f._mm512_shuffle_f32x4::<0x88>(first, second), f._mm512_shuffle_f32x4::<0xdd>(first, second));
+        let sums: [[f32; 4]; 4] = cast(self.add(low, high));
+        *sums.first_chunk().expect("at most four tokens")
     }
 
     /// Each half is converted as it is loaded.
@@ -242,6 +235,25 @@ impl Lanes for V4 {
             self.avx512f._mm512_mask_add_ps(second, u16::from_le_bytes([c, d]), second, sixteen),
         ]
     }
+}
+
+/// Sums the vectors of two tokens up to the last addition: the two parts of the four sums of the first token, then those of the second.
+#[inline(always)]
+fn sums_of_two(l: V4, a: [__m512; 4], b: [__m512; 4]) -> __m512 {
+    let f = l.avx512f;
+    let mut folded = a;
+    for r in 0..4 {
+        let (low, high) = (f._mm512_shuffle_f32x4::<0x44>(a[r], b[r]), f._mm512_shuffle_f32x4::<0xee>(a[r], b[r]));
+        folded[r] = l.add(low, high);
+    }
+    let [first, second] = [sums_of_neighbours(l, folded[0], folded[1]), sums_of_neighbours(l, folded[2], folded[3])];
+    sums_of_neighbours(l, first, second)
+}
+
+/// In each four numbers, the sums of neighbours of a, then of b.
+#[inline(always)]
+fn sums_of_neighbours(l: V4, a: __m512, b: __m512) -> __m512 {
+    l.add(l.avx512f._mm512_shuffle_ps::<0x88>(a, b), l.avx512f._mm512_shuffle_ps::<0xdd>(a, b))
 }
 
 /// The numbers of a table that the low nibbles of bytes select, and those that the high nibbles select. This is less work than converting
