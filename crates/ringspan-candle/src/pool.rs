@@ -120,16 +120,22 @@ pub(crate) fn zeros(len: usize) -> Vec<f32> {
 /// Calls `work` with each index on the threads of the current pool. It is compiled once for all callers: what rayon needs to distribute
 /// work is long, and was a quarter of this crate's code when each caller had its own.
 fn for_each_index(count: usize, work: &(dyn Fn(usize) + Sync)) {
-    if count > 1 {
+    if count > 1 && !IN_WORK.get() {
         keep_threads_awake();
     }
-    (0..count).into_par_iter().for_each(work);
+    (0..count).into_par_iter().for_each(|index| {
+        let outer = IN_WORK.replace(true);
+        work(index);
+        IN_WORK.set(outer);
+    });
 }
 
 /// How long a thread without work stays awake.
 const SPIN_TIME: Duration = Duration::from_micros(200);
 
 thread_local! {
+    /// Whether this thread does a part of some work. Then it keeps no others awake: the one that distributes that work does.
+    static IN_WORK: Cell<bool> = const { Cell::new(false) };
     /// How many threads of its pool this thread keeps awake.
     static AWAKE: Arc<AtomicUsize> = Arc::default();
 }
@@ -224,6 +230,28 @@ mod tests {
             };
             let got = run(threads, || map_copy(&values, part, change)).expect("threads");
             assert_eq!(got, values.iter().map(|x| 11 * x).collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn zeros_are_as_many_as_asked_for() {
+        for len in [0, 5, (1 << 18) + 7] {
+            let zeros = run(3, || zeros(len)).expect("threads");
+            assert!(zeros.len() == len && zeros.iter().all(|zero| *zero == 0.0));
+        }
+    }
+
+    #[test]
+    fn threads_that_are_kept_awake_sleep_in_the_end() {
+        let awake = run(3, || {
+            map((0..64).collect(), |i: usize| map((0..4).collect(), |j: usize| i + j));
+            AWAKE.with(Arc::clone)
+        });
+        // The pool ends once its threads have done all their work.
+        let (awake, begin) = (awake.expect("threads"), Instant::now());
+        while awake.load(Ordering::Relaxed) > 0 {
+            assert!(begin.elapsed() < Duration::from_secs(10), "threads stay awake");
+            std::thread::yield_now();
         }
     }
 

@@ -4,9 +4,11 @@
 
 mod codes;
 mod k_quants;
+mod plain;
 
 pub(super) use codes::{BlockCodes, BlockTarget};
 pub(super) use k_quants::{Q4K, Q5K, Q6K};
+pub(super) use plain::{BF16, F16};
 
 use super::input::Input;
 use super::lanes::{Lanes, f16_to_f32};
@@ -311,146 +313,25 @@ impl<L: Lanes, const T: usize> Visitor<L> for Sum<'_, L::F, T> {
     }
 }
 
-/// Calls a function that is generic in the block type of a format and in the block's count of numbers, and perhaps in a further
-/// constant, which is in angle brackets.
+/// Calls a function that is generic in the block type of a format and in the block's count of numbers.
 macro_rules! with_block {
-    ($format:expr, $function:ident $(<$constant:ident>)? ($($argument:expr),* $(,)?)) => {{
+    ($format:expr, $function:ident($($argument:expr),* $(,)?)) => {{
         use $crate::quantized::{Format, blocks};
         match $format {
-            Format::F16 => $function::<blocks::F16, 1 $(, $constant)?>($($argument),*),
-            Format::BF16 => $function::<blocks::BF16, 1 $(, $constant)?>($($argument),*),
-            Format::Q4_0 => $function::<blocks::Q4_0, 32 $(, $constant)?>($($argument),*),
-            Format::Q5_0 => $function::<blocks::Q5_0, 32 $(, $constant)?>($($argument),*),
-            Format::Q8_0 => $function::<blocks::Q8_0, 32 $(, $constant)?>($($argument),*),
-            Format::Q4K => $function::<blocks::Q4K, 256 $(, $constant)?>($($argument),*),
-            Format::Q5K => $function::<blocks::Q5K, 256 $(, $constant)?>($($argument),*),
-            Format::Q6K => $function::<blocks::Q6K, 256 $(, $constant)?>($($argument),*),
-            Format::Iq4Nl => $function::<blocks::Iq4Nl, 32 $(, $constant)?>($($argument),*),
-            Format::Mxfp4 => $function::<blocks::Mxfp4, 32 $(, $constant)?>($($argument),*),
+            Format::F16 => $function::<blocks::F16, 1>($($argument),*),
+            Format::BF16 => $function::<blocks::BF16, 1>($($argument),*),
+            Format::Q4_0 => $function::<blocks::Q4_0, 32>($($argument),*),
+            Format::Q5_0 => $function::<blocks::Q5_0, 32>($($argument),*),
+            Format::Q8_0 => $function::<blocks::Q8_0, 32>($($argument),*),
+            Format::Q4K => $function::<blocks::Q4K, 256>($($argument),*),
+            Format::Q5K => $function::<blocks::Q5K, 256>($($argument),*),
+            Format::Q6K => $function::<blocks::Q6K, 256>($($argument),*),
+            Format::Iq4Nl => $function::<blocks::Iq4Nl, 32>($($argument),*),
+            Format::Mxfp4 => $function::<blocks::Mxfp4, 32>($($argument),*),
         }
     }};
 }
 pub(super) use with_block;
-
-/// Number of independent sums, so that additions do not wait for each other.
-const CHAINS: usize = 2;
-
-/// Defines a format whose blocks are one number: as many as there are lanes are decoded together.
-macro_rules! plain {
-    ($name:ident, $widen:ident) => {
-        #[repr(C)]
-        #[derive(Clone, Copy, Pod, Zeroable)]
-        pub(super) struct $name([u8; 2]);
-
-        impl Block<1> for $name {
-            const CAN_SPLIT_ROWS: bool = false;
-            type Parts<'a> = PlainParts<'a, Self>;
-            const PART: usize = 32;
-
-            /// Each token has two sums, and numbers need no unpacking, so the L1 cache is faster for fewer tokens than with codes.
-            fn tokens_in_registers<L: Lanes>() -> usize {
-                if L::REGISTERS >= 32 { 1 } else { L::TOKENS_IN_REGISTERS.min(4) }
-            }
-
-            #[inline(always)]
-            fn decode<L: Lanes>(l: L, blocks: &[Self], to: &mut [f32]) {
-                debug_assert_eq!(blocks.len(), to.len());
-                let ((blocks, rest), (to, rest_to)) = (blocks.as_chunks::<16>(), to.as_chunks_mut::<16>());
-                for (blocks, to) in blocks.iter().zip(to) {
-                    l.store(l.$widen(bytemuck::cast(*blocks)), to);
-                }
-                if !rest.is_empty() {
-                    let mut last = [0.0; 16];
-                    l.store(l.$widen(bytemuck::cast(padded(rest))), &mut last);
-                    rest_to.copy_from_slice(&last[..rest.len()]);
-                }
-            }
-
-            #[inline(always)]
-            fn parts<'a, L: Lanes>(
-                l: L,
-                blocks: &'a [Self],
-                following: &'a [Self],
-                to: &'a mut [f32],
-            ) -> PlainParts<'a, Self> {
-                let (parts, rest) = blocks.as_chunks();
-                let (to, to_rest) = to.split_at_mut(blocks.len() - rest.len());
-                if !rest.is_empty() {
-                    let (to, zeros) = to_rest.split_at_mut(rest.len());
-                    Self::decode(l, rest, to);
-                    zeros[..rest.len().next_multiple_of(16) - rest.len()].fill(0.0);
-                }
-                PlainParts { blocks: parts.iter().zip(to.as_chunks_mut().0), following: following.as_ptr().cast() }
-            }
-
-            #[inline(always)]
-            fn arranged<L: Lanes>(_: L, x: Input) -> ArrangedActivations {
-                ArrangedActivations::in_order(x)
-            }
-
-            #[inline(always)]
-            fn add_dots<L: Lanes, const T: usize>(
-                l: L,
-                blocks: &[Self],
-                next: &[Self],
-                first: usize,
-                x: &ArrangedActivations,
-                sums: &mut [L::F; T],
-            ) {
-                debug_assert_eq!(first, 0, "rows are multiplied as a whole");
-                let factors = x.factors::<32, T>();
-                let (blocks, rest) = blocks.as_chunks::<16>();
-                let mut chains = [[l.splat(0.0); T]; CHAINS];
-                for (i, (blocks, next)) in blocks.iter().zip(next.as_chunks::<16>().0).enumerate() {
-                    prefetch(next);
-                    let numbers = l.$widen(bytemuck::cast(*blocks));
-                    let (x, half) = (&factors[i / 2], i % 2);
-                    for (sum, x) in chains[i % CHAINS].iter_mut().zip(x) {
-                        *sum = l.mul_add(numbers, l.load(&x.as_chunks().0[half]), *sum);
-                    }
-                }
-                if !rest.is_empty() {
-                    let last = l.$widen(bytemuck::cast(padded(rest)));
-                    let (x, half) = (&factors[blocks.len() / 2], blocks.len() % 2);
-                    for (sum, x) in chains[0].iter_mut().zip(x) {
-                        *sum = l.mul_add(last, l.load(&x.as_chunks().0[half]), *sum);
-                    }
-                }
-                for (t, sum) in sums.iter_mut().enumerate() {
-                    *sum = l.add(*sum, l.add(chains[0][t], chains[1][t]));
-                }
-            }
-        }
-    };
-}
-
-/// Numbers that are decoded in parts.
-pub(super) struct PlainParts<'a, B> {
-    blocks: Zip<slice::Iter<'a, [B; 32]>, slice::IterMut<'a, [f32; 32]>>,
-    following: *const [B; 32],
-}
-
-impl<B: Block<1>> DecodeParts for PlainParts<'_, B> {
-    #[inline(always)]
-    fn decode_next<L: Lanes>(&mut self, l: L) -> bool {
-        let Some((blocks, to)) = self.blocks.next() else { return false };
-        B::decode(l, blocks, to);
-        prefetch_at(self.following);
-        self.following = self.following.wrapping_add(1);
-        true
-    }
-}
-
-/// Pads fewer than 16 elements with zeros.
-#[inline(always)]
-pub(super) fn padded<T: Zeroable + Copy>(rest: &[T]) -> [T; 16] {
-    let mut padded = [T::zeroed(); 16];
-    padded[..rest.len()].copy_from_slice(rest);
-    padded
-}
-
-plain!(F16, widen_half);
-plain!(BF16, widen_bf16);
 
 #[repr(C)]
 #[derive(Clone, Copy, AnyBitPattern)]
