@@ -58,7 +58,7 @@ pub(crate) struct OutputStream {
 }
 
 impl OutputStream {
-    /// The next part, with the index of its text; `None` once all texts have ended.
+    /// The next chunk, with the index of its choice; `None` once all choices have finished.
     ///
     /// # Errors
     /// A failure of the engine.

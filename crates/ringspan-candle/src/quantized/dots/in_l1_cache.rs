@@ -12,12 +12,12 @@ use crate::quantized::blocks::Block;
 use crate::quantized::input::Input;
 use crate::quantized::lanes::{Lanes, VectorWork, dispatch};
 use bytemuck::Zeroable;
-use pieces::{Piece, Pieces};
-use tile::{Columns, MOST_TOKENS, NextRows, Sums, Tile};
+use pieces::{WeightPiece, WeightPieces};
+use tile::{Columns, MAX_TOKENS, NextRows, Sums, Tile};
 
 /// The most columns that are decoded at once. Two pieces of four rows, one that is multiplied and one that is decoded, and the same columns
 /// of four tokens take 36 KiB, most of an L1 cache.
-const MOST_COLUMNS: usize = 768;
+const MAX_COLUMNS: usize = 768;
 
 /// Adds the products of x with the rows that are stored, one number of each token's out for each row.
 pub(super) fn in_l1_cache<B: Block<LEN>, const LEN: usize>(x: &PackedTokens, stored: &[u8], out: Vec<&mut [f32]>) {
@@ -26,7 +26,7 @@ pub(super) fn in_l1_cache<B: Block<LEN>, const LEN: usize>(x: &PackedTokens, sto
 
 /// Packs x for products with blocks of LEN numbers.
 pub(super) fn packed<B: Block<LEN>, const LEN: usize>(x: Input) -> PackedTokens {
-    let pieces = x.width.div_ceil(MOST_COLUMNS);
+    let pieces = x.width.div_ceil(MAX_COLUMNS);
     // Whole blocks and whole vectors.
     let columns = x.width.div_ceil(pieces).next_multiple_of(LEN.max(32));
     let mut packed = vec![Columns::zeroed(); x.tokens * x.width.div_ceil(columns)];
@@ -65,14 +65,14 @@ impl<B: Block<LEN>, const LEN: usize> VectorWork for InL1Cache<'_, B, LEN> {
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
         let Self { x, blocks, mut out } = self;
-        let ahead = tile::decodes::<L>(x.tokens.min(MOST_TOKENS));
-        // The next rows are shared among the tiles of these tokens: only whole tiles decode.
-        let sharing = if ahead { x.tokens / MOST_TOKENS * MOST_TOKENS } else { x.tokens };
+        let ahead = tile::decodes::<L>(x.tokens.min(MAX_TOKENS));
+        // The next rows are distributed over the tiles of these tokens. Where tiles decode them, those are the whole ones.
+        let sharing = if ahead { x.tokens / MAX_TOKENS * MAX_TOKENS } else { x.tokens };
         let mut buffers = [[Columns::zeroed(); ROWS]; 2];
         let [decoded, next] = &mut buffers;
         let (mut decoded, mut next) = (decoded, next);
         let mut sums = vec![[l.splat(0.0); ROWS]; x.tokens];
-        let mut pieces = Pieces::new(blocks, x.width / LEN, x.columns / LEN);
+        let mut pieces = WeightPieces::new(blocks, x.width / LEN, x.columns / LEN);
         let (mut upcoming, mut following) = (pieces.next(), pieces.next());
         if ahead && let Some(piece) = &upcoming {
             tile::decode(l, &piece.rows, next);
@@ -84,12 +84,12 @@ impl<B: Block<LEN>, const LEN: usize> VectorWork for InL1Cache<'_, B, LEN> {
             } else {
                 tile::decode(l, &piece.rows, decoded);
             }
-            let vectors = x.columns.min(x.width - piece.of_row * x.columns).div_ceil(16);
-            let x_of_piece = &x.packed[piece.of_row * x.tokens..][..x.tokens];
-            let [blocks, following] = [&upcoming, &following].map(Piece::rows_of);
+            let vectors = x.columns.min(x.width - piece.index_in_row * x.columns).div_ceil(16);
+            let x_piece = &x.packed[piece.index_in_row * x.tokens..][..x.tokens];
+            let [blocks, following] = [&upcoming, &following].map(WeightPiece::rows_of);
             let (mut first, mut shared) = (0, 0);
             while first < x.tokens {
-                let tokens = tile::tokens::<L>(x.tokens - first);
+                let tokens = tile::next_tokens::<L>(x.tokens - first);
                 let start = shared;
                 while shared * sharing < ROWS * sharing.min(first + tokens) {
                     shared += 1;
@@ -99,11 +99,11 @@ impl<B: Block<LEN>, const LEN: usize> VectorWork for InL1Cache<'_, B, LEN> {
                     blocks: &blocks[start..shared],
                     following: &following[start..shared],
                 };
-                let tile = Tile { x: &x_of_piece[first..], decoded, vectors };
+                let tile = Tile { x: &x_piece[first..], decoded, vectors };
                 let mut sums = Sums {
                     so_far: &mut sums[first..],
-                    is_first: piece.of_row == 0,
-                    is_last: piece.is_last_of_row,
+                    is_first: piece.index_in_row == 0,
+                    is_last: piece.is_last_in_row,
                     out: &mut out[first..],
                     first_row: piece.first_row,
                 };

@@ -190,7 +190,7 @@ impl Lanes for V4 {
         self.avx512f._mm512_fmadd_ps(a, b, c)
     }
 
-    /// Adds in the order of [`sums`](Lanes::sums), but for four tokens with each instruction where that adds for one or two rows.
+    /// Adds in the same order as [`sums`](Lanes::sums), but each instruction adds for several tokens.
     #[inline(always)]
     fn sums_of_tokens<const T: usize>(self, x: [[__m512; 4]; T]) -> [[f32; 4]; T] {
         let f = self.avx512f;

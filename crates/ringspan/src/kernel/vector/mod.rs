@@ -179,25 +179,24 @@ unsafe fn multiply<S: Simd, const R: usize, const V: usize>(
 
 /// Prefetches the cache lines of some elements, on processors that have an instruction for it.
 #[inline(always)]
-#[cfg_attr(not(target_arch = "x86_64"), expect(unused_variables, reason = "nothing to ask"))]
 pub fn prefetch<T>(elements: &[T]) {
-    #[cfg(target_arch = "x86_64")]
-    for offset in (0..size_of_val(elements)).step_by(64) {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        // SAFETY: SSE is part of the architecture, and a prefetch reads nothing.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(elements.as_ptr().cast::<i8>().wrapping_add(offset)) };
-    }
+    prefetch_bytes(elements.as_ptr(), size_of_val(elements));
 }
 
-/// Prefetches the cache lines of what would be at an address, which may be any, on processors that have an instruction for it.
+/// Prefetches the cache lines that an element at this address has; any address will do, since nothing is read.
+#[inline(always)]
+pub fn prefetch_at<T>(address: *const T) {
+    prefetch_bytes(address, size_of::<T>());
+}
+
 #[inline(always)]
 #[cfg_attr(not(target_arch = "x86_64"), expect(unused_variables, reason = "nothing to ask"))]
-pub fn prefetch_at<T>(address: *const T) {
+fn prefetch_bytes<T>(first: *const T, bytes: usize) {
     #[cfg(target_arch = "x86_64")]
-    for offset in (0..size_of::<T>()).step_by(64) {
+    for offset in (0..bytes).step_by(64) {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
         // SAFETY: SSE is part of the architecture, and a prefetch reads nothing.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast::<i8>().wrapping_add(offset)) };
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(first.cast::<i8>().wrapping_add(offset)) };
     }
 }
 

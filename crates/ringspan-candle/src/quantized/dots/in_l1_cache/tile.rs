@@ -1,34 +1,34 @@
 //! Products of a few tokens with the decoded columns of four rows, while other rows are decoded.
 
-use super::MOST_COLUMNS;
+use super::MAX_COLUMNS;
 use crate::quantized::blocks::{Block, CacheLine, DecodeParts};
 use crate::quantized::dots::ROWS;
 use crate::quantized::lanes::Lanes;
 use ringspan::kernel::prefetch;
 
 /// The most tokens of a tile.
-pub(super) const MOST_TOKENS: usize = 4;
+pub(super) const MAX_TOKENS: usize = 4;
 
 /// Whether tiles of so many tokens leave registers to decode other rows. Only the largest do, so that decoding is not compiled for each
 /// size of tile.
 pub(super) const fn decodes<L: Lanes>(tokens: usize) -> bool {
-    L::REGISTERS >= 32 && tokens == MOST_TOKENS
+    L::REGISTERS >= 32 && tokens == MAX_TOKENS
 }
 
 /// The number of tokens of the next tile if there are `tokens` left.
 #[inline(always)]
-pub(super) fn tokens<L: Lanes>(tokens: usize) -> usize {
+pub(super) fn next_tokens<L: Lanes>(tokens: usize) -> usize {
     match tokens {
         // Four are taken as two and two: the sums of one token alone would wait for each other.
         4 if L::REGISTERS < 32 => 2,
-        4.. if L::REGISTERS >= 32 => MOST_TOKENS,
+        4.. if L::REGISTERS >= 32 => MAX_TOKENS,
         3.. => 3,
         tokens => tokens,
     }
 }
 
 /// The vectors of one row or token in a piece. Its size is fixed, so that the addresses of several rows take one register.
-pub(super) type Columns = [CacheLine; MOST_COLUMNS / 16];
+pub(super) type Columns = [CacheLine; MAX_COLUMNS / 16];
 
 /// The factors of some products.
 pub(super) struct Tile<'a> {
@@ -39,7 +39,7 @@ pub(super) struct Tile<'a> {
 }
 
 impl Tile<'_> {
-    /// Adds the products of the first T tokens to their sums, while `rows` are decoded.
+    /// Adds the products of the first T tokens to their sums, and decodes or prefetches `rows` meanwhile.
     #[inline(always)]
     pub(super) fn add_products<L: Lanes, B: Block<LEN>, const LEN: usize, const T: usize>(
         self,
@@ -56,7 +56,8 @@ impl Tile<'_> {
             let mut part = 0;
             for (r, to) in rows.to.iter_mut().enumerate() {
                 let mut row = B::parts(l, rows.blocks[r], rows.following[r], bytemuck::cast_slice_mut(to));
-                // Each row is decoded while as many vectors are multiplied, one part for each part of them and for each row.
+                // Each row has an equal share of the vectors. With each part of its share, `count` parts of the row are decoded, so that both
+                // end together.
                 let end = parts * (r + 1) / count;
                 while part < end {
                     for _ in 0..count {
@@ -73,7 +74,7 @@ impl Tile<'_> {
                 multiply(l, x, decoded, i, &mut tile);
             }
         } else {
-            // If all were prefetched at once, decoding would wait for them.
+            // Each tile prefetches some of the rows: if all were prefetched at once, decoding would wait for them.
             for blocks in rows.blocks {
                 prefetch(blocks);
             }
@@ -107,11 +108,11 @@ fn multiply<L: Lanes, const T: usize>(
     }
 }
 
-/// Rows of a piece that are decoded.
+/// Rows of the next piece, which a tile decodes or, without registers left for that, prefetches.
 pub(super) struct NextRows<'a, B> {
     pub(super) to: &'a mut [Columns],
     pub(super) blocks: &'a [&'a [B]],
-    /// The blocks that take the place of the rows later, which are prefetched.
+    /// The rows of the piece after that in the same places. They are prefetched where these are decoded.
     pub(super) following: &'a [&'a [B]],
 }
 
