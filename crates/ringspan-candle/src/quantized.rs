@@ -1,7 +1,7 @@
 //! Weights that stay in memory as GGUF and gpt-oss files store them: blocks of small integers with scales.
 //!
-//! A [`QuantizedMatrix`] is never expanded to f32 as a whole. A product with many tokens decodes one tile of it at a time and
-//! multiplies that in f32; a product with a few tokens decodes blocks where it multiplies them, in registers or in the L1
+//! A [`QuantizedMatrix`] is never expanded to f32 as a whole. A product with many tokens decodes a part of it at a time, while it
+//! packs it, and multiplies that in f32; a product with a few tokens decodes blocks where it multiplies them, in registers or in the L1
 //! cache. Unless asked to, a product does not round activations, so results equal those of the decoded matrix up to the rounding of sums.
 //! [`ActivationDType::Int16`](crate::ActivationDType) asks for activations of 16 bits and products in integers.
 
@@ -21,8 +21,8 @@ mod tiles;
 mod tests;
 
 pub use format::Format;
-pub use linear::{linear_quantized, linear_quantized_recomputed};
+pub use linear::{forward_scratch, linear_quantized, linear_quantized_recomputed};
 pub(crate) use linear::{product_quantized, product_quantized_t};
 pub use matrix::QuantizedMatrix;
 pub use stack::QuantizedStack;
-pub use tiles::{backward_scratch, forward_scratch};
+pub use tiles::backward_scratch;

@@ -39,6 +39,11 @@ impl<'a> Input<'a> {
         &self.data[token * self.stride..][..self.width]
     }
 
+    /// All rows, as a matrix.
+    pub(super) fn matrix(&self) -> Matrix<'a> {
+        Matrix::strided(self.data, self.tokens, self.width, self.stride)
+    }
+
     /// A range of columns of all rows, as a matrix. There must be at least one row.
     pub(super) fn columns(&self, range: Range<usize>) -> Matrix<'a> {
         Matrix::strided(&self.data[range.start..], self.tokens, range.len(), self.stride)

@@ -6,18 +6,20 @@ use super::int16::{self, Unpacking};
 use super::matrix::QuantizedMatrix;
 use super::tiles;
 use crate::activation_dtype::ActivationDType;
+use crate::matmul::{Output, arithmetic};
 use crate::pool;
 use crate::slices::{cpu, rows, values};
 use crate::stored_activation::StoredActivation;
 use crate::tape::{self, Reads};
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, DType, Layout, Result, Shape, Tensor, bail};
+use ringspan::kernel::product::MOST_PACKED;
 use std::sync::{Mutex, PoisonError};
 
 /// `x weight^T + bias` on the CPU: x `[T, in]`, weight `[out, in]`, bias `[out]` to `[T, out]`, f32. Differentiable in x and
 /// in the bias; the weight is frozen.
 ///
 /// The rows of x may lie apart in memory (columns of a wider tensor). All arithmetic is f32, unless the weight rounds activations
-/// ([`QuantizedMatrix::rounding_activations`]). At most one tile of the weight, a few MiB, is decoded at a time. The product is computed on
+/// ([`QuantizedMatrix::rounding_activations`]). At most a few MiB of the weight are dequantized at a time. The product is computed on
 /// the threads of the caller's pool ([`pool`](crate::pool)).
 ///
 /// # Errors
@@ -42,11 +44,22 @@ pub fn linear_quantized_recomputed(
     layer(x, weight, bias, Some(known))
 }
 
+/// The number of f32 values that a product with a matrix of `rows` x `columns` needs in addition to factors and results: a part of the
+/// matrix, dequantized and packed.
+#[must_use]
+pub fn forward_scratch(rows: usize, columns: usize) -> usize {
+    rows.saturating_mul(columns).min(MOST_PACKED)
+}
+
 /// Writes `x weight^T`: x `[T, in]`, weight `[out, in]`, out `[T, out]`, row by row.
 pub(crate) fn product_quantized_t(x: &[f32], weight: &QuantizedMatrix, out: &mut [f32]) {
     let width = weight.dims().1;
+    let x = Input::new(x, x.len() / width.max(1), width);
+    if is_dequantized(x.tokens, weight) {
+        return arithmetic().product_quantized_t(x.matrix(), weight, Output::Overwrite(out));
+    }
     out.fill(0.0);
-    add_forward(Input::new(x, x.len() / width.max(1), width), weight, out);
+    add_few_or_rounded(x, weight, out);
 }
 
 /// Writes `dy weight`: dy `[T, out]`, weight `[out, in]`, dx `[T, in]`, row by row.
@@ -55,15 +68,32 @@ pub(crate) fn product_quantized(dy: &[f32], weight: &QuantizedMatrix, dx: &mut [
     tiles::backward(Input::new(dy, dy.len() / outs.max(1), outs), weight, dx);
 }
 
-/// Adds `x weight^T` to `out`, by whichever method is faster for this number of tokens.
-fn add_forward(x: Input, weight: &QuantizedMatrix, out: &mut [f32]) {
-    if weight.activations() == ActivationDType::Int16
-        && let Some(unpacking) = Unpacking::of(weight.format())
-    {
-        return int16::add_forward(x, weight, unpacking, out);
+/// Whether products with this many tokens dequantize the weight while they pack it, and then multiply like those with an f32 weight.
+fn is_dequantized(tokens: usize, weight: &QuantizedMatrix) -> bool {
+    tokens > dots::MAX_TOKENS && unpacking(weight).is_none()
+}
+
+/// How the weight is unpacked if activations are rounded to 16-bit integers and its format is integers, too.
+fn unpacking(weight: &QuantizedMatrix) -> Option<Unpacking> {
+    Unpacking::of(weight.format()).filter(|_| weight.activations() == ActivationDType::Int16)
+}
+
+/// Adds `x weight^T` to `out`, with few tokens or with rounded activations.
+fn add_few_or_rounded(x: Input, weight: &QuantizedMatrix, out: &mut [f32]) {
+    match unpacking(weight) {
+        Some(unpacking) => int16::add_forward(x, weight, unpacking, out),
+        None => dots::add_forward(x, weight, out),
     }
-    let add = if x.tokens <= dots::MAX_TOKENS { dots::add_forward } else { tiles::add_forward };
-    add(x, weight, out);
+}
+
+/// `x weight^T + bias`.
+fn product(x: Input, weight: &QuantizedMatrix, bias: Option<&[f32]>) -> Vec<f32> {
+    if is_dequantized(x.tokens, weight) {
+        return arithmetic().product_new_quantized_t(x.matrix(), weight, bias);
+    }
+    let mut out = bias.map_or_else(|| pool::zeros(x.tokens * weight.dims().0), |bias| bias.repeat(x.tokens));
+    add_few_or_rounded(x, weight, &mut out);
+    out
 }
 
 fn layer(x: &Tensor, weight: &QuantizedMatrix, bias: Option<&Tensor>, known: Option<Vec<f32>>) -> Result<Tensor> {
@@ -92,22 +122,11 @@ struct Linear {
 }
 
 impl Linear {
-    /// The output; `out` makes the initial values to which the product is added, for a number of tokens.
-    fn forward(
-        &self,
-        x: &CpuStorage,
-        x_at: &Layout,
-        out: impl FnOnce(usize) -> Vec<f32>,
-    ) -> Result<(CpuStorage, Shape)> {
+    fn forward(&self, x: &CpuStorage, x_at: &Layout, bias: Option<&[f32]>) -> Result<(CpuStorage, Shape)> {
         let x = Input::read(x, x_at)?;
         let shape = Shape::from((x.tokens, self.weight.dims().0));
         let known = self.known.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let out = known.unwrap_or_else(|| {
-            let mut out = out(x.tokens);
-            add_forward(x, &self.weight, &mut out);
-            out
-        });
-        Ok((CpuStorage::F32(out), shape))
+        Ok((CpuStorage::F32(known.unwrap_or_else(|| product(x, &self.weight, bias))), shape))
     }
 
     fn backward(&self, x: &Tensor, d_out: &Tensor) -> Result<Option<Tensor>> {
@@ -130,7 +149,7 @@ impl CustomOp1 for Linear {
     }
 
     fn cpu_fwd(&self, x: &CpuStorage, x_at: &Layout) -> Result<(CpuStorage, Shape)> {
-        self.forward(x, x_at, |tokens| pool::zeros(tokens * self.weight.dims().0))
+        self.forward(x, x_at, None)
     }
 
     fn bwd(&self, x: &Tensor, _out: &Tensor, d_out: &Tensor) -> Result<Option<Tensor>> {
@@ -150,8 +169,7 @@ impl CustomOp2 for Linear {
         bias: &CpuStorage,
         bias_at: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let bias = cpu(bias, bias_at)?;
-        self.forward(x, x_at, |tokens| bias.repeat(tokens))
+        self.forward(x, x_at, Some(cpu(bias, bias_at)?))
     }
 
     fn bwd(

@@ -8,6 +8,7 @@ use crate::pool;
 use crate::precision::Precision;
 use bytes::Bytes;
 use candle_core::{Device, Result, Tensor, bail};
+use ringspan::kernel::product::QuantizedRows;
 use std::fmt::{self, Debug, Formatter};
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -200,7 +201,7 @@ impl QuantizedMatrix {
         Tensor::from_vec(values, (rows.len(), self.columns), &Device::Cpu)
     }
 
-    /// Decodes a range of rows and columns into `to`, row by row, on the threads of the current pool. The columns must be
+    /// Dequantizes a range of rows and columns into `to`, row by row, on the threads of the current pool. The columns must be
     /// whole blocks.
     pub(super) fn decode(&self, rows: Range<usize>, columns: Range<usize>, to: &mut [f32]) {
         debug_assert_eq!(to.len(), rows.len() * columns.len());
@@ -256,6 +257,17 @@ impl<'a> StoredColumns<'a> {
             #[inline(always)]
             move |row| &row[part.clone()],
         )
+    }
+}
+
+impl QuantizedRows for QuantizedMatrix {
+    fn shape(&self) -> (usize, usize) {
+        self.dims()
+    }
+
+    fn dequantize(&self, rows: Range<usize>, columns: Range<usize>, to: &mut [f32]) {
+        let stored = self.bytes_of_rows(rows);
+        with_block!(self.format, decoded(stored, self.row_bytes(), self.bytes_of(&columns), to));
     }
 }
 

@@ -206,10 +206,9 @@ fn products_equal_those_of_the_decoded_matrix_in_f64() -> Result<()> {
     Ok(())
 }
 
-/// The weight has several tiles: over columns and, in groups, over rows in the forward pass, and over rows in the backward
-/// pass.
+/// The weight is packed in several blocks, of columns and of rows, in the forward pass, and has several tiles in the backward pass.
 #[test]
-fn products_of_several_tiles_equal_those_of_the_decoded_matrix() -> Result<()> {
+fn products_of_several_blocks_equal_those_of_the_decoded_matrix() -> Result<()> {
     for (rows, columns) in [(3000, 1056), (16_400, 64), (300, 4128)] {
         let weight = matrix(Format::Q4_0, rows, columns)?;
         let decoded = weight.dequantize()?;

@@ -24,7 +24,7 @@ pub(super) type MemoryParts = Vec<(&'static str, u64)>;
 /// `besides` in the forward and in the backward pass: those of the fuller pass.
 fn decoding([tokens, rows, columns]: [u64; 3], besides: [u64; 2]) -> u64 {
     let [tokens, rows, columns] = [tokens, rows, columns].map(|size| size as usize);
-    let [forward, backward] = [forward_scratch(tokens, rows, columns), backward_scratch(rows, columns)];
+    let [forward, backward] = [forward_scratch(rows, columns), backward_scratch(rows, columns)];
     (4 * forward as u64 + besides[0]).max(4 * backward as u64 + besides[1])
 }
 

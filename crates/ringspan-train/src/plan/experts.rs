@@ -102,8 +102,7 @@ impl Experts {
         // Where only adapters are trained, a rank's memory peaks at the last layer, whose router chooses experts less
         // evenly than the first layer's.
         let tokens = if self.has_adapters && !self.adapted { gathered.min(2 * even) } else { even };
-        let decoded =
-            if stored { forward_scratch(tokens as usize, self.wide as usize, hidden as usize) as u64 } else { 0 };
+        let decoded = if stored { forward_scratch(self.wide as usize, hidden as usize) as u64 } else { 0 };
         adapted + tokens * (4 * hidden + 5 * self.wide) + decoded
     }
 

@@ -147,22 +147,6 @@ impl<T> Target<T> {
         prefetch_line(first.wrapping_add(len.saturating_sub(1)));
     }
 
-    /// The elements `at..at + len`, set to zero; they may be uninitialised before.
-    ///
-    /// # Safety
-    /// Like [`row`](Self::row).
-    pub(super) unsafe fn zeroed<'a>(self, at: usize, len: usize) -> &'a mut [T]
-    where
-        T: bytemuck::Zeroable,
-    {
-        assert!(at + len <= self.len, "row {at}..{} of {} elements", at + len, self.len);
-        // SAFETY: in bounds; zeros are such elements; exclusive by the contract.
-        unsafe {
-            self.data.add(at).write_bytes(0, len);
-            std::slice::from_raw_parts_mut(self.data.add(at), len)
-        }
-    }
-
     /// A pointer to the elements `at..at + len`, which may be uninitialised.
     pub(super) fn pointer(self, at: usize, len: usize) -> *mut T {
         assert!(at + len <= self.len, "row {at}..{} of {} elements", at + len, self.len);

@@ -8,6 +8,7 @@ use super::dispatch::dispatch;
 use rows::store_parts;
 pub(super) use rows::{
     columns, copy, direct, is_finite, load_across, load_along, operand_columns, panels, panels_across, rows,
+    write_operand_columns,
 };
 
 use super::View;

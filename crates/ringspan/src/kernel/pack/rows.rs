@@ -75,20 +75,24 @@ fn squares<'a, S: Simd>(
         let from = &from[..S::LANES];
         let direct = direct(from, pair, dim);
         for d in (0..dim).step_by(S::LANES) {
-            let mut square = [simd.splat(0.0); MAX_LANES];
-            match &direct {
+            // Each case has an array of its own: one that both wrote would stay in memory instead of registers.
+            let mut square = match &direct {
                 Some(from) if d + S::LANES <= dim => {
+                    let mut square = [simd.splat(0.0); MAX_LANES];
                     for i in 0..S::LANES {
                         // SAFETY: the row has LANES elements from d on.
                         square[i] = unsafe { simd.load(from[i].add(d)) };
                     }
+                    square
                 }
                 _ => {
+                    let mut square = [simd.splat(0.0); MAX_LANES];
                     for i in 0..S::LANES {
                         square[i] = load_along(simd, from[i], pair, d);
                     }
+                    square
                 }
-            }
+            };
             simd.transpose(&mut square);
             // There is only one call of `emit`: a closure that is not inlined is compiled without the vector instructions.
             for (i, x) in square.iter().enumerate().take(S::LANES) {
@@ -129,12 +133,29 @@ pub(in super::super) fn operand_columns<'a, S: Simd>(
     factor: f32,
     row: impl Fn(usize) -> Option<Data<'a>>,
 ) {
-    let depth = dim.div_ceil(S::PAIR);
-    assert!(to.len() >= depth * lanes && lanes.is_multiple_of(S::LANES));
-    let (to, factor) = (to.as_mut_ptr(), simd.splat(factor));
-    squares(simd, (depth, S::PAIR), lanes, row, |d, first, x| {
+    assert!(to.len() >= dim.div_ceil(S::PAIR) * lanes);
+    // SAFETY: the asserted size.
+    unsafe { write_operand_columns(simd, to.as_mut_ptr(), dim, lanes, factor, row) }
+}
+
+/// Like [`operand_columns`], into memory that may be uninitialised: all of its elements are written, and none is read.
+///
+/// # Safety
+/// `to` must be writable for `dim / PAIR * lanes` elements, the first rounded up.
+#[inline(always)]
+pub(in super::super) unsafe fn write_operand_columns<'a, S: Simd>(
+    simd: S,
+    to: *mut f32,
+    dim: usize,
+    lanes: usize,
+    factor: f32,
+    row: impl Fn(usize) -> Option<Data<'a>>,
+) {
+    assert!(lanes.is_multiple_of(S::LANES));
+    let factor = simd.splat(factor);
+    squares(simd, (dim.div_ceil(S::PAIR), S::PAIR), lanes, row, |d, first, x| {
         let x = if S::PAIR == 1 { simd.mul(x, factor) } else { x };
-        // SAFETY: the asserted size; d < depth and first + LANES <= lanes.
+        // SAFETY: the contract of the caller; d is less than dim / PAIR, and first + LANES at most `lanes`.
         unsafe { simd.store(to.add(d * lanes + first), x) }
     });
 }

@@ -85,11 +85,12 @@ impl<'a> Lines<'a> {
         }
     }
 
-    /// Packs some terms of some columns into vectors of `width` columns: `[terms / PAIR][width]`. Missing columns are zero.
-    /// Each line contains all terms of a column.
+    /// Packs some terms of some columns into vectors of `width` columns, from element `at` on: `[terms / PAIR][width]`. Missing columns
+    /// are zero. Each line contains all terms of a column.
     ///
     /// # Safety
-    /// `to` must have room for them; `width` is a multiple of LANES.
+    /// `to` must have room for them there, which no other thread accesses meanwhile; it may be uninitialised before. `width` is a
+    /// multiple of LANES.
     #[inline(always)]
     pub(super) unsafe fn pack_columns<S: Simd>(
         &self,
@@ -97,10 +98,15 @@ impl<'a> Lines<'a> {
         columns: Range<usize>,
         terms: Range<usize>,
         width: usize,
-        to: &mut [f32],
+        to: Target,
+        at: usize,
     ) {
         let column = |i: usize| (i < columns.len()).then(|| self.line(columns.start + i, terms.clone()));
-        pack::operand_columns(simd, to, terms.len(), width, 1.0, column);
+        // SAFETY: the elements belong to the caller.
+        unsafe {
+            let to = to.pointer(at, terms.len().div_ceil(S::PAIR) * width);
+            pack::write_operand_columns(simd, to, terms.len(), width, 1.0, column);
+        }
     }
 
     /// Like [`pack_columns`](Self::pack_columns), for lines that contain one term of all columns, and for consecutive
@@ -148,7 +154,7 @@ dispatch!(
 dispatch!(
     product_columns,
     Lines<'_>,
-    pack_columns<[], [], []>(columns: Range<usize>, terms: Range<usize>, width: usize, to: &mut [f32]),
+    pack_columns<[], [], []>(columns: Range<usize>, terms: Range<usize>, width: usize, to: Target, at: usize),
     "Calls [`Lines::pack_columns`] compiled for the instruction set of `code`."
 );
 dispatch!(

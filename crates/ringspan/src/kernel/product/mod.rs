@@ -13,6 +13,7 @@ mod lines;
 mod matrix;
 mod packed;
 mod panels;
+mod right;
 mod run;
 #[cfg(test)]
 mod test;
@@ -20,12 +21,14 @@ mod tile;
 
 pub use matrix::{Element, Matrix};
 pub use packed::Packed;
+pub use right::QuantizedRows;
 pub use run::MOST_PACKED;
 
 use super::buffer::{Target, written};
 use super::isa::{Code, Isa};
 use half::bf16;
 use lines::Lines;
+use right::Right;
 use std::fmt::{Display, Formatter};
 use tile::{OutputTarget, ProductOutput};
 
@@ -94,7 +97,27 @@ impl Arithmetic {
         let ((m, k), (rows, n)) = (a.shape(), b.shape());
         let fits = rows == k && m.checked_mul(n) == Some(out.len());
         assert!(fits, "a product of {m} x {k} and {rows} x {n} into {}", out.len());
-        run::product(self.code::<A, B>(), Lines::new(a), Lines::new(b.t()), out);
+        run::product(self.code::<A, B>(), Lines::new(a), Right::Lines(Lines::new(b.t())), out);
+    }
+
+    /// `a b^T`: a `[m, k]`, b `[n, k]`, out `[m, n]`. At most [`MOST_PACKED`] numbers of b are dequantized at once.
+    ///
+    /// # Panics
+    /// If the sizes do not fit.
+    pub fn product_quantized_t(self, a: Matrix, b: &dyn QuantizedRows, out: Output) {
+        let ((m, k), (n, columns)) = (a.shape(), b.shape());
+        let fits = columns == k && m.checked_mul(n) == Some(out.len());
+        assert!(fits, "a product of {m} x {k} and the transpose of {n} x {columns} into {}", out.len());
+        run::product(self.code::<f32, f32>(), Lines::new(a), Right::Quantized(b), out);
+    }
+
+    /// `a b^T`, plus the bias in each row, as a new matrix, to which nothing is written before: a `[m, k]`, b `[n, k]`, bias `[n]` to
+    /// `[m, n]`. At most [`MOST_PACKED`] numbers of b are dequantized at once.
+    ///
+    /// # Panics
+    /// Sizes that do not fit.
+    pub fn product_new_quantized_t(self, a: Matrix, b: &dyn QuantizedRows, bias: Option<&[f32]>) -> Vec<f32> {
+        self.new_matrix::<f32, f32, _>(a, b.shape(), Right::Quantized(b), bias, OutputTarget::Overwrite)
     }
 
     /// `a b`, plus the bias in each row, as a new matrix, to which nothing is written before: a `[m, k]`, b `[k, n]`, bias `[n]`
@@ -103,7 +126,7 @@ impl Arithmetic {
     /// # Panics
     /// Sizes that do not fit.
     pub fn product_new<A: Element, B: Element>(self, a: Matrix<A>, b: Matrix<B>, bias: Option<&[f32]>) -> Vec<f32> {
-        self.new_matrix(a, b, bias, OutputTarget::Overwrite)
+        self.new_matrix::<A, B, _>(a, b.t().shape(), Right::Lines(Lines::new(b.t())), bias, OutputTarget::Overwrite)
     }
 
     /// The same, each sum rounded once, to the nearest and to even.
@@ -116,23 +139,25 @@ impl Arithmetic {
         b: Matrix<B>,
         bias: Option<&[f32]>,
     ) -> Vec<bf16> {
-        self.new_matrix(a, b, bias, OutputTarget::Rounded)
+        self.new_matrix::<A, B, _>(a, b.t().shape(), Right::Lines(Lines::new(b.t())), bias, OutputTarget::Rounded)
     }
 
+    /// `a b` with `n` columns, of factors of these types.
     fn new_matrix<A: Element, B: Element, T>(
         self,
         a: Matrix<A>,
-        b: Matrix<B>,
+        (n, rows): (usize, usize),
+        b: Right,
         bias: Option<&[f32]>,
         target: impl FnOnce(Target<T>) -> OutputTarget,
     ) -> Vec<T> {
-        let ((m, k), (rows, n)) = (a.shape(), b.shape());
+        let (m, k) = a.shape();
         let size = m.checked_mul(n).filter(|_| rows == k && bias.is_none_or(|bias| bias.len() == n));
         let Some(size) = size else {
             let bias = bias.map_or(String::new(), |bias| format!(" with a bias of {}", bias.len()));
             panic!("a product of {m} x {k} and {rows} x {n}{bias}")
         };
-        let (a, b) = (Lines::new(a), Lines::new(b.t()));
+        let a = Lines::new(a);
         let write = |out| run::product_to(self.code::<A, B>(), a, b, ProductOutput { to: target(out), bias, n });
         // SAFETY: a product writes each element of an output that it does not add to, and reads none.
         unsafe { written(size, write) }

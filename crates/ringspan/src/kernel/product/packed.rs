@@ -4,6 +4,7 @@ use super::super::buffer::Aligned;
 use super::super::isa::Code;
 use super::lines::Lines;
 use super::panels::Panels;
+use super::right::Right;
 use super::{Arithmetic, Element, Matrix, Output, run};
 use std::marker::PhantomData;
 
@@ -27,7 +28,7 @@ impl Arithmetic {
         let panels = Panels::new(code, columns);
         let all = 0..panels.count();
         let threads = run::threads([terms, columns, 1]);
-        let data = run::pack(code, threads, Lines::new(b.t()), &(0..terms), (panels, &all));
+        let data = Right::Lines(Lines::new(b.t())).pack(code, threads, &(0..terms), (panels, &all));
         Packed { code, data, panels, terms, columns, left: PhantomData }
     }
 }

@@ -1,13 +1,14 @@
 //! Packs the columns of a product block by block, and distributes its rows over threads.
 
-use super::super::buffer::{Aligned, Pool, Target};
+use super::super::buffer::{Aligned, Pool};
 use super::super::isa::Code;
 use super::super::workers::Workers;
 use super::Output;
 use super::dots::{self, Dots, product_dots};
-use super::lines::{Lines, product_columns, product_columns_across, product_rows};
+use super::lines::{Lines, product_rows};
 use super::panels::{Panels, part};
-use super::tile::{self, Block, ProductOutput, Rows, STEP, product_block};
+use super::right::Right;
+use super::tile::{Block, ProductOutput, Rows, STEP, product_block};
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -27,8 +28,6 @@ const LEAST_COLUMNS: usize = 4;
 /// The most column panels that are multiplied by rows where they are, if these are f32: packing rows is worth it only for many
 /// panels.
 pub(super) const FEW_COLUMNS: usize = 8;
-/// Number of panels that are packed together if lines contain one term of all columns.
-const BESIDE: usize = 16;
 /// Maximum number of terms that are packed at once if partial sums can be stored in an f32 output. With more terms, fewer rows stay
 /// in the L2 cache, and fewer columns are packed at once, so that rows are packed more often.
 const TERMS: usize = 1536;
@@ -38,13 +37,13 @@ const TASKS: usize = 4;
 const FEW: usize = 1 << 18;
 
 /// Computes `a b`, packing b.
-pub(super) fn product(code: Code, a: Lines, b: Lines, mut out: Output) {
-    product_to(code, a, b, out.target(b.vectors));
+pub(super) fn product(code: Code, a: Lines, b: Right, mut out: Output) {
+    product_to(code, a, b, out.target(b.columns()));
 }
 
 /// Does [`product`]: all elements of an output that is not added to are written, and none is read.
-pub(super) fn product_to(code: Code, a: Lines, b: Lines, target: ProductOutput) {
-    let (m, n, k) = (a.vectors, b.vectors, a.terms);
+pub(super) fn product_to(code: Code, a: Lines, b: Right, target: ProductOutput) {
+    let (m, n, k) = (a.vectors, b.columns(), a.terms);
     if m == 0 || n == 0 {
         return;
     }
@@ -52,7 +51,10 @@ pub(super) fn product_to(code: Code, a: Lines, b: Lines, target: ProductOutput) 
         return no_terms(m, target);
     }
     let threads = threads([m, n, k]);
-    if m <= dots::ROWS && a.along() && b.along() {
+    if let Some(b) = b.along()
+        && m <= dots::ROWS
+        && a.along()
+    {
         return few_rows(code, threads, Dots { a, b, out: target });
     }
     let panels = Panels::new(code, n);
@@ -65,7 +67,7 @@ pub(super) fn product_to(code: Code, a: Lines, b: Lines, target: ProductOutput) 
         let out = if from == 0 { target } else { target.more() };
         for block in 0..blocks {
             let block = part(&(0..panels.count()), block, blocks);
-            let packed = pack(code, threads, b, &terms, (panels, &block));
+            let packed = b.pack(code, threads, &terms, (panels, &block));
             multiply(code, threads, a, &terms, (panels, &block), &packed, (out, &buffers));
         }
     }
@@ -95,46 +97,10 @@ fn no_terms(m: usize, out: ProductOutput) {
     }
 }
 
-/// Number of terms that are packed at once, of `k`: equal numbers each time, whole sums of the micro kernel.
+/// Number of terms that are packed at once, of `k`: equal numbers each time, whole sums of the micro kernel and whole blocks of quantized
+/// rows.
 fn terms_at_once(k: usize) -> usize {
-    k.div_ceil(k.div_ceil(TERMS)).next_multiple_of(tile::TERMS)
-}
-
-/// Packs some terms of the columns of some panels as `[panel][terms / pair][width]`.
-pub(super) fn pack(
-    code: Code,
-    threads: usize,
-    b: Lines,
-    terms: &Range<usize>,
-    (panels, some): (Panels, &Range<usize>),
-) -> Aligned {
-    let depth = terms.len().div_ceil(code.pair());
-    // Lines with one term of all columns contain columns of many panels, and are read from end to end.
-    let beside = if b.along() { 1 } else { BESIDE };
-    let groups = some.len().div_ceil(beside).next_multiple_of(threads).min(some.len());
-    let work = |packed: Target| {
-        share(threads, groups, |tasks| {
-            for group in tasks.map(|task| part(some, task, groups)) {
-                let at = panels.at(some.start, group.start, depth);
-                if b.along() {
-                    for from in (0..depth).step_by(STEP) {
-                        let part = part_of(terms, from, code.pair());
-                        let width = panels.width(&group);
-                        // SAFETY: a panel has room for its terms, and only this task accesses it.
-                        unsafe {
-                            let to = packed.zeroed(at + from * width, part.len().div_ceil(code.pair()) * width);
-                            product_columns(code, &b, panels.columns(group.start), part, width, to);
-                        }
-                    }
-                } else {
-                    // SAFETY: as above, for each panel.
-                    unsafe { product_columns_across(code, &b, panels, group, terms.clone(), packed, at) };
-                }
-            }
-        });
-    };
-    // SAFETY: all panels are written, from the first element to the last.
-    unsafe { Aligned::written(panels.width(some) * depth, work) }
+    k.div_ceil(k.div_ceil(TERMS)).next_multiple_of(STEP)
 }
 
 /// Multiplies some terms of all rows by the packed columns of some panels.
@@ -205,7 +171,7 @@ fn few_rows(code: Code, threads: usize, dots: Dots) {
 }
 
 /// The terms of STEP packed elements from element `from` on.
-fn part_of(terms: &Range<usize>, from: usize, pair: usize) -> Range<usize> {
+pub(super) fn part_of(terms: &Range<usize>, from: usize, pair: usize) -> Range<usize> {
     terms.start + from * pair..terms.end.min(terms.start + (from + STEP) * pair)
 }
 
@@ -217,7 +183,7 @@ pub(super) fn threads(sizes: [usize; 3]) -> usize {
 }
 
 /// Calls `work` on some threads, each with an iterator that takes the next task when the thread is ready for it.
-fn share(threads: usize, tasks: usize, work: impl Fn(&mut dyn Iterator<Item = usize>) + Sync) {
+pub(super) fn share(threads: usize, tasks: usize, work: impl Fn(&mut dyn Iterator<Item = usize>) + Sync) {
     let next = AtomicUsize::new(0);
     let count = threads.min(tasks);
     Workers::of_current_pool(count).run(count, &|_| {

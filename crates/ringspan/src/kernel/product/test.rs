@@ -1,6 +1,7 @@
 use super::panels::Panels;
 use super::*;
 use rayon::ThreadPoolBuilder;
+use std::ops::Range;
 
 /// The unit roundoff of f32: half of the distance from 1 to the next f32.
 const UNIT: f64 = 1.0 / (1 << 24) as f64;
@@ -370,5 +371,69 @@ fn errors_hardly_grow_with_the_number_of_terms() {
         };
         let error = ((0..columns).map(error).sum::<f64>() / columns as f64).sqrt();
         assert!(error < 4e-7, "{terms} terms: {error:e}");
+    }
+}
+
+/// Rows of integers with one factor, in blocks of 256.
+struct Integers {
+    columns: usize,
+    integers: Vec<i8>,
+}
+
+impl Integers {
+    const FACTOR: f32 = 0.37;
+
+    fn numbers(&self) -> Vec<f32> {
+        self.integers.iter().map(|x| f32::from(*x) * Self::FACTOR).collect()
+    }
+}
+
+impl QuantizedRows for Integers {
+    fn shape(&self) -> (usize, usize) {
+        (self.integers.len() / self.columns, self.columns)
+    }
+
+    fn dequantize(&self, rows: Range<usize>, columns: Range<usize>, to: &mut [f32]) {
+        assert!(columns.start.is_multiple_of(256), "columns {columns:?} begin within a block");
+        assert!(
+            columns.end.is_multiple_of(256) || columns.end == self.columns,
+            "columns {columns:?} end within a block"
+        );
+        assert_eq!(to.len(), rows.len() * columns.len());
+        for (row, to) in rows.zip(to.chunks_exact_mut(columns.len())) {
+            let from = &self.integers[row * self.columns..][columns.clone()];
+            to.iter_mut().zip(from).for_each(|(to, x)| *to = f32::from(*x) * Self::FACTOR);
+        }
+    }
+}
+
+#[test]
+fn quantized_rows_multiply_like_their_numbers() {
+    let sizes =
+        [(1, 3, 40), (4, 33, 300), (5, 1, 1), (9, 70, 1031), (7, 130, 4200), (6, 1500, 1600), (33, 50, 256), (0, 3, 2)];
+    for (m, n, k) in sizes {
+        let integers = values(n * k, 3).iter().map(|x| (127.0 * x) as i8).collect();
+        let (a, b) = (values(m * k, 5), Integers { columns: k, integers });
+        let (bias, old, numbers) = (values(n, 7), values(m * n, 9), b.numbers());
+        let a = Matrix::new(&a, m, k);
+        for by in Arithmetic::available() {
+            for threads in [1, 3] {
+                let (product, sum) = on(threads, || {
+                    let mut sum = old.clone();
+                    by.product_quantized_t(a, &b, Output::Add(&mut sum));
+                    (by.product_new_quantized_t(a, &b, Some(&bias)), sum)
+                });
+                // Another kernel computes products of f32 numbers with at most four rows.
+                let dense = Matrix::new(&numbers, n, k).t();
+                let mut wanted = [by.product_new(a, dense, Some(&bias)), old.clone()];
+                by.product(a, dense, Output::Add(&mut wanted[1]));
+                for (got, wanted) in [product, sum].iter().zip(&wanted) {
+                    for (got, wanted) in got.iter().zip(wanted) {
+                        let most = if m > 4 { 0.0 } else { 1e-5 * k as f32 };
+                        assert!((got - wanted).abs() <= most, "{got} instead of {wanted}: {m} x {n} x {k}, {by}");
+                    }
+                }
+            }
+        }
     }
 }

@@ -76,7 +76,13 @@ impl ProductOutput<'_> {
         unsafe {
             match self.to {
                 OutputTarget::Overwrite(out) => {
-                    out.pointer(at, sums.len()).copy_from_nonoverlapping(sums.as_ptr(), sums.len());
+                    let out = out.pointer(at, sums.len());
+                    // A line at a time: a call that copies this few numbers takes longer than copying them.
+                    let (lines, rest) = sums.as_chunks::<LINE>();
+                    for (i, line) in lines.iter().enumerate() {
+                        out.add(i * LINE).cast::<[f32; LINE]>().write_unaligned(*line);
+                    }
+                    out.add(lines.len() * LINE).copy_from_nonoverlapping(rest.as_ptr(), rest.len());
                 }
                 OutputTarget::Add(out) => {
                     // Eight at a time, since a panel's width is rarely a multiple of what the compiler takes at once.

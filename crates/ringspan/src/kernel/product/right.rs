@@ -1,0 +1,116 @@
+//! Right factors of products, and how their columns are packed.
+
+use super::super::buffer::{Aligned, Pool, Target};
+use super::super::isa::Code;
+use super::lines::{Lines, product_columns, product_columns_across};
+use super::matrix::Matrix;
+use super::panels::{Panels, part};
+use super::run::{part_of, share};
+use super::tile::STEP;
+use std::ops::Range;
+
+/// Number of panels that are packed together if lines contain one term of all columns.
+const BESIDE: usize = 16;
+
+/// A matrix in a quantized format, which a product dequantizes part by part while it packs it.
+pub trait QuantizedRows: Sync {
+    /// Number of rows and columns.
+    fn shape(&self) -> (usize, usize);
+
+    /// Writes a range of rows and columns as f32 numbers to `to`, row after row. The columns begin and end between blocks: at
+    /// multiples of 256, or with the row.
+    fn dequantize(&self, rows: Range<usize>, columns: Range<usize>, to: &mut [f32]);
+}
+
+/// The right factor of a product.
+#[derive(Clone, Copy)]
+pub(super) enum Right<'a> {
+    /// Lines of the factor's transpose.
+    Lines(Lines<'a>),
+    /// Rows of the factor's transpose.
+    Quantized(&'a dyn QuantizedRows),
+}
+
+impl<'a> Right<'a> {
+    /// Number of columns.
+    pub(super) fn columns(self) -> usize {
+        match self {
+            Right::Lines(lines) => lines.vectors,
+            Right::Quantized(rows) => rows.shape().0,
+        }
+    }
+
+    /// The lines, if each contains all terms of a column.
+    pub(super) fn along(self) -> Option<Lines<'a>> {
+        match self {
+            Right::Lines(lines) => Some(lines).filter(Lines::along),
+            Right::Quantized(_) => None,
+        }
+    }
+
+    /// Packs some terms of the columns of some panels as `[panel][terms / pair][width]`.
+    pub(super) fn pack(
+        self,
+        code: Code,
+        threads: usize,
+        terms: &Range<usize>,
+        (panels, some): (Panels, &Range<usize>),
+    ) -> Aligned {
+        let depth = terms.len().div_ceil(code.pair());
+        let buffers = Pool::default();
+        let work = |packed: Target| match self {
+            // Lines with one term of all columns contain columns of many panels, and are read from end to end.
+            Right::Lines(lines) if !lines.along() => {
+                let groups = some.len().div_ceil(BESIDE).next_multiple_of(threads).min(some.len());
+                share(threads, groups, |tasks| {
+                    for group in tasks.map(|task| part(some, task, groups)) {
+                        let at = panels.at(some.start, group.start, depth);
+                        // SAFETY: a panel has room for its terms, and only this task accesses these panels.
+                        unsafe { product_columns_across(code, &lines, panels, group, terms.clone(), packed, at) };
+                    }
+                });
+            }
+            _ => share(threads, some.len(), |tasks| {
+                let mut dequantized = buffers.take(self.scratch(code));
+                for panel in tasks.map(|task| some.start + task) {
+                    let (at, width) = (panels.at(some.start, panel, depth), panels.width(&(panel..panel + 1)));
+                    for from in (0..depth).step_by(STEP) {
+                        let terms = part_of(terms, from, code.pair());
+                        let (lines, columns, part) = self.lines(panels.columns(panel), terms, &mut dequantized);
+                        // SAFETY: as above.
+                        unsafe { product_columns(code, &lines, columns, part, width, packed, at + from * width) };
+                    }
+                }
+                buffers.give(dequantized);
+            }),
+        };
+        // SAFETY: all panels are written, from the first element to the last.
+        unsafe { Aligned::written(panels.width(some) * depth, work) }
+    }
+
+    /// Number of elements of a panel that are dequantized at once.
+    fn scratch(self, code: Code) -> usize {
+        if matches!(self, Right::Quantized(_)) { code.lanes() * STEP * code.pair() } else { 0 }
+    }
+
+    /// Lines with these terms of some columns, and which of their vectors and terms these are.
+    fn lines<'b>(
+        self,
+        columns: Range<usize>,
+        terms: Range<usize>,
+        dequantized: &'b mut [f32],
+    ) -> (Lines<'b>, Range<usize>, Range<usize>)
+    where
+        'a: 'b,
+    {
+        match self {
+            Right::Lines(lines) => (lines, columns, terms),
+            Right::Quantized(rows) => {
+                let (count, width) = (columns.len(), terms.len());
+                let to = &mut dequantized[..count * width];
+                rows.dequantize(columns, terms, to);
+                (Lines::new(Matrix::new(to, count, width)), 0..count, 0..width)
+            }
+        }
+    }
+}
