@@ -20,10 +20,10 @@ const CACHED_KERNEL_BUFFER: u64 = 16 << 20;
 /// Bytes by named part of the memory.
 pub(super) type MemoryParts = Vec<(&'static str, u64)>;
 
-/// Bytes of the tiles that products of `tokens` with a stored matrix of `rows` x `columns` decode, with the bytes that are there
+/// Bytes of the numbers that products with a stored matrix of `rows` x `columns` dequantize at once, with the bytes that are there
 /// `besides` in the forward and in the backward pass: those of the fuller pass.
-fn decoding([tokens, rows, columns]: [u64; 3], besides: [u64; 2]) -> u64 {
-    let [tokens, rows, columns] = [tokens, rows, columns].map(|size| size as usize);
+fn decoding([rows, columns]: [u64; 2], besides: [u64; 2]) -> u64 {
+    let [rows, columns] = [rows, columns].map(|size| size as usize);
     let [forward, backward] = [forward_scratch(rows, columns), backward_scratch(rows, columns)];
     (4 * forward as u64 + besides[0]).max(4 * backward as u64 + besides[1])
 }
@@ -85,15 +85,15 @@ impl Shape {
             false => (held.head, held.head_copy, held.head_shard, held.stored_head),
         };
         let (hidden, wide, chunk) = (self.hidden, self.feed_forward, tokens.min(loss::CHUNK as u64));
-        let of_logits = decoding([chunk, self.vocabulary, hidden], [0, 0]);
-        // A decoded tile of a weight is there with two of the five tensors of a tile of rows when up is computed, and with four when
+        let of_logits = decoding([self.vocabulary, hidden], [0, 0]);
+        // A dequantized part of a weight is there with two of the five tensors of a tile of rows when up is computed, and with four when
         // gradients are. The values of down are not computed again.
         let narrow = self.width() * tokens.min(gated_mlp::TILE as u64) * self.feed_forward;
         let of_rows = narrow + self.widened_products(tokens) / 5;
-        let of_layer = decoding([tokens, wide, hidden], [2 * of_rows, 4 * of_rows])
+        let of_layer = decoding([wide, hidden], [2 * of_rows, 4 * of_rows])
             .max(4 * backward_scratch(hidden as usize, wide as usize) as u64 + 4 * of_rows);
         let decoded = if held.stores_layers { of_layer.saturating_sub(5 * of_rows) } else { 0 };
-        let decoded_of_layer = ("a tile of a layer, decoded", decoded);
+        let decoded_of_layer = ("a part of a layer, dequantized", decoded);
         let decoded_of_head = ("a tile of the head, decoded", if held.stores_head { of_logits } else { 0 });
         // A frozen head has no gradient, and is there once. A gradient is f32 whatever type the model computes in.
         let of_head = width * head_copy + if head_shard > 0 { 2 * 4 * head } else { stored_head };
