@@ -208,10 +208,11 @@ impl QuantizedMatrix {
         if to.is_empty() {
             return;
         }
-        let (part, bytes_in_row) = (pool::part(rows.len(), columns.len()), self.bytes_of(&columns));
-        let stored = self.bytes_of_rows(rows).chunks(part * self.row_bytes());
-        pool::map(stored.zip(to.chunks_mut(part * columns.len())).collect(), |(rows, to): (&[u8], &mut [f32])| {
-            with_block!(self.format, decoded(rows, self.row_bytes(), bytes_in_row.clone(), to));
+        let part = pool::part(rows.len(), columns.len());
+        let parts = to.chunks_mut(part * columns.len()).enumerate().collect();
+        pool::map(parts, |(index, to): (usize, &mut [f32])| {
+            let first = rows.start + index * part;
+            self.dequantize_part(first..rows.end.min(first + part), columns.clone(), to);
         });
     }
 
@@ -265,7 +266,7 @@ impl QuantizedRows for QuantizedMatrix {
         self.dims()
     }
 
-    fn dequantize(&self, rows: Range<usize>, columns: Range<usize>, to: &mut [f32]) {
+    fn dequantize_part(&self, rows: Range<usize>, columns: Range<usize>, to: &mut [f32]) {
         let stored = self.bytes_of_rows(rows);
         with_block!(self.format, decoded(stored, self.row_bytes(), self.bytes_of(&columns), to));
     }

@@ -13,22 +13,23 @@ mod lines;
 mod matrix;
 mod packed;
 mod panels;
-mod right;
+mod right_factor;
 mod run;
+mod tasks;
 #[cfg(test)]
 mod test;
 mod tile;
 
 pub use matrix::{Element, Matrix};
 pub use packed::Packed;
-pub use right::QuantizedRows;
+pub use right_factor::QuantizedRows;
 pub use run::MOST_PACKED;
 
 use super::buffer::{Target, written};
 use super::isa::{Code, Isa};
 use half::bf16;
 use lines::Lines;
-use right::Right;
+use right_factor::RightFactor;
 use std::fmt::{Display, Formatter};
 use tile::{OutputTarget, ProductOutput};
 
@@ -94,30 +95,15 @@ impl Arithmetic {
     /// # Panics
     /// If the sizes do not fit.
     pub fn product<A: Element, B: Element>(self, a: Matrix<A>, b: Matrix<B>, out: Output) {
-        let ((m, k), (rows, n)) = (a.shape(), b.shape());
-        let fits = rows == k && m.checked_mul(n) == Some(out.len());
-        assert!(fits, "a product of {m} x {k} and {rows} x {n} into {}", out.len());
-        run::product(self.code::<A, B>(), Lines::new(a), Right::Lines(Lines::new(b.t())), out);
+        self.write_product::<A, B>(a, RightFactor::new(b), out);
     }
 
-    /// `a b^T`: a `[m, k]`, b `[n, k]`, out `[m, n]`. At most [`MOST_PACKED`] numbers of b are dequantized at once.
+    /// `a b^T`: a `[m, k]`, b `[n, k]`, out `[m, n]`. At most about [`MOST_PACKED`] numbers of b are dequantized at once.
     ///
     /// # Panics
     /// If the sizes do not fit.
     pub fn product_quantized_t(self, a: Matrix, b: &dyn QuantizedRows, out: Output) {
-        let ((m, k), (n, columns)) = (a.shape(), b.shape());
-        let fits = columns == k && m.checked_mul(n) == Some(out.len());
-        assert!(fits, "a product of {m} x {k} and the transpose of {n} x {columns} into {}", out.len());
-        run::product(self.code::<f32, f32>(), Lines::new(a), Right::Quantized(b), out);
-    }
-
-    /// `a b^T`, plus the bias in each row, as a new matrix, to which nothing is written before: a `[m, k]`, b `[n, k]`, bias `[n]` to
-    /// `[m, n]`. At most [`MOST_PACKED`] numbers of b are dequantized at once.
-    ///
-    /// # Panics
-    /// Sizes that do not fit.
-    pub fn product_new_quantized_t(self, a: Matrix, b: &dyn QuantizedRows, bias: Option<&[f32]>) -> Vec<f32> {
-        self.new_matrix::<f32, f32, _>(a, b.shape(), Right::Quantized(b), bias, OutputTarget::Overwrite)
+        self.write_product::<f32, f32>(a, RightFactor::quantized_t(b), out);
     }
 
     /// `a b`, plus the bias in each row, as a new matrix, to which nothing is written before: a `[m, k]`, b `[k, n]`, bias `[n]`
@@ -126,10 +112,19 @@ impl Arithmetic {
     /// # Panics
     /// Sizes that do not fit.
     pub fn product_new<A: Element, B: Element>(self, a: Matrix<A>, b: Matrix<B>, bias: Option<&[f32]>) -> Vec<f32> {
-        self.new_matrix::<A, B, _>(a, b.t().shape(), Right::Lines(Lines::new(b.t())), bias, OutputTarget::Overwrite)
+        self.new_matrix::<A, B, _>(a, RightFactor::new(b), bias, OutputTarget::Overwrite)
     }
 
-    /// The same, each sum rounded once, to the nearest and to even.
+    /// `a b^T`, plus the bias in each row, as a new matrix, to which nothing is written before: a `[m, k]`, b `[n, k]`, bias `[n]` to
+    /// `[m, n]`. At most about [`MOST_PACKED`] numbers of b are dequantized at once.
+    ///
+    /// # Panics
+    /// Sizes that do not fit.
+    pub fn product_new_quantized_t(self, a: Matrix, b: &dyn QuantizedRows, bias: Option<&[f32]>) -> Vec<f32> {
+        self.new_matrix::<f32, f32, _>(a, RightFactor::quantized_t(b), bias, OutputTarget::Overwrite)
+    }
+
+    /// Like [`product_new`](Self::product_new), each sum rounded once, to the nearest and to even.
     ///
     /// # Panics
     /// Sizes that do not fit.
@@ -139,19 +134,26 @@ impl Arithmetic {
         b: Matrix<B>,
         bias: Option<&[f32]>,
     ) -> Vec<bf16> {
-        self.new_matrix::<A, B, _>(a, b.t().shape(), Right::Lines(Lines::new(b.t())), bias, OutputTarget::Rounded)
+        self.new_matrix::<A, B, _>(a, RightFactor::new(b), bias, OutputTarget::Rounded)
     }
 
-    /// `a b` with `n` columns, of factors of these types.
+    /// `a b` of factors of these types.
+    fn write_product<A: Element, B: Element>(self, a: Matrix<A>, b: RightFactor, out: Output) {
+        let ((m, k), (rows, n)) = (a.shape(), b.shape());
+        let fits = rows == k && m.checked_mul(n) == Some(out.len());
+        assert!(fits, "a product of {m} x {k} and {rows} x {n} into {}", out.len());
+        run::product(self.code::<A, B>(), Lines::new(a), b, out);
+    }
+
+    /// `a b` of factors of these types.
     fn new_matrix<A: Element, B: Element, T>(
         self,
         a: Matrix<A>,
-        (n, rows): (usize, usize),
-        b: Right,
+        b: RightFactor,
         bias: Option<&[f32]>,
         target: impl FnOnce(Target<T>) -> OutputTarget,
     ) -> Vec<T> {
-        let (m, k) = a.shape();
+        let ((m, k), (rows, n)) = (a.shape(), b.shape());
         let size = m.checked_mul(n).filter(|_| rows == k && bias.is_none_or(|bias| bias.len() == n));
         let Some(size) = size else {
             let bias = bias.map_or(String::new(), |bias| format!(" with a bias of {}", bias.len()));

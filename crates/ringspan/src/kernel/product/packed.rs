@@ -4,7 +4,8 @@ use super::super::buffer::Aligned;
 use super::super::isa::Code;
 use super::lines::Lines;
 use super::panels::Panels;
-use super::right::Right;
+use super::right_factor::RightFactor;
+use super::tasks::threads;
 use super::{Arithmetic, Element, Matrix, Output, run};
 use std::marker::PhantomData;
 
@@ -27,8 +28,8 @@ impl Arithmetic {
         let ((terms, columns), code) = (b.shape(), self.code::<A, B>());
         let panels = Panels::new(code, columns);
         let all = 0..panels.count();
-        let threads = run::threads([terms, columns, 1]);
-        let data = Right::Lines(Lines::new(b.t())).pack(code, threads, &(0..terms), (panels, &all));
+        let threads = threads([terms, columns, 1]);
+        let data = RightFactor::new(b).pack(code, threads, &(0..terms), (panels, &all));
         Packed { code, data, panels, terms, columns, left: PhantomData }
     }
 }

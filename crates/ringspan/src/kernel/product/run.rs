@@ -2,15 +2,14 @@
 
 use super::super::buffer::{Aligned, Pool};
 use super::super::isa::Code;
-use super::super::workers::Workers;
 use super::Output;
 use super::dots::{self, Dots, product_dots};
 use super::lines::{Lines, product_rows};
 use super::panels::{Panels, part};
-use super::right::Right;
-use super::tile::{Block, ProductOutput, Rows, STEP, product_block};
+use super::right_factor::RightFactor;
+use super::tasks::{share, threads};
+use super::tile::{Block, ProductOutput, Rows, STEP, part_of, product_block};
 use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Maximum number of packed elements of rows that a worker multiplies by panel after panel: 384 KiB, which stay in an L2 cache of
 /// 512 KiB.
@@ -33,17 +32,15 @@ pub(super) const FEW_COLUMNS: usize = 8;
 const TERMS: usize = 1536;
 /// Number of tasks per thread, so that no thread waits long for the last one.
 const TASKS: usize = 4;
-/// Products with fewer multiplications are finished before other threads would have started.
-const FEW: usize = 1 << 18;
 
 /// Computes `a b`, packing b.
-pub(super) fn product(code: Code, a: Lines, b: Right, mut out: Output) {
-    product_to(code, a, b, out.target(b.columns()));
+pub(super) fn product(code: Code, a: Lines, b: RightFactor, mut out: Output) {
+    product_to(code, a, b, out.target(b.shape().1));
 }
 
 /// Does [`product`]: all elements of an output that is not added to are written, and none is read.
-pub(super) fn product_to(code: Code, a: Lines, b: Right, target: ProductOutput) {
-    let (m, n, k) = (a.vectors, b.columns(), a.terms);
+pub(super) fn product_to(code: Code, a: Lines, b: RightFactor, target: ProductOutput) {
+    let (m, n, k) = (a.vectors, b.shape().1, a.terms);
     if m == 0 || n == 0 {
         return;
     }
@@ -167,27 +164,5 @@ fn few_rows(code: Code, threads: usize, dots: Dots) {
             // SAFETY: no other task has these columns.
             unsafe { product_dots(code, &dots, part(&(0..columns), task, tasks), &mut scratch) };
         }
-    });
-}
-
-/// The terms of STEP packed elements from element `from` on.
-pub(super) fn part_of(terms: &Range<usize>, from: usize, pair: usize) -> Range<usize> {
-    terms.start + from * pair..terms.end.min(terms.start + (from + STEP) * pair)
-}
-
-/// Number of threads for a product: those of the pool that this thread belongs to, or one for small products.
-pub(super) fn threads(sizes: [usize; 3]) -> usize {
-    let few = sizes.into_iter().fold(1, usize::saturating_mul) < FEW;
-    // Outside of a pool rayon would return the number of its global pool's threads.
-    if few || rayon::current_thread_index().is_none() { 1 } else { rayon::current_num_threads() }
-}
-
-/// Calls `work` on some threads, each with an iterator that takes the next task when the thread is ready for it.
-pub(super) fn share(threads: usize, tasks: usize, work: impl Fn(&mut dyn Iterator<Item = usize>) + Sync) {
-    let next = AtomicUsize::new(0);
-    let count = threads.min(tasks);
-    Workers::of_current_pool(count).run(count, &|_| {
-        let mut own = std::iter::from_fn(|| Some(next.fetch_add(1, Ordering::Relaxed)).filter(|task| *task < tasks));
-        work(&mut own);
     });
 }

@@ -393,7 +393,7 @@ impl QuantizedRows for Integers {
         (self.integers.len() / self.columns, self.columns)
     }
 
-    fn dequantize(&self, rows: Range<usize>, columns: Range<usize>, to: &mut [f32]) {
+    fn dequantize_part(&self, rows: Range<usize>, columns: Range<usize>, to: &mut [f32]) {
         assert!(columns.start.is_multiple_of(256), "columns {columns:?} begin within a block");
         assert!(
             columns.end.is_multiple_of(256) || columns.end == self.columns,

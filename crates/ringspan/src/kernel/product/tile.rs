@@ -18,6 +18,11 @@ pub(super) const TERMS: usize = 64;
 /// Number of f32 in a cache line.
 const LINE: usize = 16;
 
+/// The terms of STEP packed elements from element `from` on.
+pub(super) fn part_of(terms: &Range<usize>, from: usize, pair: usize) -> Range<usize> {
+    terms.start + from * pair..terms.end.min(terms.start + (from + STEP) * pair)
+}
+
 /// The output of a product, shared by its workers: `[m, n]`, row after row.
 #[derive(Clone, Copy)]
 pub(super) struct ProductOutput<'a> {

@@ -3,10 +3,10 @@
 use super::super::buffer::{Aligned, Pool, Target};
 use super::super::isa::Code;
 use super::lines::{Lines, product_columns, product_columns_across};
-use super::matrix::Matrix;
+use super::matrix::{Element, Matrix};
 use super::panels::{Panels, part};
-use super::run::{part_of, share};
-use super::tile::STEP;
+use super::tasks::share;
+use super::tile::{STEP, part_of};
 use std::ops::Range;
 
 /// Number of panels that are packed together if lines contain one term of all columns.
@@ -19,32 +19,42 @@ pub trait QuantizedRows: Sync {
 
     /// Writes a range of rows and columns as f32 numbers to `to`, row after row. The columns begin and end between blocks: at
     /// multiples of 256, or with the row.
-    fn dequantize(&self, rows: Range<usize>, columns: Range<usize>, to: &mut [f32]);
+    fn dequantize_part(&self, rows: Range<usize>, columns: Range<usize>, to: &mut [f32]);
 }
 
 /// The right factor of a product.
 #[derive(Clone, Copy)]
-pub(super) enum Right<'a> {
+pub(super) enum RightFactor<'a> {
     /// Lines of the factor's transpose.
     Lines(Lines<'a>),
-    /// Rows of the factor's transpose.
-    Quantized(&'a dyn QuantizedRows),
+    /// Rows of the factor's transpose, and their shape. It is asked for once: memory is written by it, and another answer later would leave
+    /// some of it uninitialised.
+    Quantized(&'a dyn QuantizedRows, [usize; 2]),
 }
 
-impl<'a> Right<'a> {
-    /// Number of columns.
-    pub(super) fn columns(self) -> usize {
+impl<'a> RightFactor<'a> {
+    pub(super) fn new<T: Element>(b: Matrix<'a, T>) -> Self {
+        Self::Lines(Lines::new(b.t()))
+    }
+
+    /// The transpose of quantized rows.
+    pub(super) fn quantized_t(rows: &'a dyn QuantizedRows) -> Self {
+        Self::Quantized(rows, rows.shape().into())
+    }
+
+    /// Number of terms of a sum, k, and number of columns, n.
+    pub(super) fn shape(self) -> (usize, usize) {
         match self {
-            Right::Lines(lines) => lines.vectors,
-            Right::Quantized(rows) => rows.shape().0,
+            Self::Lines(lines) => (lines.terms, lines.vectors),
+            Self::Quantized(_, [columns, terms]) => (terms, columns),
         }
     }
 
     /// The lines, if each contains all terms of a column.
     pub(super) fn along(self) -> Option<Lines<'a>> {
         match self {
-            Right::Lines(lines) => Some(lines).filter(Lines::along),
-            Right::Quantized(_) => None,
+            Self::Lines(lines) => Some(lines).filter(Lines::along),
+            Self::Quantized(..) => None,
         }
     }
 
@@ -60,7 +70,7 @@ impl<'a> Right<'a> {
         let buffers = Pool::default();
         let work = |packed: Target| match self {
             // Lines with one term of all columns contain columns of many panels, and are read from end to end.
-            Right::Lines(lines) if !lines.along() => {
+            Self::Lines(lines) if !lines.along() => {
                 let groups = some.len().div_ceil(BESIDE).next_multiple_of(threads).min(some.len());
                 share(threads, groups, |tasks| {
                     for group in tasks.map(|task| part(some, task, groups)) {
@@ -88,12 +98,13 @@ impl<'a> Right<'a> {
         unsafe { Aligned::written(panels.width(some) * depth, work) }
     }
 
-    /// Number of elements of a panel that are dequantized at once.
+    /// Number of elements of a panel that are dequantized at once; 0 for lines, which are packed as they are.
     fn scratch(self, code: Code) -> usize {
-        if matches!(self, Right::Quantized(_)) { code.lanes() * STEP * code.pair() } else { 0 }
+        if matches!(self, Self::Quantized(..)) { code.lanes() * STEP * code.pair() } else { 0 }
     }
 
-    /// Lines with these terms of some columns, and which of their vectors and terms these are.
+    /// Returns lines that contain these terms of some columns, with the ranges of vectors and of terms in which they do: either the
+    /// factor's own lines, or the numbers that this call dequantizes.
     fn lines<'b>(
         self,
         columns: Range<usize>,
@@ -104,11 +115,11 @@ impl<'a> Right<'a> {
         'a: 'b,
     {
         match self {
-            Right::Lines(lines) => (lines, columns, terms),
-            Right::Quantized(rows) => {
+            Self::Lines(lines) => (lines, columns, terms),
+            Self::Quantized(rows, _) => {
                 let (count, width) = (columns.len(), terms.len());
                 let to = &mut dequantized[..count * width];
-                rows.dequantize(columns, terms, to);
+                rows.dequantize_part(columns, terms, to);
                 (Lines::new(Matrix::new(to, count, width)), 0..count, 0..width)
             }
         }
