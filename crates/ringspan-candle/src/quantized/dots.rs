@@ -12,9 +12,9 @@ use in_l1_cache::{in_l1_cache, packed};
 use in_registers::{arranged, in_registers, most_tokens};
 use std::ops::Range;
 
-/// The largest number of tokens for which these products are used; they are faster than packing the weight up to about 160 tokens.
-/// Products with the packed weight have the same bits as products with the decoded weight, so training with more tokens gives the same bits
-/// on quantized weights as on decoded ones.
+/// The largest number of tokens for which these products are used, which are faster than packing the weight even with that many. Products
+/// with the packed weight have the same bits as products with the decoded weight, so training with more tokens gives the same bits on
+/// quantized weights as on decoded ones.
 pub(super) const MAX_TOKENS: usize = 128;
 /// Rows of the matrix whose sums are completed together.
 const ROWS: usize = 4;
