@@ -8,7 +8,7 @@ use half::{bf16, f16};
 use ringspan::attention::{self, Group, Inputs};
 use ringspan::kernel::{
     Backend, DType, Data, DeviceArray, DeviceMemory, DeviceSlice, DeviceSliceMut, FloatsMut, Inputs as KernelInputs,
-    Kernel, Partial, Progress, RowTarget, Saved, StateShape, Statistics, Sums, TensorSlice, Tile, View,
+    Kernel, OnlineSoftmax, Progress, RowTarget, Saved, StateShape, Statistics, Sums, TensorSlice, Tile, View,
 };
 use ringspan::{Documents, Error, Layout, LayoutKind, Mask, Result, Schedule, Score, StrategyKind, World};
 use std::any::Any;
@@ -129,14 +129,14 @@ impl Device {
         })
     }
 
-    fn partial(&self, state: DeviceSlice, shape: StateShape) -> Result<Partial> {
+    fn partial(&self, state: DeviceSlice, shape: StateShape) -> Result<OnlineSoftmax> {
         let mut out = self.read(state)?;
         let mut max = out.split_off(shape.rows() * shape.v_dim);
         let sum = max.split_off(shape.rows());
-        Ok(Partial { out, max, sum })
+        Ok(OnlineSoftmax { out, max, sum })
     }
 
-    fn set(&self, state: &mut DeviceArray, partial: Partial) -> Result<()> {
+    fn set(&self, state: &mut DeviceArray, partial: OnlineSoftmax) -> Result<()> {
         self.write(state.all_mut(), |values| values.copy_from_slice(&partial.into_message()))
     }
 
@@ -228,7 +228,7 @@ impl Backend for Device {
     }
 
     fn softmax_state(&self, StateShape { tokens, heads, v_dim }: StateShape) -> Result<DeviceArray> {
-        Ok(self.array(DType::F32, Partial::new(tokens, heads, v_dim).into_message()))
+        Ok(self.array(DType::F32, OnlineSoftmax::new(tokens, heads, v_dim).into_message()))
     }
 
     fn merge(&self, state: &mut DeviceArray, shape: StateShape, other: DeviceSlice) -> Result<()> {

@@ -3,7 +3,7 @@
 use crate::cast::cast;
 use candle_core::{DType, Result, Tensor, bail};
 use ringspan::Score;
-use ringspan::kernel::Relative;
+use ringspan::kernel::RelativeBias;
 
 /// The inputs of attention, for T tokens on this rank; H query heads share G key-value heads, of width D (queries, keys) and
 /// Dv (values).
@@ -63,7 +63,7 @@ pub(crate) fn with_learned_terms(mut score: Score, inputs: &AttentionInputs) -> 
         score.sinks = Some(values(sinks)?.to_vec1()?);
     }
     if let Some(table) = inputs.bucket_table {
-        let Some(Relative::Buckets(buckets)) = &mut score.relative else {
+        let Some(RelativeBias::Buckets(buckets)) = &mut score.relative else {
             bail!("a bucket table {:?} needs a score with relative buckets, which say their number", table.dims());
         };
         let heads = inputs.q.dim(1)?;

@@ -43,7 +43,7 @@ pub(crate) enum Reads {
 /// The recorded operations of one layer that is to be differentiated.
 #[derive(Default)]
 pub struct Tape {
-    entries: Vec<Entry>,
+    entries: Vec<TapeEntry>,
     /// Tensors at the end of a candle graph that the entries cover already, so that none is differentiated twice.
     graphs: HashSet<TensorId>,
     /// Outputs of [`apply_unused`], which have no values, each mapped to the scalar that it is a broadcast view of.
@@ -52,7 +52,7 @@ pub struct Tape {
     recomputed: Option<HashMap<TensorId, Rc<Recomputed>>>,
 }
 
-enum Entry {
+enum TapeEntry {
     /// An operation of this crate.
     Operation(Recorded),
     /// The last tensor of a graph of candle's operations.
@@ -141,8 +141,8 @@ impl Tape {
         drop((output, dy));
         while let Some(entry) = self.entries.pop() {
             match entry {
-                Entry::Operation(recorded) => gradients.through(recorded)?,
-                Entry::Graph(end) => gradients.through_graph(&end)?,
+                TapeEntry::Operation(recorded) => gradients.through(recorded)?,
+                TapeEntry::Graph(end) => gradients.through_graph(&end)?,
             }
         }
         if self.unused.values().any(|number| gradients.0.contains_key(number)) {
@@ -154,7 +154,7 @@ impl Tape {
     /// Adds an entry for the candle graph that ends in this tensor, unless the tensor is a leaf or has an entry already.
     fn add_graph(&mut self, tensor: &Tensor) {
         if tensor.track_op() && !tensor.is_variable() && self.graphs.insert(tensor.id()) {
-            self.entries.push(Entry::Graph(tensor.clone()));
+            self.entries.push(TapeEntry::Graph(tensor.clone()));
         }
     }
 }
@@ -276,7 +276,7 @@ fn push<const N: usize>(op: impl Operation<N>, inputs: [&Tensor; N], output: &Te
     };
     RECORDING.with_borrow_mut(|tape| {
         if let Some(tape) = tape {
-            tape.entries.push(Entry::Operation(recorded));
+            tape.entries.push(TapeEntry::Operation(recorded));
         }
     });
     Ok(())
@@ -298,7 +298,7 @@ pub(crate) fn reshape(x: &Tensor, shape: impl Into<Shape>) -> Result<Tensor> {
         let recorded = Recorded { output: view.id(), inputs: vec![Some(x.id())], backward };
         RECORDING.with_borrow_mut(|tape| {
             if let Some(tape) = tape {
-                tape.entries.push(Entry::Operation(recorded));
+                tape.entries.push(TapeEntry::Operation(recorded));
             }
         });
         return Ok(view);
@@ -313,7 +313,7 @@ pub(crate) fn reshape(x: &Tensor, shape: impl Into<Shape>) -> Result<Tensor> {
             tape.graphs.insert(view.id());
             let backward: Backward = Box::new(move |d| Ok(vec![Some(d.reshape(before)?)]));
             let recorded = Recorded { output: view.id(), inputs: vec![Some(x.id())], backward };
-            tape.entries.push(Entry::Operation(recorded));
+            tape.entries.push(TapeEntry::Operation(recorded));
         });
     }
     Ok(view)

@@ -25,8 +25,8 @@ pub struct Transfers {
 
 /// Memory for the parameters of a unit, on a GPU to which they will be copied.
 #[derive(Default)]
-pub struct Reserved {
-    gpu: Option<on_gpu::Reserved>,
+pub struct ReservedMemory {
+    gpu: Option<on_gpu::ReservedMemory>,
 }
 
 /// A whole parameter in CPU memory, as consecutive parts and its shape.
@@ -87,11 +87,11 @@ impl Transfers {
     ///
     /// # Errors
     /// A GPU without this memory.
-    pub fn reserve(&self, sizes: &[usize]) -> Result<Reserved> {
+    pub fn reserve(&self, sizes: &[usize]) -> Result<ReservedMemory> {
         if let Some(lane) = &self.gpu {
-            return Ok(Reserved { gpu: Some(lane.reserve(sizes, self.device.precision())?) });
+            return Ok(ReservedMemory { gpu: Some(lane.reserve(sizes, self.device.precision())?) });
         }
-        Ok(Reserved::default())
+        Ok(ReservedMemory::default())
     }
 
     /// Copies the parameters to the device of the rank, in the type in which they are used; they are variables, so that
@@ -100,7 +100,7 @@ impl Transfers {
     ///
     /// # Errors
     /// A device without memory for them, and parts that do not add up to the shape.
-    pub fn upload(&self, reserved: Reserved, parameters: &[Parameter<'_>]) -> Result<Vec<Tensor>> {
+    pub fn upload(&self, reserved: ReservedMemory, parameters: &[Parameter<'_>]) -> Result<Vec<Tensor>> {
         if let Some(wrong) = parameters.iter().find(|parameter| parameter.len() != parameter.shape.elem_count()) {
             candle_core::bail!("{} numbers for a parameter of shape {:?}", wrong.len(), wrong.shape);
         }

@@ -5,7 +5,7 @@ use crate::{files, mesh, output};
 use anyhow::{Context, Result, ensure};
 use ringspan::comm::process_group::ProcessGroup;
 use ringspan::mesh::Grid;
-use ringspan::schedule::{HeadShare, Pass, Sizes};
+use ringspan::schedule::{HeadShare, Pass, TensorSizes};
 use ringspan::{Documents, Layout, LayoutKind, Mask, Schedule, StrategyKind};
 use std::path::PathBuf;
 
@@ -98,9 +98,9 @@ pub(crate) fn run(args: &DrawArgs, processes: &ProcessGroup) -> Result<()> {
 }
 
 impl DrawArgs {
-    fn sizes(&self) -> Sizes {
+    fn sizes(&self) -> TensorSizes {
         let wire = if self.dtype == WireName::F32 { 4 } else { 2 };
-        Sizes { heads: self.heads, kv_heads: self.kv_heads, dim: self.dim, v_dim: self.dim, wire, bias_heads: 0 }
+        TensorSizes { heads: self.heads, kv_heads: self.kv_heads, dim: self.dim, v_dim: self.dim, wire, bias_heads: 0 }
     }
 
     fn mask(&self, longest: usize) -> Result<Mask> {
@@ -166,7 +166,7 @@ impl DrawArgs {
 }
 
 /// A sentence on the bytes of the rank that sends most.
-fn sent(schedule: &Schedule, sizes: &Sizes) -> Result<String> {
+fn sent(schedule: &Schedule, sizes: &TensorSizes) -> Result<String> {
     let most = |pass| -> Result<u64> {
         let bytes = (0..schedule.query().ranks()).map(|rank| schedule.bytes_sent(pass, rank, sizes));
         Ok(bytes.collect::<ringspan::Result<Vec<_>>>()?.into_iter().max().unwrap_or(0))

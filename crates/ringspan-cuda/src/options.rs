@@ -3,7 +3,7 @@
 use crate::kernel_params::{AttentionParams, MemoryParams};
 use crate::nvrtc::{ELEMENT, Source};
 use ringspan::kernel::DType;
-use ringspan::kernel::{Inputs, Relative, View};
+use ringspan::kernel::{Inputs, RelativeBias, View};
 
 /// Numbers of rows and threads of a block, in order of preference: the first that fits into shared memory is used.
 const BLOCKS: [(usize, usize); 3] = [(32, 128), (16, 128), (8, 64)];
@@ -114,7 +114,7 @@ impl Options {
     pub(crate) fn backward(inputs: &Inputs, d_out: &View, tensor: TensorCores, shared: usize) -> Self {
         let Inputs { q, v, score, bias, .. } = inputs;
         // Gradients that are summed over pairs (of bias and buckets) are left to the portable kernels.
-        let summed = bias.is_some() || matches!(score.relative, Some(Relative::Buckets(_)));
+        let summed = bias.is_some() || matches!(score.relative, Some(RelativeBias::Buckets(_)));
         let wide = q.dim.max(v.dim) > TENSOR_WIDTHS.backward;
         if tensor == TensorCores::None || !inputs.multiplies_in_bf16() || summed || wide {
             return Self::fitted(inputs, KernelKind::Backward, Some(d_out), shared);
@@ -192,8 +192,8 @@ impl Options {
             chunk,
             types: [of(Some(q)), of(Some(k)), of(Some(v)), of(bias.as_ref()), of(d_out), DType::F32],
             softcap: score.softcap.is_some(),
-            alibi: matches!(score.relative, Some(Relative::Alibi { .. })),
-            buckets: matches!(score.relative, Some(Relative::Buckets(_))),
+            alibi: matches!(score.relative, Some(RelativeBias::Alibi { .. })),
+            buckets: matches!(score.relative, Some(RelativeBias::Buckets(_))),
             bias: bias.is_some(),
             dropout: score.dropout.is_some_and(|dropout| dropout.rate > 0.0),
         }

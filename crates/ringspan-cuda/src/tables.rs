@@ -5,7 +5,7 @@ use crate::kernel_params::{self, AttentionParams, TilePart};
 use cudarc::driver::CudaSlice;
 use ringspan::Band;
 use ringspan::Result;
-use ringspan::kernel::{HeadMap, Inputs, Relative, Score, Tile};
+use ringspan::kernel::{HeadMap, Inputs, RelativeBias, Score, Tile};
 
 /// Tiles, and for each block of rows the parts of tiles that it computes.
 pub(crate) struct Tables {
@@ -84,8 +84,8 @@ impl ScoreTerms {
     pub(crate) fn new(cuda: &Cuda, score: &Score) -> Result<Self> {
         let (terms, first) = match &score.relative {
             None => (&[][..], Vec::new()),
-            Some(Relative::Alibi { slopes }) => (&slopes[..], Vec::new()),
-            Some(Relative::Buckets(buckets)) => {
+            Some(RelativeBias::Alibi { slopes }) => (&slopes[..], Vec::new()),
+            Some(RelativeBias::Buckets(buckets)) => {
                 (&buckets.table[..], buckets.smallest_distances().into_iter().map(|smallest| smallest as i64).collect())
             }
         };
@@ -96,7 +96,7 @@ impl ScoreTerms {
     pub(crate) fn params(&self, cuda: &Cuda, inputs: &Inputs) -> Result<AttentionParams> {
         let Inputs { q, k, score, bias, .. } = inputs;
         let (buckets, buckets_of_one) = match &score.relative {
-            Some(Relative::Buckets(buckets)) => (buckets.count, buckets.smallest_distances().len()),
+            Some(RelativeBias::Buckets(buckets)) => (buckets.count, buckets.smallest_distances().len()),
             _ => (0, 0),
         };
         let mut params = AttentionParams {

@@ -10,13 +10,13 @@ use std::str::FromStr;
 /// A scaling of the rotary embedding by a factor, written `yarn:4`, or another base for it, written `theta:8e6`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RopeScaling {
-    kind: Kind,
-    /// The scaling factor; for [`Kind::Theta`], the new base.
+    kind: ScalingMethod,
+    /// The scaling factor; for [`ScalingMethod::Theta`], the new base.
     factor: f64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Kind {
+enum ScalingMethod {
     /// Divides all positions by the factor (Chen et al., 2023).
     Linear,
     /// The base grows with the length of the text, once it passes the trained positions (dynamic NTK-aware scaling).
@@ -29,7 +29,7 @@ enum Kind {
     Theta,
 }
 
-impl Kind {
+impl ScalingMethod {
     const ALL: [(Self, &str); 5] = [
         (Self::Linear, "linear"),
         (Self::Dynamic, "dynamic"),
@@ -48,13 +48,13 @@ impl FromStr for RopeScaling {
 
     fn from_str(text: &str) -> Result<Self> {
         let refuse = |problem: &str| {
-            let kinds = Kind::ALL.map(|(_, name)| name).join(", ");
+            let kinds = ScalingMethod::ALL.map(|(_, name)| name).join(", ");
             Error::RopeScaling(format!(
                 "'{text}' {problem}: it is a kind and a factor, as yarn:4, or a base, as theta:8e6; kinds are {kinds}"
             ))
         };
         let (name, factor) = text.split_once(':').ok_or_else(|| refuse("has no factor"))?;
-        let found = Kind::ALL.into_iter().find(|(_, known)| *known == name);
+        let found = ScalingMethod::ALL.into_iter().find(|(_, known)| *known == name);
         let (kind, _) = found.ok_or_else(|| refuse(&format!("has the unknown kind '{name}'")))?;
         let factor = factor.parse().ok().filter(|factor: &f64| *factor > 1.0 && factor.is_finite());
         Ok(Self { kind, factor: factor.ok_or_else(|| refuse("needs a number above 1 as its factor"))? })
@@ -85,7 +85,7 @@ impl RopeScaling {
             return refuse("config.json has no max_position_embeddings".into());
         };
         let Some(keys) = json.as_object_mut() else { return refuse("config.json is no object".into()) };
-        if self.kind == Kind::Theta {
+        if self.kind == ScalingMethod::Theta {
             new_base(keys, self.factor);
             keys.insert("max_position_embeddings".into(), positions.max(length.unwrap_or(0)).into());
             return Ok(json);
@@ -104,15 +104,15 @@ impl RopeScaling {
         parameters.remove("type");
         parameters.insert("rope_type".into(), self.kind.name().into());
         parameters.insert("factor".into(), json!(before * self.factor));
-        if let Kind::Yarn | Kind::Llama3 = self.kind {
+        if let ScalingMethod::Yarn | ScalingMethod::Llama3 = self.kind {
             parameters.entry("original_max_position_embeddings").or_insert(positions.into());
         }
-        if self.kind == Kind::Llama3 {
+        if self.kind == ScalingMethod::Llama3 {
             // Defaults of Llama 3.1.
             parameters.entry("low_freq_factor").or_insert(json!(1.0));
             parameters.entry("high_freq_factor").or_insert(json!(4.0));
         }
-        if self.kind != Kind::Dynamic {
+        if self.kind != ScalingMethod::Dynamic {
             let more = (positions as f64 * self.factor).round() as usize;
             keys.insert("max_position_embeddings".into(), more.into());
         }
@@ -182,7 +182,7 @@ impl Config {
             "yarn" => trained.max((original.unwrap_or(trained as f64) * factor) as usize),
             _ => trained,
         };
-        let own = Kind::ALL.iter().map(|(_, name)| *name).find(|name| *name == kind);
+        let own = ScalingMethod::ALL.iter().map(|(_, name)| *name).find(|name| *name == kind);
         let by = own.or((kind == "default").then_some("yarn"));
         Some(ContextOverflow { length, positions, by }).filter(|_| length > positions)
     }

@@ -5,7 +5,7 @@ use crate::groups::Groups;
 use crate::model_parallel_rank::ModelParallelRank;
 use ringspan::attention::Group;
 use ringspan::comm::process_group::ProcessGroup;
-use ringspan::comm::timed::Timed;
+use ringspan::comm::timed::TimedCommunicator;
 use ringspan::comm::{Communicator, threads};
 use ringspan::schedule::HeadShare;
 use ringspan::{World, world};
@@ -80,9 +80,12 @@ impl Mesh {
     ///
     /// # Errors
     /// A number of processes that is not the number of ranks; the error of the rank that failed first.
-    pub(crate) fn run_timed<T: Send>(&self, work: impl Fn(&Groups, &Timed) -> Result<T> + Sync) -> Result<Vec<T>> {
+    pub(crate) fn run_timed<T: Send>(
+        &self,
+        work: impl Fn(&Groups, &TimedCommunicator) -> Result<T> + Sync,
+    ) -> Result<Vec<T>> {
         self.run_with(|comm| {
-            let timed = Arc::new(Timed::new(comm));
+            let timed = Arc::new(TimedCommunicator::new(comm));
             self.on_rank(timed.clone(), |groups| work(groups, &timed))
         })
     }

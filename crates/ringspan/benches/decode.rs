@@ -6,7 +6,7 @@
 //! random order, as those of a paged cache may. `type=f32,bf16` chooses storage types, `threads=2`, `isa=avx2` and `rounds=9` the rest.
 
 use half::bf16;
-use ringspan::kernel::{Data, HeadMap, Inputs, Isa, Kernel, Partial, Score, Tile, TilePosition, View};
+use ringspan::kernel::{Data, HeadMap, Inputs, Isa, Kernel, OnlineSoftmax, Score, Tile, TilePosition, View};
 use ringspan::mask::Band;
 use std::hint::black_box;
 use std::time::Instant;
@@ -124,7 +124,7 @@ fn main() {
     for name in given("type").unwrap_or("f32,bf16".into()).split(',') {
         let cache: Vec<[Cached; 2]> = (0..layers).map(|_| [(); 2].map(|()| Cached::new(name, elements))).collect();
         let bytes: usize = cache.iter().flatten().map(|cached| size_of_val(cached.words())).sum();
-        let mut partial = Partial::new(sequences, heads, dim);
+        let mut partial = OnlineSoftmax::new(sequences, heads, dim);
         let mut decode = || {
             for [k, v] in &cache {
                 let view = |cached| {

@@ -7,7 +7,7 @@
 use ringspan::attention::{self, Group, Inputs};
 use ringspan::comm::threads::{self, SimulatedLink};
 use ringspan::kernel::View;
-use ringspan::schedule::{Pass, Sizes};
+use ringspan::schedule::{Pass, TensorSizes};
 use ringspan::{Documents, Error, Kernel, Layout, LayoutKind, Mask, Schedule, Score, StrategyKind};
 use std::time::{Duration, Instant};
 
@@ -49,7 +49,8 @@ impl Pattern {
 
     /// Bytes that a rank sends in a forward pass.
     fn bytes(&self) -> Result<f64, Error> {
-        let sizes = Sizes { heads: self.heads, kv_heads: self.heads, dim: DIM, v_dim: DIM, wire: 4, bias_heads: 0 };
+        let sizes =
+            TensorSizes { heads: self.heads, kv_heads: self.heads, dim: DIM, v_dim: DIM, wire: 4, bias_heads: 0 };
         Ok(self.schedule.bytes_sent(Pass::Forward, 0, &sizes)? as f64)
     }
 

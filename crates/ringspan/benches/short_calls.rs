@@ -5,7 +5,7 @@
 //! last column is the share of it that the kernel with two threads reaches, and its range. `isa=avx2` chooses the
 //! instruction set, `rounds=9` how often each is timed.
 
-use ringspan::kernel::{HeadMap, Inputs, Isa, Kernel, Partial, Score, Tile, TilePosition, View};
+use ringspan::kernel::{HeadMap, Inputs, Isa, Kernel, OnlineSoftmax, Score, Tile, TilePosition, View};
 use ringspan::mask::Band;
 use std::sync::Barrier;
 use std::time::Instant;
@@ -22,14 +22,14 @@ struct Work {
     heads: usize,
     values: Vec<f32>,
     score: Score,
-    partial: Partial,
+    partial: OnlineSoftmax,
 }
 
 impl Work {
     fn new(tokens: usize, heads: usize) -> Self {
         let values = (0..tokens * HEADS * DIM).map(|i| (i as f32 * 0.37).sin()).collect();
         let score = Score::new(1.0 / (DIM as f32).sqrt());
-        Self { tokens, heads, values, score, partial: Partial::new(tokens, heads, DIM) }
+        Self { tokens, heads, values, score, partial: OnlineSoftmax::new(tokens, heads, DIM) }
     }
 
     fn run(&mut self, kernel: &Kernel) {

@@ -9,7 +9,7 @@ use ringspan::attention::{self, Inputs};
 use ringspan::comm::{Buffer, Communicator, Pending, threads};
 use ringspan::kernel::{self, HeadMap, Kernel, View};
 use ringspan::mesh::Grid;
-use ringspan::schedule::{Pass, Sizes};
+use ringspan::schedule::{Pass, TensorSizes};
 use ringspan::{Documents, Error, Group, Layout, LayoutKind, Mask, Schedule, Score, StrategyKind};
 use ringspan_testing::{CountingAllocator, delegate_communicator};
 use std::sync::{Arc, Mutex};
@@ -286,7 +286,8 @@ fn plans_count_every_way_to_compute() {
             let layout = Layout::new(LayoutKind::Zigzag, &Documents::batch(1, 272 * 4), 4).expect("a layout");
             let schedule = Schedule::new(strategy, &layout, &layout, &Mask::causal(), grid).expect("a schedule");
             let schedule = schedule.with_head_chunks(chunks);
-            let sizes = Sizes { heads: 12, kv_heads: 6, dim: 40, v_dim: 40, wire: 4, bias_heads: usize::from(biased) };
+            let sizes =
+                TensorSizes { heads: 12, kv_heads: 6, dim: 40, v_dim: 40, wire: 4, bias_heads: usize::from(biased) };
             let got = measure_schedule(shape, &schedule, biased);
             for (pass, held) in [Pass::Forward, Pass::Backward].into_iter().zip(got) {
                 let planned = held.planned.iter().sum::<f64>();

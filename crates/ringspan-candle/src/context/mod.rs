@@ -20,7 +20,7 @@ use crate::experts::{Experts, Local};
 use crate::tensor_parallel::TensorParallel;
 use candle_core::{Result, Tensor};
 use ringspan::attention::Group;
-use ringspan::schedule::{Machine, Pass, Sizes, StrategyChoice};
+use ringspan::schedule::{Machine, Pass, StrategyChoice, TensorSizes};
 use ringspan::{Layout, Mask, Schedule, Score, StrategyKind};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -69,7 +69,7 @@ pub struct Context {
 }
 
 /// The inputs that a schedule depends on: the mask, and for a strategy that is chosen also the sizes and the passes.
-type ScheduleKey = (Mask, Option<(Sizes, bool)>);
+type ScheduleKey = (Mask, Option<(TensorSizes, bool)>);
 
 impl Context {
     /// A context for tokens that are distributed over the ranks of `group` as `layout` says, for models of this project;
@@ -178,7 +178,7 @@ impl Context {
         let ((_, heads, dim), (_, kv_heads, v_dim)) = (inputs.q.dims3()?, inputs.v.dims3()?);
         let wire = self.group.wire_bytes().unwrap_or(inputs.q.dtype().size_in_bytes());
         let bias_heads = inputs.bias.map_or(Ok(0), |bias| bias.dim(1))?;
-        let sizes = Sizes { heads, kv_heads, dim, v_dim, wire, bias_heads };
+        let sizes = TensorSizes { heads, kv_heads, dim, v_dim, wire, bias_heads };
         self.schedule_once((mask.clone(), Some((sizes, inputs.q.track_op()))))
     }
 

@@ -32,7 +32,7 @@ pub enum Format {
 }
 
 /// The constants of a format.
-struct Entry {
+struct FormatConstants {
     /// The number of the format in GGUF files.
     ggml: u32,
     name: &'static str,
@@ -56,7 +56,7 @@ impl Format {
         Self::Mxfp4,
     ];
 
-    const fn entry(self) -> Entry {
+    const fn entry(self) -> FormatConstants {
         let (ggml, name, block_len, block_bytes, candle) = match self {
             Self::F16 => (1, "F16", 1, 2, Some(GgmlDType::F16)),
             Self::BF16 => (30, "BF16", 1, 2, Some(GgmlDType::BF16)),
@@ -69,7 +69,7 @@ impl Format {
             Self::Iq4Nl => (20, "IQ4_NL", 32, 18, None),
             Self::Mxfp4 => (39, "MXFP4", 32, 17, None),
         };
-        Entry { ggml, name, block_len, block_bytes, candle }
+        FormatConstants { ggml, name, block_len, block_bytes, candle }
     }
 
     /// The format with this number in GGUF files; `None` for numbers of other formats.
@@ -120,7 +120,7 @@ impl Format {
     /// # Errors
     /// Rows that are not whole blocks, and a size whose bytes overflow `usize`.
     pub fn bytes(self, rows: usize, columns: usize) -> Result<usize> {
-        let Entry { block_len, block_bytes, .. } = self.entry();
+        let FormatConstants { block_len, block_bytes, .. } = self.entry();
         if !columns.is_multiple_of(block_len) {
             bail!("{self} stores blocks of {block_len} numbers, and rows of {columns} columns are not whole blocks");
         }

@@ -35,7 +35,7 @@ pub(super) struct CopyStreams {
     free: Mutex<Vec<(Pinned, Option<CudaEvent>)>>,
 }
 
-pub(super) struct Reserved {
+pub(super) struct ReservedMemory {
     slices: Vec<Slice>,
     /// The event at which candle's stream has allocated the memory.
     mark: CudaEvent,
@@ -63,7 +63,7 @@ impl CopyStreams {
         Ok(Self { device: device.clone(), up: stream()?, down: stream()?, free: Mutex::default() })
     }
 
-    pub(super) fn reserve(&self, sizes: &[usize], precision: Precision) -> Result<Reserved> {
+    pub(super) fn reserve(&self, sizes: &[usize], precision: Precision) -> Result<ReservedMemory> {
         // SAFETY: `upload` writes all of it before anything reads it.
         let slice = |size: &usize| unsafe {
             Ok::<_, candle_core::Error>(match precision {
@@ -74,18 +74,18 @@ impl CopyStreams {
         };
         let slices = sizes.iter().map(slice).collect::<Result<_>>()?;
         let mark = self.device.cuda_stream().record_event(None).map_err(failed("mark a unit"))?;
-        Ok(Reserved { slices, mark })
+        Ok(ReservedMemory { slices, mark })
     }
 
     pub(super) fn upload(
         &self,
-        reserved: Option<Reserved>,
+        reserved: Option<ReservedMemory>,
         parameters: &[Parameter<'_>],
         precision: Precision,
     ) -> Result<Vec<Tensor>> {
         let sizes: Vec<usize> = parameters.iter().map(Parameter::len).collect();
-        let fits = |reserved: &Reserved| reserved.slices.iter().map(Slice::len).eq(sizes.iter().copied());
-        let Reserved { mut slices, mark } = match reserved.filter(fits) {
+        let fits = |reserved: &ReservedMemory| reserved.slices.iter().map(Slice::len).eq(sizes.iter().copied());
+        let ReservedMemory { mut slices, mark } = match reserved.filter(fits) {
             Some(reserved) => reserved,
             None => self.reserve(&sizes, precision)?,
         };

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 pub(super) enum CopyStreams {}
 
-pub(super) enum Reserved {}
+pub(super) enum ReservedMemory {}
 
 pub(super) enum PendingDownload {}
 
@@ -16,11 +16,11 @@ impl CopyStreams {
         bail!("this program was built without GPUs")
     }
 
-    pub(super) fn reserve(&self, _: &[usize], _: Precision) -> Result<Reserved> {
+    pub(super) fn reserve(&self, _: &[usize], _: Precision) -> Result<ReservedMemory> {
         match *self {}
     }
 
-    pub(super) fn upload(&self, _: Option<Reserved>, _: &[Parameter<'_>], _: Precision) -> Result<Vec<Tensor>> {
+    pub(super) fn upload(&self, _: Option<ReservedMemory>, _: &[Parameter<'_>], _: Precision) -> Result<Vec<Tensor>> {
         match *self {}
     }
 

@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use ringspan::comm::Communicator;
 use ringspan::{Documents, Layout, LayoutKind, Mask, Score, StrategyKind};
 use ringspan_candle::stored_activation::Storage;
-use ringspan_candle::transfers::{Parameter, Reserved};
+use ringspan_candle::transfers::{Parameter, ReservedMemory};
 use ringspan_candle::{Attend, AttentionInputs, Context, Precision, RankDevice, Transfers, loss};
 use std::sync::Arc;
 
@@ -80,7 +80,7 @@ fn a_parameter_is_rounded_before_it_is_uploaded_and_not_twice() -> Result<()> {
     assert_eq!(numbers(&there), numbers(&third.t()?.to_dtype(DType::BF16)?), "of its elements in its order");
     assert_eq!(numbers(&gpu.parameter(&there)?), numbers(&there));
     let parameter = Parameter { parts: vec![&[1.0 / 3.0], &[2.0]], shape: 2.into() };
-    let there = &Transfers::new(&gpu).expect("a stream").upload(Reserved::default(), &[parameter])?[0];
+    let there = &Transfers::new(&gpu).expect("a stream").upload(ReservedMemory::default(), &[parameter])?[0];
     assert!(there.is_variable());
     assert_eq!((there.dtype(), numbers(there)), (DType::BF16, vec![0.333_984_38, 2.0]));
     assert_eq!(gpu.parameter(&third.narrow(0, 0, 0)?)?.dims(), [0, 2]);

@@ -15,7 +15,7 @@ use ringspan_candle::rope::{RotaryTable, rope};
 use ringspan_candle::stored_activation::{Storage, StoredActivation};
 use ringspan_candle::swiglu::{geglu, swiglu};
 use ringspan_candle::tensor_parallel::NO_TENSOR_PARALLEL;
-use ringspan_candle::transfers::{Parameter, Reserved};
+use ringspan_candle::transfers::{Parameter, ReservedMemory};
 use ringspan_candle::{
     Adapter, Expert, Experts, GatedExpert, InputDropout, Precision, RankDevice, Routing, Transfers, Weight,
     backward_from, pool,
@@ -307,7 +307,7 @@ fn a_parameter_is_rounded_once_to_the_nearest() -> Result<()> {
     assert_eq!((there.dtype(), there.dims()), (DType::BF16, &[2, 2][..]));
     assert_eq!(numbers(&there), numbers(&third.t()?.to_dtype(DType::BF16)?), "of its elements in its order");
     let parameter = Parameter { parts: vec![&[1.0 / 3.0], &[2.0]], shape: 2.into() };
-    let there = &Transfers::new(&rounding()).expect("a way").upload(Reserved::default(), &[parameter])?[0];
+    let there = &Transfers::new(&rounding()).expect("a way").upload(ReservedMemory::default(), &[parameter])?[0];
     assert!(there.is_variable());
     assert_eq!((there.dtype(), numbers(there)), (DType::BF16, vec![0.333_984_38, 2.0]));
     assert_eq!(rounding().parameter(&third.narrow(0, 0, 0)?)?.dims(), [0, 2]);

@@ -3,7 +3,7 @@
 
 use crate::support::random;
 use candle_core::{DType, Device, Tensor};
-use ringspan::kernel::{Buckets, Relative};
+use ringspan::kernel::{Buckets, RelativeBias};
 use ringspan::schedule::{Machine, StrategyChoice};
 use ringspan::{Documents, LayoutKind, Mask, Rank, Score, StrategyKind, World};
 use ringspan_candle::{AttentionInputs, Context, ContextBuilder};
@@ -42,7 +42,7 @@ fn same(builder: ContextBuilder) -> ContextBuilder {
 
 fn buckets() -> Score {
     let buckets = Buckets { table: Vec::new(), count: 8, max_distance: 12, bidirectional: true };
-    Score { relative: Some(Relative::Buckets(buckets)), ..Score::new(0.5) }
+    Score { relative: Some(RelativeBias::Buckets(buckets)), ..Score::new(0.5) }
 }
 
 #[test]

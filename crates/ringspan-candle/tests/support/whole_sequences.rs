@@ -3,7 +3,7 @@
 use super::random;
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use candle_nn::ops::softmax;
-use ringspan::kernel::{Buckets, Dropout, Relative};
+use ringspan::kernel::{Buckets, Dropout, RelativeBias};
 use ringspan::{Documents, Mask, Score, World};
 use ringspan_candle::{AttentionInputs, Context, ContextBuilder, QkvFormat};
 
@@ -96,13 +96,13 @@ impl Case {
         let terms = &self.terms;
         let relative = match terms.buckets {
             // The table is an input of its own, so these zeros are not read.
-            Some(bidirectional) => Some(Relative::Buckets(Buckets {
+            Some(bidirectional) => Some(RelativeBias::Buckets(Buckets {
                 table: vec![0.0; HEADS * BUCKETS],
                 count: BUCKETS,
                 max_distance: MAX_DISTANCE,
                 bidirectional,
             })),
-            None => terms.alibi.then(|| Relative::Alibi { slopes: slopes().to_vec() }),
+            None => terms.alibi.then(|| RelativeBias::Alibi { slopes: slopes().to_vec() }),
         };
         let dropout = terms.dropout.map(|rate| Dropout { rate, seed: 77, first_head: 0, first_query: 0 });
         Score { softcap: terms.softcap, relative, dropout, ..Score::new(terms.scale) }

@@ -28,7 +28,7 @@ const MOST_EMPTY: usize = 1 << 16;
 
 /// Sizes of the tensors: B batch, Sq queries, Sk keys, H query heads, G key-value heads, D and Dv head widths.
 #[derive(Debug, Clone, Copy, serde::Serialize)]
-pub struct Sizes {
+pub struct InputSizes {
     #[serde(rename = "B")]
     pub batch: usize,
     #[serde(rename = "Sq")]
@@ -47,7 +47,7 @@ pub struct Sizes {
 
 /// The input tensors, still in the bytes of their file.
 pub struct Input<'a> {
-    pub sizes: Sizes,
+    pub sizes: InputSizes,
     pub q: FileTensor<'a, 4>,
     pub k: FileTensor<'a, 4>,
     pub v: FileTensor<'a, 4>,
@@ -82,7 +82,7 @@ impl<'a> Input<'a> {
         equal(("k", &k), ("v", &v), 2, "G")?;
         let [batch, queries, heads, dim] = q.shape;
         let [_, keys, kv_heads, v_dim] = v.shape;
-        let sizes = Sizes { batch, queries, keys, heads, kv_heads, dim, v_dim };
+        let sizes = InputSizes { batch, queries, keys, heads, kv_heads, dim, v_dim };
         for (size, letter, name) in [(heads, "H", "q"), (dim, "D", "q"), (kv_heads, "G", "k"), (v_dim, "Dv", "v")] {
             ensure!(size > 0, "{path}: `{name}` has {letter} = 0, but it must be at least 1");
         }
@@ -118,7 +118,7 @@ impl<'a> Input<'a> {
     }
 }
 
-impl Sizes {
+impl InputSizes {
     /// Refuses sizes for which there cannot be enough memory: where one dim is 0, a file without bytes may claim any other
     /// dims.
     fn check(&self) -> Result<()> {
@@ -142,9 +142,9 @@ pub fn unknown(file: &Tensors<'_>) -> Vec<String> {
     file.names().into_iter().filter(|name| !KNOWN.contains(&name.as_str())).collect()
 }
 
-fn documents(file: &Tensors<'_>, sizes: &Sizes) -> Result<(Documents, Documents)> {
+fn documents(file: &Tensors<'_>, sizes: &InputSizes) -> Result<(Documents, Documents)> {
     let path = file.path().display();
-    let Sizes { batch, queries, keys, .. } = *sizes;
+    let InputSizes { batch, queries, keys, .. } = *sizes;
     let given: Vec<&str> =
         ["cu_seqlens", "document_ids", "kv_lengths"].into_iter().filter(|name| file.has(name)).collect();
     if let [one, other, ..] = given[..] {

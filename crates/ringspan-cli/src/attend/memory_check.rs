@@ -1,6 +1,6 @@
 //! Checks that the ranks of `attend` fit into memory, before any of them starts.
 
-use super::input::Sizes;
+use super::input::InputSizes;
 use super::plan::Plan;
 use anyhow::{Result, ensure};
 use ringspan::comm::{process_group::ProcessGroup, threads};
@@ -15,7 +15,7 @@ struct MemoryNeeds {
 }
 
 /// Refuses ranks that are threads of this process and together take more memory than is free.
-pub(super) fn check(plan: &Plan, sizes: &Sizes, backward: bool, processes: &ProcessGroup) -> Result<()> {
+pub(super) fn check(plan: &Plan, sizes: &InputSizes, backward: bool, processes: &ProcessGroup) -> Result<()> {
     let Some(free) = ringspan::memory::available().filter(|_| processes.local().is_none()) else { return Ok(()) };
     let ranks = plan.schedule.query().ranks();
     let needs = MemoryNeeds {
@@ -59,8 +59,8 @@ fn lists(plan: &Plan, backward: bool) -> u64 {
 }
 
 /// Bytes of tensors in f32: inputs, results, and two blocks of keys and values of other ranks with their gradients.
-fn tensors(plan: &Plan, sizes: &Sizes, backward: bool) -> u64 {
-    let Sizes { heads, kv_heads, dim, v_dim, .. } = *sizes;
+fn tensors(plan: &Plan, sizes: &InputSizes, backward: bool) -> u64 {
+    let InputSizes { heads, kv_heads, dim, v_dim, .. } = *sizes;
     let (query, key) = (plan.schedule.query(), plan.schedule.key());
     let ranks = query.ranks();
     let passes = if backward { 2 } else { 1 };

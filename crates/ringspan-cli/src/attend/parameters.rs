@@ -1,10 +1,10 @@
 //! Makes the mask and the terms of the scores from flags and tensors.
 
 use super::args::AttendArgs;
-use super::input::{FLOATS, Sizes};
+use super::input::{FLOATS, InputSizes};
 use crate::files::{FileTensor, Tensors};
 use anyhow::{Context, Result, ensure};
-use ringspan::kernel::{Buckets, Dropout, Relative};
+use ringspan::kernel::{Buckets, Dropout, RelativeBias};
 use ringspan::mask::BlockPairs;
 use ringspan::{Mask, Score};
 use safetensors::Dtype;
@@ -59,11 +59,11 @@ pub struct ScoreTerms<'a> {
 }
 
 /// The terms that flags and tensors define together.
-pub fn terms<'a>(args: &AttendArgs, file: &Tensors<'a>, sizes: &Sizes) -> Result<ScoreTerms<'a>> {
+pub fn terms<'a>(args: &AttendArgs, file: &Tensors<'a>, sizes: &InputSizes) -> Result<ScoreTerms<'a>> {
     Ok(ScoreTerms { score: score(args, file, sizes)?, bias: bias(file, sizes)?, gives_sinks: file.has("sinks") })
 }
 
-fn score(args: &AttendArgs, file: &Tensors<'_>, sizes: &Sizes) -> Result<Score> {
+fn score(args: &AttendArgs, file: &Tensors<'_>, sizes: &InputSizes) -> Result<Score> {
     let path = file.path().display();
     let heads = sizes.heads;
     let per_head = |name: &str| -> Result<Option<Vec<f32>>> {
@@ -79,7 +79,7 @@ fn score(args: &AttendArgs, file: &Tensors<'_>, sizes: &Sizes) -> Result<Score> 
         ensure!(sinks.is_none(), "{path}: --off-by-one is a sink of 0 for each head, but the file has `sinks`");
         sinks = Some(vec![0.0; heads]);
     }
-    let alibi = per_head("alibi_slopes")?.map(|slopes| Relative::Alibi { slopes });
+    let alibi = per_head("alibi_slopes")?.map(|slopes| RelativeBias::Alibi { slopes });
     let relative = match buckets(args, file, heads)? {
         None => alibi,
         Some(buckets) => {
@@ -87,7 +87,7 @@ fn score(args: &AttendArgs, file: &Tensors<'_>, sizes: &Sizes) -> Result<Score> 
                 alibi.is_none(),
                 "{path}: `alibi_slopes` and `relative_bias` are both terms of the distance; keep one"
             );
-            Some(Relative::Buckets(buckets))
+            Some(RelativeBias::Buckets(buckets))
         }
     };
     ensure!(args.dropout.is_some() || args.seed.is_none(), "--seed is of use with --dropout only");
@@ -129,13 +129,13 @@ fn buckets(args: &AttendArgs, file: &Tensors<'_>, heads: usize) -> Result<Option
     Ok(Some(Buckets { table, count, max_distance, bidirectional: args.relative_bidirectional }))
 }
 
-fn bias<'a>(file: &Tensors<'a>, sizes: &Sizes) -> Result<Option<FileTensor<'a, 4>>> {
+fn bias<'a>(file: &Tensors<'a>, sizes: &InputSizes) -> Result<Option<FileTensor<'a, 4>>> {
     if !file.has("bias") {
         return Ok(None);
     }
     let path = file.path().display();
     let given = file.get::<4>("bias", &FLOATS, "[B or 1, H or 1, Sq, Sk]")?;
-    let Sizes { batch, queries, keys, heads, .. } = *sizes;
+    let InputSizes { batch, queries, keys, heads, .. } = *sizes;
     let [rows, given_heads, q, k] = given.shape;
     ensure!(
         (rows == batch || rows == 1) && (given_heads == heads || given_heads == 1) && (q, k) == (queries, keys),

@@ -1,12 +1,12 @@
 //! Decides how `attend` computes: grid, layout, strategy, type on the wire.
 
 use super::args::{AttendArgs, WireName};
-use super::input::{self, Input};
+use super::input::{Input, InputSizes};
 use super::parameters::ScoreTerms;
 use anyhow::{Context, Result, ensure};
 use ringspan::attention::Wire;
 use ringspan::mesh::Grid;
-use ringspan::schedule::{Choice, HeadShare, Link, Machine, Pass, Sizes, StrategyChoice};
+use ringspan::schedule::{Choice, HeadShare, Link, Machine, Pass, StrategyChoice, TensorSizes};
 use ringspan::{Layout, LayoutKind, Mask, Schedule, Strategy, StrategyKind};
 use safetensors::Dtype;
 use std::path::Path;
@@ -74,9 +74,9 @@ impl Plan {
                 let flops = speed * 1e9;
                 let machine = Machine { flops, ring: link, ulysses: link, line: false };
                 let bytes = if wire == Wire::F32 { 4 } else { 2 };
-                let input::Sizes { heads, kv_heads, dim, v_dim, .. } = sizes;
+                let InputSizes { heads, kv_heads, dim, v_dim, .. } = sizes;
                 let bias_heads = terms.bias.as_ref().map_or(0, |bias| bias.shape[1]);
-                let sizes = Sizes { heads, kv_heads, dim, v_dim, wire: bytes, bias_heads };
+                let sizes = TensorSizes { heads, kv_heads, dim, v_dim, wire: bytes, bias_heads };
                 let passes = if args.backward { &[Pass::Forward, Pass::Backward][..] } else { &[Pass::Forward] };
                 let choice = Choice::cheapest(candidates, &sizes, &machine, passes)?;
                 Ok(Self { schedule: choice.schedule.clone(), layout, wire, choice: Some(choice) })

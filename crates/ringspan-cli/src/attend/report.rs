@@ -1,7 +1,7 @@
 //! The report of `attend`, as text for people and as JSON for programs.
 
 use super::compute::{RankReport, RankResult, RankWork};
-use super::input::Sizes;
+use super::input::InputSizes;
 use super::plan::Plan;
 use crate::files::type_name;
 use serde::Serialize;
@@ -34,7 +34,7 @@ struct Estimate {
 #[derive(Debug, Serialize)]
 struct Run {
     version: &'static str,
-    sizes: Sizes,
+    sizes: InputSizes,
     #[serde(rename = "type")]
     dtype: String,
     documents: usize,
@@ -124,7 +124,7 @@ impl std::fmt::Display for Report {
         if let Some(choice) = &self.choice {
             writeln!(f, "{choice}")?;
         }
-        let Sizes { batch, queries, keys, heads, kv_heads, dim, v_dim } = sizes;
+        let InputSizes { batch, queries, keys, heads, kv_heads, dim, v_dim } = sizes;
         writeln!(
             f,
             "B {batch}, Sq {queries}, Sk {keys}, H {heads}, G {kv_heads}, D {dim}, Dv {v_dim}, {dtype}; mask {mask}"

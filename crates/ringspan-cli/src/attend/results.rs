@@ -1,17 +1,17 @@
 //! Puts the results of all ranks together.
 
 use super::compute::{RankResult, RankWork};
-use super::input::Sizes;
+use super::input::InputSizes;
 use crate::files::OutputTensor;
 use anyhow::Result;
 use ringspan::Layout;
-use ringspan::kernel::Relative;
+use ringspan::kernel::RelativeBias;
 use safetensors::Dtype;
 
 /// The output tensors. Tokens that no rank holds are padding: out 0, lse -inf, gradients 0.
 pub(super) fn join(work: &RankWork<'_>, parts: &[RankResult]) -> Result<Vec<OutputTensor>> {
     let input = work.input;
-    let Sizes { batch, queries, keys, heads, kv_heads, dim, v_dim } = input.sizes;
+    let InputSizes { batch, queries, keys, heads, kv_heads, dim, v_dim } = input.sizes;
     let (query, key) = (work.schedule.query(), work.schedule.key());
     let mut out = vec![0.0; batch * queries * heads * v_dim];
     let mut lse = vec![f32::NEG_INFINITY; batch * heads * queries];
@@ -48,7 +48,7 @@ pub(super) fn join(work: &RankWork<'_>, parts: &[RankResult]) -> Result<Vec<Outp
     if let Some(sinks) = work.terms.score.sinks.as_ref().filter(|_| work.terms.gives_sinks) {
         tensors.push(OutputTensor::new("d_sinks", Dtype::F32, vec![heads], sum(|part| &part.d_sinks, sinks.len())));
     }
-    if let Some(Relative::Buckets(buckets)) = &work.terms.score.relative {
+    if let Some(RelativeBias::Buckets(buckets)) = &work.terms.score.relative {
         let by_head = sum(|part| &part.d_table, buckets.table.len());
         let count = buckets.count;
         let by_bucket = (0..count).flat_map(|bucket| by_head.iter().copied().skip(bucket).step_by(count)).collect();

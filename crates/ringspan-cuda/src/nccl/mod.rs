@@ -107,7 +107,7 @@ struct NcclChannel {
     waiting: VecDeque<Vec<Transfer>>,
     /// The flight that NCCL is putting on the stream.
     starting: Option<Vec<Transfer>>,
-    flying: VecDeque<Flight>,
+    started: VecDeque<Flight>,
 }
 
 impl NcclChannel {
@@ -142,7 +142,7 @@ impl NcclChannel {
             cuda,
             waiting: VecDeque::new(),
             starting: None,
-            flying: VecDeque::new(),
+            started: VecDeque::new(),
         };
         match channel.meet(&*words, connected, patience) {
             Ok(()) => Ok(channel),
@@ -252,7 +252,7 @@ impl NcclChannel {
                     }
                 }
                 let end = self.cuda.stream.record_event(None).map_err(self.cuda.gpu().failed("mark a flight's end"))?;
-                self.flying.push_back(Flight { end, transfers });
+                self.started.push_back(Flight { end, transfers });
             }
             let Some(transfers) = self.waiting.pop_front() else { break };
             self.begin(&transfers)?;
@@ -294,11 +294,11 @@ impl Channel for NcclChannel {
     fn landed(&mut self) -> Result<usize> {
         self.advance()?;
         let mut landed = 0;
-        while let Some(flight) = self.flying.front() {
+        while let Some(flight) = self.started.front() {
             if !flight.end.try_is_complete().map_err(self.cuda.gpu().failed("move blocks"))? {
                 break;
             }
-            self.flying.pop_front();
+            self.started.pop_front();
             landed += 1;
         }
         Ok(landed)
@@ -309,7 +309,7 @@ impl Channel for NcclChannel {
             // If the GPU cannot be made current, its driver has failed, and with it all flights.
             let _ = self.cuda.bind();
             comm.abort();
-            let left = self.flying.iter().map(|flight| &flight.transfers).chain(&self.starting).flatten();
+            let left = self.started.iter().map(|flight| &flight.transfers).chain(&self.starting).flatten();
             for transfer in left {
                 if let Transfer::Send { elements, .. } = transfer
                     && let Ok(source) = self.source(&**elements)

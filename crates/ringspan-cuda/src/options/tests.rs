@@ -21,11 +21,11 @@ fn kernels_compile_and_fit_for_every_architecture_since_ampere() {
     let buckets = Buckets { table: vec![0.0; 32], count: 32, max_distance: 128, bidirectional: true };
     let all = Score {
         softcap: Some(20.0),
-        relative: Some(Relative::Buckets(buckets)),
+        relative: Some(RelativeBias::Buckets(buckets)),
         dropout: Some(Dropout { rate: 0.1, seed: 0, first_head: 0, first_query: 0 }),
         ..plain.clone()
     };
-    let alibi = Score { relative: Some(Relative::Alibi { slopes: vec![0.1] }), ..plain.clone() };
+    let alibi = Score { relative: Some(RelativeBias::Alibi { slopes: vec![0.1] }), ..plain.clone() };
     let types = [DType::F32, DType::Bf16, DType::F16];
     let compile_all = |architecture: &str| {
         for (from, to) in types.into_iter().flat_map(|from| types.map(|to| (from, to))) {
@@ -119,7 +119,7 @@ fn tensor_cores_take_bf16_of_their_widths() {
     let heads = HeadMap::grouped(1, 1).expect("they divide");
     let (plain, flat) = (Score::new(1.0), Score::new(0.0));
     let buckets = Buckets { table: vec![0.0; 4], count: 4, max_distance: 8, bidirectional: false };
-    let buckets = Score { relative: Some(Relative::Buckets(buckets)), ..plain.clone() };
+    let buckets = Score { relative: Some(RelativeBias::Buckets(buckets)), ..plain.clone() };
     let (f, b) = (vec![0.0; 512], vec![bf16::ZERO; 512]);
     let (floats, halves) = (Data::F32(&f), Data::Bf16(&b));
     let kinds = |data: Data, dim: usize, score: &Score, tensor: TensorCores| {

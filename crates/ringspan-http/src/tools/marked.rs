@@ -11,7 +11,7 @@ pub(super) struct Mark {
 }
 
 /// Reads what stands between two marks; `None` if that is no call.
-type Read = fn(&str, &Definitions) -> Option<Vec<ToolCall>>;
+type ReadCall = fn(&str, &Definitions) -> Option<Vec<ToolCall>>;
 
 /// Finds calls between marks. White space next to calls is no text.
 #[derive(Debug)]
@@ -19,7 +19,7 @@ pub(super) struct MarkedCalls {
     marks: &'static [Mark],
     /// Marks around all calls, which say nothing more.
     ignored: &'static [&'static str],
-    read: Read,
+    read: ReadCall,
     tools: Definitions,
     /// What is not certain yet, from the mark on where one is open.
     held: String,
@@ -35,7 +35,7 @@ impl MarkedCalls {
     pub(super) fn new(
         marks: &'static [Mark],
         ignored: &'static [&'static str],
-        read: Read,
+        read: ReadCall,
         tools: Definitions,
     ) -> Self {
         let (held, space) = (String::new(), String::new());

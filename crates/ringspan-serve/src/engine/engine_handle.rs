@@ -17,7 +17,7 @@ use crate::groups::Groups;
 use crate::mesh::Mesh;
 use crate::model::Model;
 use crate::paged::{PagedCache, PerKind, window_lookback};
-use ringspan::comm::timed::Timed;
+use ringspan::comm::timed::TimedCommunicator;
 use ringspan_candle::tensor_parallel::part;
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -180,7 +180,7 @@ where
 
 fn run_rank<M>(
     groups: &Groups,
-    timed: &Timed,
+    timed: &TimedCommunicator,
     shared: &Shared,
     scheduler: &Mutex<Scheduler>,
     heartbeat: Duration,

@@ -7,14 +7,14 @@ use super::step::CachePage;
 use crate::error::{Error, Result};
 use crate::groups::Groups;
 use candle_core::{DType, Tensor};
-use ringspan::comm::{Buffer, timed::Timed};
+use ringspan::comm::{Buffer, timed::TimedCommunicator};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// A rank, with what computes on it.
 pub(super) struct EngineRank<'a> {
     pub(super) groups: &'a Groups,
-    timed: &'a Timed,
+    timed: &'a TimedCommunicator,
     pub(super) executor: Box<dyn Executor + 'a>,
     /// When rank 0 last gave a command.
     commanded: Instant,
@@ -35,7 +35,7 @@ pub(super) enum Outcome {
 }
 
 impl<'a> EngineRank<'a> {
-    pub(super) fn new(groups: &'a Groups, timed: &'a Timed, executor: Box<dyn Executor + 'a>) -> Self {
+    pub(super) fn new(groups: &'a Groups, timed: &'a TimedCommunicator, executor: Box<dyn Executor + 'a>) -> Self {
         Self { groups, timed, executor, commanded: Instant::now() }
     }
 

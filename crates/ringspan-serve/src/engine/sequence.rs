@@ -16,9 +16,9 @@ pub(super) struct Sequence {
     /// The prompt, and after it the generated tokens.
     pub(super) tokens: Vec<u32>,
     /// Number of tokens of the prompt.
-    pub(super) prompt: usize,
+    pub(super) prompt_len: usize,
     /// Largest number of tokens, those of the prompt included.
-    pub(super) longest: usize,
+    pub(super) max_len: usize,
     pub(super) stop_token_ids: Vec<u32>,
     /// The texts with which it may share pages.
     pub(super) namespace: Namespace,
@@ -30,7 +30,7 @@ pub(super) struct Sequence {
     /// Guesses of the tokens after `tokens`, which the step under way computes; those that are drawn need not be computed again.
     pub(super) drafts: Vec<u32>,
     /// Number of the prompt's tokens that were in the cache when the request was first admitted; `None` before that.
-    pub(super) cached: Option<usize>,
+    pub(super) cached_tokens: Option<usize>,
     pub(super) times: RequestTimes,
     events: UnboundedSender<Event>,
 }
@@ -105,8 +105,8 @@ impl Sequence {
             request;
         Self {
             arrival,
-            prompt: prompt.len(),
-            longest: prompt.len().saturating_add(max_tokens).min(max_model_len),
+            prompt_len: prompt.len(),
+            max_len: prompt.len().saturating_add(max_tokens).min(max_model_len),
             tokens: prompt,
             stop_token_ids,
             namespace: Namespace { adapter, salt: cache_salt },
@@ -122,7 +122,7 @@ impl Sequence {
             replica: 0,
             page_table: PageTable::default(),
             drafts: Vec::new(),
-            cached: None,
+            cached_tokens: None,
             times: RequestTimes::new(queued),
             events,
         }
@@ -150,7 +150,7 @@ impl Sequence {
 
     /// Number of generated tokens.
     pub(super) fn generated(&self) -> usize {
-        self.tokens.len() - self.prompt
+        self.tokens.len() - self.prompt_len
     }
 
     /// Whether hidden states of all of the prompt's tokens are still to be computed, so that none may be found in the cache.

@@ -95,7 +95,7 @@ pub(super) fn logit_rows(scheduler: &mut Scheduler, step: &ScheduledStep) -> Vec
         let Some(index) = scheduler.find(arrival) else { continue };
         let sequence = &scheduler.running()[index];
         let next = position + 1;
-        if next < sequence.prompt
+        if next < sequence.prompt_len
             && let Some(top) = sequence.prompt_results.wants_logprobs()
         {
             rows.push(LogitRow {
@@ -105,7 +105,7 @@ pub(super) fn logit_rows(scheduler: &mut Scheduler, step: &ScheduledStep) -> Vec
             });
         }
         if let Some(drafts) = next.checked_sub(sequence.tokens.len())
-            && next < sequence.longest
+            && next < sequence.max_len
         {
             let purpose = match sequence.sampler.takes_most_likely() {
                 true => LogitPurpose::TakeMostLikely { drafts },
@@ -124,7 +124,7 @@ pub(super) fn pool_hidden(scheduler: &mut Scheduler, step: &ScheduledStep, hidde
         let Some(index) = scheduler.find(arrival) else { continue };
         let wanted = match scheduler.running()[index].prompt_results.wants_hidden() {
             Some(Pooling::Mean) => true,
-            Some(Pooling::Last) => position + 1 == scheduler.running()[index].prompt,
+            Some(Pooling::Last) => position + 1 == scheduler.running()[index].prompt_len,
             None => false,
         };
         if wanted {

@@ -9,7 +9,7 @@ use crate::step::StepSequence;
 use candle_core::DType;
 use ringspan::attention::{Group, Inputs, on_device};
 use ringspan::kernel::{Data, View};
-use ringspan::schedule::{Pass, Sizes};
+use ringspan::schedule::{Pass, TensorSizes};
 use ringspan::{Documents, Layout, LayoutKind, Mask, Schedule, Score, StrategyKind};
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -125,7 +125,7 @@ impl PrefillBatch {
         score: &Score,
     ) -> Result<Vec<f32>> {
         let (k, v) = cache.views(layer, &self.cache_rows)?;
-        let sizes = Sizes {
+        let sizes = TensorSizes {
             heads: q.heads,
             kv_heads: k.heads,
             dim: q.dim,
@@ -139,7 +139,7 @@ impl PrefillBatch {
     }
 
     /// The schedule for a mask whose busiest rank sends least, the same on all ranks; it is made once a step.
-    fn schedule(&self, group: &Group, mask: &Mask, sizes: &Sizes) -> Result<Rc<Schedule>> {
+    fn schedule(&self, group: &Group, mask: &Mask, sizes: &TensorSizes) -> Result<Rc<Schedule>> {
         if let Some(schedule) = self.schedules.borrow().get(mask) {
             return Ok(schedule.clone());
         }

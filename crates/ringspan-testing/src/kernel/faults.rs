@@ -130,7 +130,7 @@ pub fn faults_stay_in_bands_over_many_blocks(kernels: &dyn Kernels) {
 pub fn faults_stay_in_bands_with_terms(kernels: &dyn Kernels) {
     let mut problem = Problem::new(100, 100, (4, 2), (16, 24), Band { lo: -9, hi: 30 });
     problem.score.softcap = Some(2.0);
-    problem.score.relative = Some(Relative::Alibi { slopes: vec![0.1; 4] });
+    problem.score.relative = Some(RelativeBias::Alibi { slopes: vec![0.1; 4] });
     problem.bias_heads = 1;
     for fault in FAULTS {
         check(kernels, &problem, fault, "terms");

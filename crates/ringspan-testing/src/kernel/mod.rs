@@ -10,7 +10,9 @@ use crate::Kernels;
 use half::{bf16, f16};
 use ringspan::Band;
 use ringspan::kernel::reference::{self, Shape};
-use ringspan::kernel::{Buckets, Data, Dropout, HeadMap, Inputs, Kernel, Partial, Relative, Saved, Score, Sums, Tile};
+use ringspan::kernel::{
+    Buckets, Data, Dropout, HeadMap, Inputs, Kernel, OnlineSoftmax, RelativeBias, Saved, Score, Sums, Tile,
+};
 use ringspan::kernel::{TilePosition, View};
 use std::ops::Range;
 
@@ -282,8 +284,8 @@ impl Problem {
             let [q, k, v] = [q, k, v].map(|view| View { computes_in_f32: self.computes_in_f32, ..view });
             Inputs { q, k, v, heads: &map, score: &self.score, bias }
         };
-        let attend = |by: fn(&Kernel, &Inputs, &[Tile], &mut Partial) -> ringspan::Result<()>| {
-            let mut partial = Partial::new(self.queries, heads, self.v_dim);
+        let attend = |by: fn(&Kernel, &Inputs, &[Tile], &mut OnlineSoftmax) -> ringspan::Result<()>| {
+            let mut partial = OnlineSoftmax::new(self.queries, heads, self.v_dim);
             for (rows, tiles) in &self.blocks {
                 by(kernel, &inputs(rows), &self.tiles(rows, tiles), &mut partial).expect("no failure");
             }

@@ -9,7 +9,7 @@ pub(super) const CHANGES: [Change; 9] = [
     ("softcap", |problem| problem.score.softcap = Some(0.7)),
     ("alibi", |problem| {
         let slopes = (0..problem.heads()).map(|head| 0.5f32.powi(head as i32 + 2)).collect();
-        problem.score.relative = Some(Relative::Alibi { slopes });
+        problem.score.relative = Some(RelativeBias::Alibi { slopes });
     }),
     ("buckets", |problem| problem.score.relative = Some(buckets(problem, 12, 40, false))),
     ("buckets of both sides", |problem| problem.score.relative = Some(buckets(problem, 16, 50, true))),
@@ -22,8 +22,8 @@ pub(super) const CHANGES: [Change; 9] = [
     ("negative scale", |problem| problem.score.scale *= -1.0),
 ];
 
-fn buckets(problem: &Problem, count: usize, max_distance: usize, bidirectional: bool) -> Relative {
-    Relative::Buckets(Buckets { table: random(problem.heads() * count, 7), count, max_distance, bidirectional })
+fn buckets(problem: &Problem, count: usize, max_distance: usize, bidirectional: bool) -> RelativeBias {
+    RelativeBias::Buckets(Buckets { table: random(problem.heads() * count, 7), count, max_distance, bidirectional })
 }
 
 pub fn each_term_alone(kernels: &dyn Kernels) {

@@ -5,7 +5,7 @@ use crate::Kernels;
 use ringspan::attention::{Group, Inputs, Merge, Tokens, decode};
 use ringspan::comm::threads;
 use ringspan::kernel::{Kernel, View};
-use ringspan::schedule::{DecodeSchedule, Sizes};
+use ringspan::schedule::{DecodeSchedule, TensorSizes};
 use ringspan::{Error, Layout, LayoutKind, Mask, Run};
 
 /// Output, log-sum-exp and bytes sent of every rank.
@@ -115,7 +115,7 @@ pub fn the_exchange_is_one_state_a_message(kernels: &dyn Kernels) {
     }
     let problem = Problem::cross(1, 1, 64, 4, 2, 32, Mask::causal_bottom_right());
     let state = (4 * (32 + 2) * 4) as u64;
-    let sizes = Sizes { heads: 4, kv_heads: 2, dim: 32, v_dim: 32, wire: 4, bias_heads: 0 };
+    let sizes = TensorSizes { heads: 4, kv_heads: 2, dim: 32, v_dim: 32, wire: 4, bias_heads: 0 };
     for ranks in [2, 3, 4, 7, 8] {
         let sent = |merge| {
             on_ranks(kernels, &problem, ranks, 16, true, merge).into_iter().map(|answer| answer.2).collect::<Vec<_>>()

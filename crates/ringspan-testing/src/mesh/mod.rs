@@ -8,7 +8,7 @@ pub use setup::{MakeRank, MeshSetup, RankProgram};
 
 use crate::Kernels;
 use ringspan::attention::Wire;
-use ringspan::kernel::{Buckets, Dropout, Relative, reference};
+use ringspan::kernel::{Buckets, Dropout, RelativeBias, reference};
 use ringspan::{Documents, Error, Mask, Score};
 
 /// A case of attention of documents, with a mask and a score; it does not depend on ranks.
@@ -111,7 +111,7 @@ impl Problem {
     pub fn with_alibi(self) -> Self {
         self.with_score("alibi", |problem, score| {
             let slopes = (0..problem.heads).map(|h| 0.3 / (h + 1) as f32).collect();
-            score.relative = Some(Relative::Alibi { slopes });
+            score.relative = Some(RelativeBias::Alibi { slopes });
         })
     }
 
@@ -119,7 +119,7 @@ impl Problem {
         self.with_score("buckets", |problem, score| {
             let table = random(problem.heads * 12, 78);
             score.relative =
-                Some(Relative::Buckets(Buckets { table, count: 12, max_distance: 40, bidirectional: true }));
+                Some(RelativeBias::Buckets(Buckets { table, count: 12, max_distance: 40, bidirectional: true }));
         })
     }
 

@@ -157,7 +157,7 @@ pub(super) fn json_kind(from: Box<dyn BufRead>) -> std::io::Result<JsonKind> {
 
 /// Whether the object that begins here is in a known form; none where it is damaged.
 fn has_form(from: &mut LineCounter) -> Option<bool> {
-    let keys = Keys.deserialize(&mut Deserializer::from_reader(from)).ok()?;
+    let keys = ObjectKeys.deserialize(&mut Deserializer::from_reader(from)).ok()?;
     Some(Content::has_form(&keys))
 }
 
@@ -176,9 +176,9 @@ impl Read for LineCounter {
 }
 
 /// Reads the keys of an object and skips its values, which may be large.
-struct Keys;
+struct ObjectKeys;
 
-impl<'de> DeserializeSeed<'de> for Keys {
+impl<'de> DeserializeSeed<'de> for ObjectKeys {
     type Value = Vec<String>;
 
     fn deserialize<D: serde::Deserializer<'de>>(self, from: D) -> std::result::Result<Vec<String>, D::Error> {
@@ -186,7 +186,7 @@ impl<'de> DeserializeSeed<'de> for Keys {
     }
 }
 
-impl<'de> Visitor<'de> for Keys {
+impl<'de> Visitor<'de> for ObjectKeys {
     type Value = Vec<String>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

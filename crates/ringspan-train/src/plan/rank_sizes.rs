@@ -7,7 +7,7 @@ use crate::{
     optimizer::Optimizer,
     spec::RunSpec,
 };
-use ringspan::schedule::{HeadShare, Pass, Sizes};
+use ringspan::schedule::{HeadShare, Pass, TensorSizes};
 use ringspan::{Layout, StrategyKind};
 use ringspan_candle::shard::ShardSpec;
 use ringspan_candle::{DeviceName, Heads, ParallelRank, Precision, Recompute, Unit, stored_activation::Storage};
@@ -217,10 +217,10 @@ impl Shape {
         once * ((2 * self.layers - with_experts) * 2 * 3 + 4)
     }
 
-    fn sizes(&self) -> Sizes {
+    fn sizes(&self) -> TensorSizes {
         let (heads, kv_heads) = (self.heads.queries.len(), self.heads.key_values.len());
         let (dim, v_dim) = (self.dim as usize, self.value_dim as usize);
-        Sizes { heads, kv_heads, dim, v_dim, wire: self.width() as usize, bias_heads: 0 }
+        TensorSizes { heads, kv_heads, dim, v_dim, wire: self.width() as usize, bias_heads: 0 }
     }
 }
 

@@ -20,7 +20,7 @@ use crate::{
     watchdog::Watchdog,
 };
 use groups::Groups;
-use ringspan::comm::{Buffer, Communicator, timed::Timed};
+use ringspan::comm::{Buffer, Communicator, timed::TimedCommunicator};
 use ringspan_candle::{Devices, Offload, Recompute};
 use save_checkpoint::PendingSave;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -75,7 +75,7 @@ impl<'a> Rank<'a> {
         world: Arc<dyn Communicator>,
     ) -> Result<Self> {
         let (decoder, mesh, device) = (&setup.spec.decoder, &setup.spec.mesh, devices.of(world.rank()));
-        let timed = Arc::new(Timed::new(world));
+        let timed = Arc::new(TimedCommunicator::new(world));
         let world: Arc<dyn Communicator> = timed.clone();
         let groups = Groups::new(config, mesh, decoder.experts(), device, &world)?;
         let read = |partition_shard: &PartitionShard<'_>| setup.initial_parameters.read(decoder, partition_shard);

@@ -5,7 +5,7 @@ use crate::{
     setup::Setup,
 };
 use ringspan::{
-    comm::{Buffer, Communicator, numbers, timed::Timed},
+    comm::{Buffer, Communicator, numbers, timed::TimedCommunicator},
     schedule::HeadShare,
 };
 use ringspan_candle::{RankDevice, context::Context, peak};
@@ -17,7 +17,7 @@ use std::{
 /// Measures the utilization of a rank's steps.
 pub(super) struct UtilizationMeter {
     /// The communicator, which counts the time that this rank waits.
-    timed: Arc<Timed>,
+    timed: Arc<TimedCommunicator>,
     /// Floating-point operations per second that all ranks, computing at once, reach in matrix products.
     peak: f64,
     /// Floating-point operations per token outside attention, forward and backward.
@@ -39,7 +39,7 @@ pub(super) struct Utilization {
 }
 
 impl UtilizationMeter {
-    pub(super) fn new(setup: &Setup, device: &RankDevice, timed: Arc<Timed>) -> Result<Self> {
+    pub(super) fn new(setup: &Setup, device: &RankDevice, timed: Arc<TimedCommunicator>) -> Result<Self> {
         // All ranks measure at once, as they will compute; of ranks that share a GPU, one measures while the others leave it
         // alone.
         let first = is_first(&*timed, device.id()?)?;

@@ -190,7 +190,7 @@ mod tests {
     use candle_core::{Device, Tensor};
     use ringspan_candle::ReplicaGroup;
     use ringspan_candle::gradients::Gradients;
-    use ringspan_candle::transfers::Reserved;
+    use ringspan_candle::transfers::ReservedMemory;
     use ringspan_candle::{RankDevice, Transfers};
 
     fn shapes() -> Vec<(String, Vec<usize>)> {
@@ -234,7 +234,7 @@ mod tests {
             let shards: Vec<&[f32]> = shards.iter().map(Vec::as_slice).collect();
             let parameters = flat.whole(&shards).expect("whole shards");
             assert!(parameters.iter().map(|parameter| parameter.shape.elem_count()).eq(flat.sizes()));
-            let tensors = transfers().upload(Reserved::default(), &parameters).expect("a CPU");
+            let tensors = transfers().upload(ReservedMemory::default(), &parameters).expect("a CPU");
             for (partition, tensor) in flat.partitions().zip(tensors) {
                 let values = |tensor: &Tensor| tensor.flatten_all().and_then(|t| t.to_vec1::<f32>()).expect("f32");
                 assert_eq!(

@@ -28,7 +28,7 @@ use flat_parameter::FlatParameter;
 use ringspan::comm::{Buffer, Communicator};
 use ringspan_candle::model::{Parameter, UnitWeights};
 use ringspan_candle::quantized::QuantizedMatrix;
-use ringspan_candle::transfers::Reserved;
+use ringspan_candle::transfers::ReservedMemory;
 use ringspan_candle::{Partition, RankDevice, StoredWeights, Transfers, Unit};
 use ringspan_models::Decoder;
 use std::{cell::RefCell, collections::BTreeMap, ops::Range, sync::Arc};
@@ -81,7 +81,7 @@ struct Prefetched {
     /// None where it has not begun, or where the copy of the model is on a single rank.
     gathering: Option<Gathering>,
     /// Memory on the device that computes, in the order of the unit's shards.
-    reserved: Vec<Reserved>,
+    reserved: Vec<ReservedMemory>,
 }
 
 impl Shards {
@@ -262,7 +262,7 @@ impl Shards {
     }
 
     /// Reserves memory for the unit on the device that computes.
-    fn reserved(&self, unit: Unit) -> Result<Vec<Reserved>> {
+    fn reserved(&self, unit: Unit) -> Result<Vec<ReservedMemory>> {
         let reserved = |shard: &Shard| Ok(self.transfers.reserve(&shard.flat.sizes().collect::<Vec<_>>())?);
         self.held(unit)?.iter().map(reserved).collect()
     }
@@ -270,7 +270,7 @@ impl Shards {
     /// Waits for all shards of a unit and puts its partitions together on the device that computes.
     fn finish(&self, unit: Unit, Prefetched { gathering, reserved }: Prefetched) -> Result<StoredWeights> {
         let gathering = gathering.map_or_else(|| self.gather(unit), Ok)?;
-        let reserved = reserved.into_iter().chain(std::iter::repeat_with(Reserved::default));
+        let reserved = reserved.into_iter().chain(std::iter::repeat_with(ReservedMemory::default));
         let (mut weights, mut stacked) = (StoredWeights::new(), BTreeMap::new());
         let shared = self.shared.as_ref().map(|shared| &shared.numbers);
         for ((under_way, reserved), shard) in gathering.numbers.into_iter().zip(reserved).zip(self.held(unit)?) {

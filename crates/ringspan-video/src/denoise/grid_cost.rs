@@ -3,7 +3,7 @@
 use crate::error::Result;
 use crate::transformer::{WanConfig, WeightType};
 use ringspan::mesh::Grid;
-use ringspan::schedule::{HeadShare, Pass, Sizes};
+use ringspan::schedule::{HeadShare, Pass, TensorSizes};
 use ringspan::{Documents, Layout, LayoutKind, Mask, Schedule, StrategyKind};
 use std::fmt;
 
@@ -37,7 +37,7 @@ impl GridCost {
         let layout = Layout::new(LayoutKind::Contiguous, &documents, ranks)?;
         let schedule = Schedule::new(StrategyKind::Ring, &layout, &layout, &Mask::full(), grid)?;
         let wire = weights.computed_bytes();
-        let sizes = Sizes { heads, kv_heads: heads, dim, v_dim: dim, wire, bias_heads: 0 };
+        let sizes = TensorSizes { heads, kv_heads: heads, dim, v_dim: dim, wire, bias_heads: 0 };
         let mut bytes = 0;
         for rank in 0..ranks {
             bytes = bytes.max(schedule.bytes_sent(Pass::Forward, rank, &sizes)?);

@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::ranks::VideoRanks;
 use crate::tensor_folder::read_json;
 use candle_core::Tensor;
-use ringspan::kernel::{Buckets, Relative};
+use ringspan::kernel::{Buckets, RelativeBias};
 use ringspan::{Documents, Score};
 use ringspan_candle::norm::rms_norm;
 use ringspan_candle::swiglu::geglu;
@@ -140,7 +140,7 @@ impl TextEncoder {
         let max_distance = config.relative_attention_max_distance;
         let buckets = Buckets { table, count, max_distance, bidirectional: true };
         // T5 does not scale products: its initial weights have the factor instead.
-        let score = Score { relative: Some(Relative::Buckets(buckets)), ..Score::new(1.0) };
+        let score = Score { relative: Some(RelativeBias::Buckets(buckets)), ..Score::new(1.0) };
         let out = rank.attend([&q, &k, &v], config.num_heads, &score)?;
         Ok(self.tensors.read_stored(&name("SelfAttention.o"))?.linear(&out, None)?)
     }

@@ -68,7 +68,7 @@ struct Tail {
 }
 
 /// The rows of a padded input.
-struct Rows {
+struct PaddedRows {
     /// Rows of zeros above.
     above: usize,
     /// The input row that follows them: the first of the tail.
@@ -129,7 +129,8 @@ impl StreamedConvolution {
         let above = if out_rows.start == 0 { sizes.padding_before() } else { 0 };
         let below = if new.end == height { sizes.padding_after() } else { 0 };
         let all = above + (new.end - first) + below;
-        let rows = Rows { above, first, new, all, cols: sizes.padding_before() + cols + right_border(&self.kernel) };
+        let rows =
+            PaddedRows { above, first, new, all, cols: sizes.padding_before() + cols + right_border(&self.kernel) };
         let (frames, frame) = (input.frames.len(), all * rows.cols * sizes.inputs);
         let history = sizes.history();
 
@@ -166,7 +167,7 @@ impl StreamedConvolution {
     }
 
     /// Copies the tail and the block's rows to their places.
-    fn fill(&self, present: &mut [f32], rows: &Rows, input: &Block, source: Source, tail: Option<&Tail>) {
+    fn fill(&self, present: &mut [f32], rows: &PaddedRows, input: &Block, source: Source, tail: Option<&Tail>) {
         let sizes = self.kernel.sizes();
         let (row, scale) = (rows.cols * sizes.inputs, source.scale());
         let inside =
@@ -188,7 +189,14 @@ impl StreamedConvolution {
     }
 
     /// Fills the columns beside those of this rank; at the border of the frame they stay zero.
-    fn fill_borders(&self, strip: &Strip, present: &mut [f32], rows: &Rows, frames: usize, cols: usize) -> Result<()> {
+    fn fill_borders(
+        &self,
+        strip: &Strip,
+        present: &mut [f32],
+        rows: &PaddedRows,
+        frames: usize,
+        cols: usize,
+    ) -> Result<()> {
         let (channels, left, right) =
             (self.kernel.sizes().inputs, self.kernel.sizes().padding_before(), right_border(&self.kernel));
         if left + right == 0 || rows.new.is_empty() || frames == 0 {
@@ -219,7 +227,7 @@ impl StreamedConvolution {
     }
 
     /// The rows from `first` on, which the next band needs.
-    fn tail(&self, present: &[f32], rows: &Rows, first: usize) -> Tail {
+    fn tail(&self, present: &[f32], rows: &PaddedRows, first: usize) -> Tail {
         let row = rows.cols * self.kernel.sizes().inputs;
         let (some, at) = (rows.new.end - first, rows.above + first - rows.first);
         let mut data = Vec::with_capacity(present.len() / rows.all.max(1) * some);

@@ -3,8 +3,8 @@
 use super::arguments::{chosen, given};
 use half::{bf16, f16};
 use ringspan::kernel::{
-    Buckets, Data, Dropout, FloatsMut, HeadMap, Inputs, Kernel, Partial, Relative, Saved, Score, Statistics, Sums,
-    Tile, TilePosition, View,
+    Buckets, Data, Dropout, FloatsMut, HeadMap, Inputs, Kernel, OnlineSoftmax, RelativeBias, Saved, Score, Statistics,
+    Sums, Tile, TilePosition, View,
 };
 use ringspan::mask::Band;
 
@@ -78,7 +78,7 @@ impl Case {
         View::new(&self.d_out, self.s, self.h, self.d).expect("made of this size")
     }
 
-    pub(crate) fn forward(&self, kernel: &Kernel, partial: &mut Partial) {
+    pub(crate) fn forward(&self, kernel: &Kernel, partial: &mut OnlineSoftmax) {
         partial.max.fill(f32::NEG_INFINITY);
         partial.sum.fill(0.0);
         self.with(|inputs| kernel.forward(inputs, &self.tiles(), partial).expect("a CPU does not fail"));
@@ -86,7 +86,7 @@ impl Case {
 
     /// Softmax statistics and delta, which the backward pass needs.
     pub(crate) fn saved(&self, kernel: &Kernel) -> (Statistics, Vec<f32>) {
-        let mut partial = Partial::new(self.s, self.h, self.d);
+        let mut partial = OnlineSoftmax::new(self.s, self.h, self.d);
         self.forward(kernel, &mut partial);
         let (out, statistics) = partial.finish(self.s, self.h, self.d, None);
         (
@@ -122,7 +122,7 @@ fn score(heads: usize, dim: usize) -> Score {
     let plain = Score::new(1.0 / (dim as f32).sqrt());
     match given("score").as_deref() {
         Some("softcap") => Score { softcap: Some(20.0), ..plain },
-        Some("alibi") => Score { relative: Some(Relative::Alibi { slopes: vec![0.01; heads] }), ..plain },
+        Some("alibi") => Score { relative: Some(RelativeBias::Alibi { slopes: vec![0.01; heads] }), ..plain },
         Some("dropout") => {
             Score { dropout: Some(Dropout { rate: 0.1, seed: 1, first_head: 0, first_query: 0 }), ..plain }
         }
@@ -130,7 +130,7 @@ fn score(heads: usize, dim: usize) -> Score {
             let (count, max_distance) = (32, 128);
             let table = random(heads * count, 6);
             let buckets = Buckets { table, count, max_distance, bidirectional: false };
-            Score { relative: Some(Relative::Buckets(buckets)), ..plain }
+            Score { relative: Some(RelativeBias::Buckets(buckets)), ..plain }
         }
         _ => plain,
     }

@@ -18,7 +18,7 @@ use arguments::{check_arguments, given, isas, threads};
 use case::cases;
 use criterion::{BenchmarkId, Criterion, Throughput};
 use machine::{Product, machine, peak_of, speed};
-use ringspan::kernel::{Kernel, Partial};
+use ringspan::kernel::{Kernel, OnlineSoftmax};
 use std::hint::black_box;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -44,7 +44,7 @@ fn table() {
     for case in cases() {
         for (threads, isa) in threads().flat_map(|threads| isas().into_iter().map(move |isa| (threads, isa))) {
             let kernel = Kernel::with_isa(threads, isa).unwrap_or_else(|error| panic!("isa={isa}: {error}"));
-            let mut partial = Partial::new(case.s, case.h, case.d);
+            let mut partial = OnlineSoftmax::new(case.s, case.h, case.d);
             let (saved, mut sums) = (case.saved(&kernel), case.sums());
             let mut timed = Vec::new();
             for _ in 0..rounds {
@@ -93,7 +93,7 @@ fn hook() {
                 while began.elapsed() < TAKES {}
             };
             let (plain, hooked) = (Kernel::new(threads), Kernel::new(threads).with_progress(Arc::new(hook)));
-            let mut partial = Partial::new(case.s, case.h, case.d);
+            let mut partial = OnlineSoftmax::new(case.s, case.h, case.d);
             let (mut ratios, mut rates) = (Vec::new(), Vec::new());
             for _ in 0..given("rounds").and_then(|rounds| rounds.parse().ok()).unwrap_or(ROUNDS) {
                 let without = speed(1.0, || case.forward(&plain, &mut partial));
@@ -116,7 +116,7 @@ fn bench(criterion: &mut Criterion) {
             let id = |pass| BenchmarkId::new(format!("{pass}, {threads} threads"), &case.name);
             // Criterion's elements per second are operations per second.
             group.throughput(Throughput::Elements(case.operations() as u64));
-            let mut partial = Partial::new(case.s, case.h, case.d);
+            let mut partial = OnlineSoftmax::new(case.s, case.h, case.d);
             group.bench_function(id("forward"), |b| b.iter(|| case.forward(black_box(&kernel), &mut partial)));
             group.throughput(Throughput::Elements((2.5 * case.operations()) as u64));
             let (saved, mut sums) = (case.saved(&kernel), case.sums());

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 ///
 /// A transfer that finishes before the rank waits for it adds nothing: the measured time is transfers that did not overlap
 /// with computation, and the lateness of other ranks.
-pub struct Timed {
+pub struct TimedCommunicator {
     inner: Arc<dyn Communicator>,
     clock: Clock,
 }
@@ -28,7 +28,7 @@ impl Clock {
     }
 }
 
-impl Timed {
+impl TimedCommunicator {
     /// Wraps `inner` and starts measuring.
     pub fn new(inner: Arc<dyn Communicator>) -> Self {
         Self { inner, clock: Clock::default() }
@@ -40,7 +40,7 @@ impl Timed {
     }
 }
 
-impl Communicator for Timed {
+impl Communicator for TimedCommunicator {
     fn rank(&self) -> usize {
         self.inner.rank()
     }

@@ -68,7 +68,7 @@ pub trait Backend: Any + Debug + Send + Sync {
     fn merge(&self, state: &mut DeviceArray, shape: StateShape, other: DeviceSlice) -> Result<()>;
 
     /// Divides out by the sums of the weights, to which each head's sink is added, if there are any (`[H]`); returns out
-    /// and statistics, as [`Partial::finish`](super::Partial::finish) does.
+    /// and statistics, as [`OnlineSoftmax::finish`](super::OnlineSoftmax::finish) does.
     fn finish(
         &self,
         state: DeviceArray,

@@ -78,9 +78,9 @@ pub(super) const LARGEST: usize = 1 << 22;
 
 /// Buffers kept between calls: a fresh buffer costs a page fault per 4 KiB, a tenth of the time of a short call.
 #[derive(Default)]
-pub(super) struct Pool(Mutex<Vec<Aligned>>);
+pub(super) struct BufferPool(Mutex<Vec<Aligned>>);
 
-impl Pool {
+impl BufferPool {
     /// Returns a buffer of at least `len` numbers: the smallest kept one that fits. If none does, the largest kept buffer is freed and
     /// a new one allocated, which is larger and so also serves the calls that used the old one.
     pub(super) fn take(&self, len: usize) -> Aligned {
@@ -170,7 +170,7 @@ mod tests {
 
     #[test]
     fn buffers_are_aligned_and_reused() {
-        let pool = Pool::default();
+        let pool = BufferPool::default();
         let (small, large) = (pool.take(100), pool.take(1000));
         assert_eq!((small.len(), large.len()), (112, 1008));
         let address = large.as_ptr() as usize;

@@ -52,4 +52,4 @@ impl Delta<'_> {
     }
 }
 
-dispatch!(delta_head, Delta<'_>, head<[], [], []>(head: usize, scratch: &mut [f32]), "Calls [`Delta::head`] compiled for the instruction set of `code`.");
+dispatch!(delta_head, Delta<'_>, head<[], [], []>(head: usize, scratch: &mut [f32]), "Calls [`Delta::head`] compiled for the instruction set of `features`.");

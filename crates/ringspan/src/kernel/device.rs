@@ -4,7 +4,7 @@ use super::backend::Backend;
 use super::cpu::Cpu;
 use super::staged;
 use super::workers::Workers;
-use super::{Data, Floats, Inputs, Isa, Partial, Progress, Relative, Saved, Statistics, Sums, Tile, View};
+use super::{Data, Floats, Inputs, Isa, OnlineSoftmax, Progress, RelativeBias, Saved, Statistics, Sums, Tile, View};
 use crate::error::{Error, Result};
 use std::time::Duration;
 
@@ -21,7 +21,7 @@ pub(super) enum Device {
 impl std::fmt::Debug for Kernel {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match &self.0 {
-            Device::Cpu(cpu) => write!(f, "{:?} on {} threads", cpu.code.isa(), cpu.workers.count()),
+            Device::Cpu(cpu) => write!(f, "{:?} on {} threads", cpu.features.isa(), cpu.workers.count()),
             Device::Backend(backend) => write!(f, "{backend:?}"),
         }
     }
@@ -61,7 +61,7 @@ impl Kernel {
     /// The portable kernel as it computes on a machine without AVX, to test it on others.
     pub fn without_avx(threads: usize) -> Self {
         let mut cpu = Cpu::new(Workers::new(threads), Isa::Portable);
-        cpu.code = cpu.code.without_avx();
+        cpu.features = cpu.features.without_avx();
         Self(Device::Cpu(cpu))
     }
 
@@ -120,7 +120,7 @@ impl Kernel {
     /// only if their widths and strides are multiples of 8.
     pub fn multiplies_bf16(&self) -> bool {
         match &self.0 {
-            Device::Cpu(cpu) => cpu.code.isa().multiplies_bf16(),
+            Device::Cpu(cpu) => cpu.features.isa().multiplies_bf16(),
             Device::Backend(backend) => backend.multiplies_bf16(),
         }
     }
@@ -134,7 +134,7 @@ impl Kernel {
     ///
     /// # Panics
     /// If shapes, tiles and `partial` do not fit each other.
-    pub fn forward(&self, inputs: &Inputs, tiles: &[Tile], partial: &mut Partial) -> Result<()> {
+    pub fn forward(&self, inputs: &Inputs, tiles: &[Tile], partial: &mut OnlineSoftmax) -> Result<()> {
         self.add_tiles(inputs, tiles, partial, Cpu::forward)
     }
 
@@ -146,7 +146,7 @@ impl Kernel {
     ///
     /// # Panics
     /// Like [`forward`](Self::forward).
-    pub fn decode(&self, inputs: &Inputs, tiles: &[Tile], partial: &mut Partial) -> Result<()> {
+    pub fn decode(&self, inputs: &Inputs, tiles: &[Tile], partial: &mut OnlineSoftmax) -> Result<()> {
         self.add_tiles(inputs, tiles, partial, Cpu::decode)
     }
 
@@ -154,8 +154,8 @@ impl Kernel {
         &self,
         inputs: &Inputs,
         tiles: &[Tile],
-        partial: &mut Partial,
-        on_cpu: fn(&Cpu, &Inputs, &[Tile], &mut Partial),
+        partial: &mut OnlineSoftmax,
+        on_cpu: fn(&Cpu, &Inputs, &[Tile], &mut OnlineSoftmax),
     ) -> Result<()> {
         check(inputs, tiles);
         let Inputs { q, v, .. } = *inputs;
@@ -351,8 +351,8 @@ pub(super) fn check(inputs: &Inputs, tiles: &[Tile]) {
         assert!(fits, "a bias of [{}, {}, ..] for q of [{}, {}, ..]", bias.tokens, bias.heads, q.tokens, q.heads);
     }
     let fits = match &score.relative {
-        Some(Relative::Alibi { slopes }) => slopes.len() == q.heads,
-        Some(Relative::Buckets(buckets)) => buckets.table.len() == q.heads * buckets.count,
+        Some(RelativeBias::Alibi { slopes }) => slopes.len() == q.heads,
+        Some(RelativeBias::Buckets(buckets)) => buckets.table.len() == q.heads * buckets.count,
         None => true,
     };
     assert!(fits, "relative terms for another number of heads than {}", q.heads);

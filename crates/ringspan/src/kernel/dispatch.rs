@@ -1,6 +1,6 @@
 //! Compiles a function of the blocked kernels for every instruction set, and calls the one that suits the machine.
 
-/// Defines a function that calls a kernel function compiled for the instruction set in `code`. The lists are its constants
+/// Defines a function that calls a kernel function compiled for the instruction set in `features`. The lists are its constants
 /// for AVX-512, for AVX2, and for portable code.
 macro_rules! dispatch {
     (
@@ -12,7 +12,7 @@ macro_rules! dispatch {
         ///
         /// # Safety
         /// As for the generic function.
-        pub(super) unsafe fn $name(code: $crate::kernel::isa::Code, job: &$job, $($argument: $type),*) {
+        pub(super) unsafe fn $name(features: $crate::kernel::isa::TargetFeatures, job: &$job, $($argument: $type),*) {
             #[cfg(target_arch = "x86_64")]
             {
                 #[target_feature(enable = "avx512f")]
@@ -35,8 +35,8 @@ macro_rules! dispatch {
                     // SAFETY: the contract of the caller.
                     unsafe { job.$call::<_, $({ $portable }),*>($crate::kernel::vector::Portable::<8>, $($argument),*) }
                 }
-                match code.isa {
-                    $crate::kernel::Isa::Avx512 if code.pairs => {
+                match features.isa {
+                    $crate::kernel::Isa::Avx512 if features.pairs => {
                         if let Some(simd) = $crate::kernel::vector::Avx512::detect() {
                             // SAFETY: the token proves the features; the rest is the contract of the caller.
                             return unsafe { avx512_pairs(simd, job, $($argument),*) };
@@ -55,11 +55,11 @@ macro_rules! dispatch {
                         }
                     }
                     // SAFETY: the machine has AVX; the rest is the contract of the caller.
-                    $crate::kernel::Isa::Portable if code.avx => return unsafe { avx(job, $($argument),*) },
+                    $crate::kernel::Isa::Portable if features.avx => return unsafe { avx(job, $($argument),*) },
                     $crate::kernel::Isa::Portable => (),
                 }
             }
-            debug_assert_eq!(code.isa, $crate::kernel::Isa::Portable);
+            debug_assert_eq!(features.isa, $crate::kernel::Isa::Portable);
             // SAFETY: the contract of the caller.
             unsafe { job.$call::<_, $({ $portable }),*>($crate::kernel::vector::Portable::<4>, $($argument),*) }
         }

@@ -81,7 +81,7 @@ impl FromStr for Isa {
 
 /// The instruction set and options that the functions of a call are compiled for.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Code {
+pub(super) struct TargetFeatures {
     pub(super) isa: Isa,
     /// Whether products take pairs of bf16.
     pub(super) pairs: bool,
@@ -89,7 +89,7 @@ pub(super) struct Code {
     pub(super) avx: bool,
 }
 
-impl Code {
+impl TargetFeatures {
     /// The code for an instruction set that this machine has.
     pub(super) fn new(isa: Isa) -> Self {
         #[cfg(target_arch = "x86_64")]

@@ -4,7 +4,7 @@ use super::Statistics;
 
 /// The state of an online softmax over the key blocks seen so far (Milakov and Gimelshein, 2018, arXiv:1805.02867), in f32.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Partial {
+pub struct OnlineSoftmax {
     /// Sum of weighted values so far, not yet divided by `sum`: `[Tq, H, Dv]`.
     pub out: Vec<f32>,
     /// Largest score so far, or -inf: `[H, Tq]`.
@@ -13,7 +13,7 @@ pub struct Partial {
     pub sum: Vec<f32>,
 }
 
-impl Partial {
+impl OnlineSoftmax {
     /// A state that has seen no keys yet.
     pub fn new(tokens: usize, heads: usize, v_dim: usize) -> Self {
         Self {
@@ -111,7 +111,7 @@ mod tests {
 
     #[test]
     fn finishing_divides_and_leaves_empty_rows_at_zero() {
-        let mut partial = Partial::new(2, 2, 3);
+        let mut partial = OnlineSoftmax::new(2, 2, 3);
         // Token 1 of head 0 has seen two keys of weight 1 at score ln(4).
         (partial.max[1], partial.sum[1]) = (4f32.ln(), 2.0);
         partial.out[6..9].copy_from_slice(&[2.0, 4.0, 6.0]);
@@ -127,7 +127,7 @@ mod tests {
         // The first query saw one key on each side, the second query one key on one side only.
         let state = |max: [f32; 2], out: [f32; 2]| {
             let seen = max.map(|max| f32::from(u8::from(max > f32::NEG_INFINITY)));
-            Partial { out: out.to_vec(), max: max.to_vec(), sum: seen.to_vec() }
+            OnlineSoftmax { out: out.to_vec(), max: max.to_vec(), sum: seen.to_vec() }
         };
         let mut partial = state([1.0, f32::NEG_INFINITY], [3.0, 0.0]);
         partial.merge(2, 1, 1, &state([1.0 + 2f32.ln(), 5.0], [6.0, 7.0]).into_message());
@@ -136,13 +136,13 @@ mod tests {
             assert!((got - wanted).abs() < 1e-6, "{got} for {wanted}");
         }
         let before = partial.clone();
-        partial.merge(2, 1, 1, &Partial::new(2, 1, 1).into_message());
+        partial.merge(2, 1, 1, &OnlineSoftmax::new(2, 1, 1).into_message());
         assert_eq!(partial, before);
     }
 
     #[test]
     fn a_sink_takes_its_share_of_the_weight() {
-        let mut partial = Partial::new(2, 2, 1);
+        let mut partial = OnlineSoftmax::new(2, 2, 1);
         // Token 0 of head 1 has seen one key of value 8 at score ln(3); the sink at 0 takes a quarter of the weight.
         (partial.max[2], partial.sum[2], partial.out[1]) = (3f32.ln(), 1.0, 8.0);
         let (out, statistics) = partial.finish(2, 2, 1, Some(&[1.0, 0.0]));

@@ -3,7 +3,7 @@
 //! It uses no bands, tiles, layouts or ranks, so an error in those cannot hide in it. Source: Dao et al., 2022
 //! (arXiv:2205.14135), section 2.1 and appendix B.2, without any blocking.
 
-use super::{Relative, Score};
+use super::{RelativeBias, Score};
 
 /// Sizes of a problem: q `[B, Sq, H, D]`, k `[B, Sk, G, D]`, v `[B, Sk, G, Dv]`, all contiguous.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -136,7 +136,7 @@ impl Problem<'_> {
                 if !sums.d_bias.is_empty() {
                     sums.d_bias[row * shape.keys + j] += ds;
                 }
-                if let Some(Relative::Buckets(buckets)) = &self.score.relative {
+                if let Some(RelativeBias::Buckets(buckets)) = &self.score.relative {
                     sums.d_table[h * buckets.count + buckets.of((self.distance)(b, i, j))] += ds;
                 }
                 for (c, d_out) in d_out.iter().enumerate() {
@@ -238,7 +238,7 @@ mod tests {
             let buckets = Buckets { table: table.clone(), count: 4, max_distance: 5, bidirectional: true };
             let score = Score {
                 softcap: Some(0.8),
-                relative: Some(Relative::Buckets(buckets)),
+                relative: Some(RelativeBias::Buckets(buckets)),
                 sinks: Some(sinks.clone()),
                 dropout: Some(Dropout { rate: 0.3, seed: 3, first_head: 0, first_query: 0 }),
                 ..Score::new(0.7)

@@ -2,7 +2,7 @@
 
 /// A term of the score that depends on the head and on the distance from the key to the query.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Relative {
+pub enum RelativeBias {
     /// `-slopes[head] * |distance|` (ALiBi; Press et al., 2022, arXiv:2108.12409).
     Alibi {
         /// One slope per query head `[H]`.
@@ -71,17 +71,17 @@ impl Buckets {
     }
 }
 
-/// A [`Relative`] term in the form that a kernel computes; for buckets also the smallest distance of each.
+/// A [`RelativeBias`] term in the form that a kernel computes; for buckets also the smallest distance of each.
 pub(super) struct RelativeTerms<'a> {
-    pub(super) relative: &'a Relative,
+    pub(super) relative: &'a RelativeBias,
     smallest_distances: Vec<u64>,
 }
 
 impl<'a> RelativeTerms<'a> {
-    pub(super) fn new(relative: &'a Relative) -> Self {
+    pub(super) fn new(relative: &'a RelativeBias) -> Self {
         let smallest_distances = match relative {
-            Relative::Alibi { .. } => Vec::new(),
-            Relative::Buckets(buckets) => buckets.smallest_distances(),
+            RelativeBias::Alibi { .. } => Vec::new(),
+            RelativeBias::Buckets(buckets) => buckets.smallest_distances(),
         };
         Self { relative, smallest_distances }
     }
@@ -104,8 +104,8 @@ impl<'a> RelativeTerms<'a> {
     #[inline(always)]
     pub(super) fn term(&self, head: usize, distance: i64) -> f32 {
         match self.relative {
-            Relative::Alibi { slopes } => -slopes[head] * distance.unsigned_abs() as f32,
-            Relative::Buckets(buckets) => buckets.table[head * buckets.count + self.bucket(buckets, distance)],
+            RelativeBias::Alibi { slopes } => -slopes[head] * distance.unsigned_abs() as f32,
+            RelativeBias::Buckets(buckets) => buckets.table[head * buckets.count + self.bucket(buckets, distance)],
         }
     }
 }
@@ -135,7 +135,7 @@ mod tests {
             [(32, 128, false), (32, 128, true), (8, 5, false), (320, 161, false)]
         {
             let buckets = Buckets { table: Vec::new(), count, max_distance, bidirectional };
-            let relative = Relative::Buckets(buckets.clone());
+            let relative = RelativeBias::Buckets(buckets.clone());
             let terms = RelativeTerms::new(&relative);
             for distance in (-300..300).chain([i64::MIN, i64::MAX, 1 << 40]) {
                 assert_eq!(terms.bucket(&buckets, distance), buckets.of(distance), "{distance}");

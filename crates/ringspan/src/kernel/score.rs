@@ -1,6 +1,6 @@
 //! Score parameters: everything besides the mask that turns products into weights.
 
-use super::{Buckets, Dropout, Relative};
+use super::{Buckets, Dropout, RelativeBias};
 use crate::error::{Error, Result};
 use std::ops::Range;
 
@@ -8,7 +8,7 @@ use std::ops::Range;
 ///
 /// 1. `s = scale * q.k`
 /// 2. `s = softcap * tanh(s / softcap)` (Gemma 2, 2024)
-/// 3. `s += relative(head, distance)`, [`Relative`]
+/// 3. `s += relative(head, distance)`, [`RelativeBias`]
 /// 4. `s += bias[query, head, key]`, given with the inputs of a call
 /// 5. the mask
 /// 6. the softmax, whose sum also holds `exp(sinks[head])` (attention sinks; gpt-oss, 2025)
@@ -16,10 +16,10 @@ use std::ops::Range;
 ///
 /// ```
 /// use ringspan::Score;
-/// use ringspan::kernel::Relative;
+/// use ringspan::kernel::RelativeBias;
 ///
 /// // Two heads with ALiBi's slopes, and a softmax that may attend to nothing.
-/// let relative = Some(Relative::Alibi { slopes: vec![0.5, 0.25] });
+/// let relative = Some(RelativeBias::Alibi { slopes: vec![0.5, 0.25] });
 /// let score = Score { relative, ..Score::new(0.125).off_by_one(2) };
 /// assert_eq!(score.relative(0, 3), -1.5);                       // three keys back
 /// assert!(score.check(2).is_ok() && score.check(4).is_err());   // the slopes and sinks are those of two heads
@@ -31,7 +31,7 @@ pub struct Score {
     /// Bound on the absolute value of a score.
     pub softcap: Option<f32>,
     /// Term that depends on the distance of query and key.
-    pub relative: Option<Relative>,
+    pub relative: Option<RelativeBias>,
     /// One logit per query head `[H]` that takes part in the softmax without a value; it is included in the log-sum-exp.
     pub sinks: Option<Vec<f32>>,
     /// Dropout of the weights.
@@ -61,16 +61,16 @@ impl Score {
     pub fn relative(&self, head: usize, distance: i64) -> f32 {
         match &self.relative {
             None => 0.0,
-            Some(Relative::Alibi { slopes }) => -slopes[head] * distance.unsigned_abs() as f32,
-            Some(Relative::Buckets(buckets)) => buckets.table[head * buckets.count + buckets.of(distance)],
+            Some(RelativeBias::Alibi { slopes }) => -slopes[head] * distance.unsigned_abs() as f32,
+            Some(RelativeBias::Buckets(buckets)) => buckets.table[head * buckets.count + buckets.of(distance)],
         }
     }
 
     /// The parameters for some of the heads.
     pub fn heads(&self, heads: Range<usize>) -> Self {
         let relative = self.relative.as_ref().map(|relative| match relative {
-            Relative::Alibi { slopes } => Relative::Alibi { slopes: slopes[heads.clone()].to_vec() },
-            Relative::Buckets(buckets) => Relative::Buckets(Buckets {
+            RelativeBias::Alibi { slopes } => RelativeBias::Alibi { slopes: slopes[heads.clone()].to_vec() },
+            RelativeBias::Buckets(buckets) => RelativeBias::Buckets(Buckets {
                 table: buckets.table[heads.start * buckets.count..heads.end * buckets.count].to_vec(),
                 ..*buckets
             }),
@@ -92,7 +92,7 @@ impl Score {
     /// Number of elements of the table whose gradient the backward pass computes: `[H, count]`, or 0 without buckets.
     pub fn table_len(&self) -> usize {
         match &self.relative {
-            Some(Relative::Buckets(buckets)) => buckets.table.len(),
+            Some(RelativeBias::Buckets(buckets)) => buckets.table.len(),
             _ => 0,
         }
     }
@@ -138,12 +138,12 @@ impl Score {
             }
         }
         match &self.relative {
-            Some(Relative::Alibi { slopes }) => {
+            Some(RelativeBias::Alibi { slopes }) => {
                 per_head("alibi_slopes", slopes.len(), 1)?;
                 let is_slope = |x: f32| x.abs() <= Self::LARGEST_SLOPE;
                 each(&format!("an ALiBi slope is a number up to {:?}", Self::LARGEST_SLOPE), slopes, is_slope)?;
             }
-            Some(Relative::Buckets(buckets)) => {
+            Some(RelativeBias::Buckets(buckets)) => {
                 per_head("the table of relative buckets", buckets.table.len(), buckets.count)?;
                 each(
                     &format!("a term of relative buckets is a number up to {most:?}, or -inf"),
@@ -189,17 +189,17 @@ mod tests {
         assert!(score.check(4).is_ok() && score.clone().off_by_one(4).check(4).is_ok());
         let sinks = Score { sinks: Some(vec![0.0; 3]), ..score.clone() };
         assert!(refused(sinks).contains("3 elements, but 4 query heads"));
-        let slopes = Some(Relative::Alibi { slopes: vec![0.0; 5] });
+        let slopes = Some(RelativeBias::Alibi { slopes: vec![0.0; 5] });
         assert!(refused(Score { relative: slopes, ..score.clone() }).contains("alibi_slopes has 5"));
-        let few = Some(Relative::Buckets(Buckets { table: vec![0.0; 8], ..buckets(2, 128, true) }));
+        let few = Some(RelativeBias::Buckets(Buckets { table: vec![0.0; 8], ..buckets(2, 128, true) }));
         assert!(refused(Score { relative: few, ..score.clone() }).contains("2 relative buckets"));
         for bad in [f32::NAN, f32::INFINITY] {
             let message = refused(Score { sinks: Some(vec![0.0, bad, 0.0, 0.0]), ..score.clone() });
             assert!(message.contains("a sink is") && message.contains(&bad.to_string()), "{message}");
-            let slopes = Some(Relative::Alibi { slopes: vec![0.5, 0.5, 0.5, bad] });
+            let slopes = Some(RelativeBias::Alibi { slopes: vec![0.5, 0.5, 0.5, bad] });
             assert!(refused(Score { relative: slopes, ..score.clone() }).contains("slope"));
             let table = Buckets { table: [vec![0.0; 31], vec![bad]].concat(), ..buckets(8, 128, false) };
-            let table = Some(Relative::Buckets(table));
+            let table = Some(RelativeBias::Buckets(table));
             assert!(refused(Score { relative: table, ..score.clone() }).contains("relative buckets"));
         }
         let none = Score { sinks: Some(vec![f32::NEG_INFINITY; 4]), ..score.clone() };
@@ -214,14 +214,14 @@ mod tests {
             ("1e30", Score { softcap: Some(1e-31), ..score.clone() }),
             ("1.1754944e-38", Score { scale: 0.1, softcap: Some(9e37), ..score.clone() }),
             ("1e38", Score { sinks: Some(vec![0.0, 3e38, 0.0, 0.0]), ..score.clone() }),
-            ("1e18", Score { relative: Some(Relative::Alibi { slopes: vec![-1e19; 4] }), ..score.clone() }),
+            ("1e18", Score { relative: Some(RelativeBias::Alibi { slopes: vec![-1e19; 4] }), ..score.clone() }),
         ] {
             let message = refused(score);
             assert!(message.contains(limit), "{message}");
         }
         for hidden in [f32::MIN, f32::NEG_INFINITY] {
             let table = Buckets { table: vec![hidden; 32], ..buckets(8, 128, false) };
-            let relative = Some(Relative::Buckets(table));
+            let relative = Some(RelativeBias::Buckets(table));
             assert!(Score { relative, sinks: Some(vec![hidden; 4]), ..score.clone() }.check(4).is_ok());
         }
         let all = Some(Dropout { rate: 1.0, seed: 0, first_head: 0, first_query: 0 });

@@ -2,7 +2,7 @@
 
 use super::backend::Backend;
 use super::device_array::DeviceArray;
-use super::{Data, DeviceTensor, FloatsMut, Inputs, Partial, Saved, Statistics, Sums, Tile, View};
+use super::{Data, DeviceTensor, FloatsMut, Inputs, OnlineSoftmax, Saved, Statistics, Sums, Tile, View};
 use crate::error::Result;
 
 /// The inputs of a call, on the device.
@@ -28,8 +28,13 @@ impl<'a> DeviceInputs<'a> {
     }
 }
 
-pub(super) fn forward(backend: &dyn Backend, inputs: &Inputs, tiles: &[Tile], partial: &mut Partial) -> Result<()> {
-    let Partial { out, max, sum } = partial;
+pub(super) fn forward(
+    backend: &dyn Backend,
+    inputs: &Inputs,
+    tiles: &[Tile],
+    partial: &mut OnlineSoftmax,
+) -> Result<()> {
+    let OnlineSoftmax { out, max, sum } = partial;
     let mut all = [&out[..], max, sum].concat();
     let mut state = backend.upload(Data::F32(&all))?;
     backend.forward(&DeviceInputs::new(backend, inputs)?.inputs(), tiles, &mut state)?;

@@ -2,7 +2,7 @@
 
 use super::device::Device;
 use super::device_array::DeviceArray;
-use super::{Data, Floats, Inputs, Kernel, Partial, StateShape, Statistics, Tile};
+use super::{Data, Floats, Inputs, Kernel, OnlineSoftmax, StateShape, Statistics, Tile};
 use crate::comm::Buffer;
 use crate::error::Result;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ pub(crate) struct SoftmaxState {
 
 #[derive(Debug)]
 enum StateMemory {
-    Host(Partial),
+    Host(OnlineSoftmax),
     /// Output, maximum and sum, one after the other as in messages.
     Device(DeviceArray),
 }
@@ -36,7 +36,7 @@ impl Kernel {
     pub(crate) fn state(&self, tokens: usize, heads: usize, v_dim: usize) -> Result<SoftmaxState> {
         let shape = StateShape { tokens, heads, v_dim };
         let place = match &self.0 {
-            Device::Cpu(_) => StateMemory::Host(Partial::new(tokens, heads, v_dim)),
+            Device::Cpu(_) => StateMemory::Host(OnlineSoftmax::new(tokens, heads, v_dim)),
             Device::Backend(backend) => StateMemory::Device(backend.softmax_state(shape)?),
         };
         Ok(SoftmaxState { shape, place })
@@ -46,7 +46,7 @@ impl Kernel {
     pub(crate) fn state_to_send(&self, tokens: usize, heads: usize, v_dim: usize) -> Result<SoftmaxState> {
         match &self.0 {
             Device::Cpu(_) => {
-                let place = StateMemory::Host(Partial::to_send(tokens, heads, v_dim));
+                let place = StateMemory::Host(OnlineSoftmax::to_send(tokens, heads, v_dim));
                 Ok(SoftmaxState { shape: StateShape { tokens, heads, v_dim }, place })
             }
             Device::Backend(_) => self.state(tokens, heads, v_dim),
@@ -68,7 +68,7 @@ impl Kernel {
         inputs: &Inputs,
         tiles: &[Tile],
         state: &mut SoftmaxState,
-        on_host: impl Fn(&Self, &Inputs, &[Tile], &mut Partial) -> Result<()>,
+        on_host: impl Fn(&Self, &Inputs, &[Tile], &mut OnlineSoftmax) -> Result<()>,
     ) -> Result<()> {
         match &mut state.place {
             StateMemory::Host(partial) => on_host(self, inputs, tiles, partial),
@@ -99,7 +99,7 @@ impl Kernel {
         }
     }
 
-    /// Output `[Tq, H, Dv]` and statistics, computed as by [`Partial::finish`].
+    /// Output `[Tq, H, Dv]` and statistics, computed as by [`OnlineSoftmax::finish`].
     pub(crate) fn finish(&self, state: SoftmaxState, sinks: Option<&[f32]>) -> Result<(Floats, Statistics<Floats>)> {
         let shape @ StateShape { tokens, heads, v_dim } = state.shape;
         match state.place {

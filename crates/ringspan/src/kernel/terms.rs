@@ -9,7 +9,7 @@ use super::pack::columns;
 use super::plan::BlockPair;
 use super::relative::RelativeTerms;
 use super::vector::{Simd, exp, tanh};
-use super::{Buckets, Dropout, KEY_BLOCK, Relative, Score, View};
+use super::{Buckets, Dropout, KEY_BLOCK, RelativeBias, Score, View};
 
 /// Maximum number of queries in a block.
 pub(super) const LANES: usize = 64;
@@ -64,8 +64,8 @@ impl<'a> ScoreTerms<'a> {
 
     fn buckets(&self) -> Option<&'a Buckets> {
         match self.relative.as_ref()?.relative {
-            Relative::Buckets(buckets) => Some(buckets),
-            Relative::Alibi { .. } => None,
+            RelativeBias::Buckets(buckets) => Some(buckets),
+            RelativeBias::Alibi { .. } => None,
         }
     }
 

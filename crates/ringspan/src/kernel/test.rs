@@ -33,14 +33,14 @@ fn a_call_holds_no_more_than_it_says() {
                 for threads in 1..=3 {
                     let kernel = || Kernel::with_isa(threads, isa).expect("available");
                     let (forward, both) = (kernel(), kernel());
-                    let mut partial = Partial::new(queries, heads, v_dim);
+                    let mut partial = OnlineSoftmax::new(queries, heads, v_dim);
                     forward.forward(&inputs, &tiles, &mut partial).expect("no failure");
                     forward_and_backward(&both, &inputs, &tiles);
                     let mut said = forward.forward_workspace(&inputs, &tiles);
                     assert!(0 < forward.held() && forward.held() <= said, "{queries}: {} of {said}", forward.held());
                     if queries == 1 {
                         let decode = kernel();
-                        decode.decode(&inputs, &tiles, &mut Partial::new(1, heads, v_dim)).expect("no failure");
+                        decode.decode(&inputs, &tiles, &mut OnlineSoftmax::new(1, heads, v_dim)).expect("no failure");
                         let of_decode = decode.decode_workspace(&inputs, &tiles);
                         assert!(0 < decode.held() && decode.held() <= of_decode, "{} of {of_decode}", decode.held());
                         said += of_decode;
@@ -69,7 +69,7 @@ fn a_decoding_step_of_unequal_groups_holds_no_more_than_it_says() {
         let inputs = Inputs { q, k: view, v: view, heads: &map, score: &score, bias: None };
         for threads in 1..=3 {
             let kernel = Kernel::new(threads);
-            kernel.decode(&inputs, &tiles, &mut Partial::new(1, map.heads(), dim)).expect("no failure");
+            kernel.decode(&inputs, &tiles, &mut OnlineSoftmax::new(1, map.heads(), dim)).expect("no failure");
             let said = kernel.decode_workspace(&inputs, &tiles);
             assert!(kernel.held() <= said, "{seen} keys, {threads} threads: {} of {said}", kernel.held());
         }
@@ -79,10 +79,10 @@ fn a_decoding_step_of_unequal_groups_holds_no_more_than_it_says() {
 /// Both passes, and for a single query a step of decoding between them.
 fn forward_and_backward(kernel: &Kernel, inputs: &Inputs, tiles: &[Tile]) {
     let Inputs { q, k, v, bias, .. } = inputs;
-    let mut partial = Partial::new(q.tokens, q.heads, v.dim);
+    let mut partial = OnlineSoftmax::new(q.tokens, q.heads, v.dim);
     kernel.forward(inputs, tiles, &mut partial).expect("no failure");
     if q.tokens == 1 {
-        kernel.decode(inputs, tiles, &mut Partial::new(1, q.heads, v.dim)).expect("no failure");
+        kernel.decode(inputs, tiles, &mut OnlineSoftmax::new(1, q.heads, v.dim)).expect("no failure");
     }
     let (out, statistics) = partial.finish(q.tokens, q.heads, v.dim, None);
     let out = View::new(&out, q.tokens, q.heads, v.dim).expect("its size");

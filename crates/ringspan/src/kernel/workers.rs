@@ -8,11 +8,11 @@ use std::sync::{Condvar, Mutex, OnceLock};
 /// The threads that a kernel call computes with, including the calling thread.
 pub(super) struct Workers {
     count: usize,
-    pool: Pool,
+    pool: OtherThreads,
 }
 
 /// The source of the other threads.
-enum Pool {
+enum OtherThreads {
     /// The kernel's own threads, started at the first call that needs them; `None` if they could not be started.
     Own(OnceLock<Option<Team>>),
     /// The rayon pool that the calling thread belongs to.
@@ -22,12 +22,12 @@ enum Pool {
 impl Workers {
     /// The calling thread and `count - 1` threads of the kernel's own.
     pub(super) fn new(count: usize) -> Self {
-        Self { count: count.max(1), pool: Pool::Own(OnceLock::new()) }
+        Self { count: count.max(1), pool: OtherThreads::Own(OnceLock::new()) }
     }
 
     /// The calling thread and other threads of the pool it belongs to, `count` in total.
     pub(super) fn of_current_pool(count: usize) -> Self {
-        Self { count: count.max(1), pool: Pool::Current }
+        Self { count: count.max(1), pool: OtherThreads::Current }
     }
 
     /// Maximum number of threads.
@@ -42,16 +42,16 @@ impl Workers {
             return work(0);
         }
         match &self.pool {
-            Pool::Own(team) => match team.get_or_init(|| Team::new(self.count - 1)) {
+            OtherThreads::Own(team) => match team.get_or_init(|| Team::new(self.count - 1)) {
                 Some(team) => team.run(count, work),
                 None => (0..count).for_each(work),
             },
             // Outside of any pool rayon would use its global pool. A pool thread may itself have to run the work that it
             // waits for.
-            Pool::Current if rayon::current_thread_index().is_some() => {
+            OtherThreads::Current if rayon::current_thread_index().is_some() => {
                 rayon::in_place_scope(|scope| all(scope, count, work))
             }
-            Pool::Current => (0..count).for_each(work),
+            OtherThreads::Current => (0..count).for_each(work),
         }
     }
 }

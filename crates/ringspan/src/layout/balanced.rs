@@ -34,9 +34,9 @@ pub(super) fn distribute(
     // The sort is stable: blocks of equal cost stay in the order of their tokens.
     blocks.sort_by_key(|block| std::cmp::Reverse(block.cost));
     let limit = queries.tokens().div_ceil(ranks).next_multiple_of(size);
-    let mut shares: Vec<Share> = (0..ranks).map(|_| Share::default()).collect();
+    let mut shares: Vec<RankLoad> = (0..ranks).map(|_| RankLoad::default()).collect();
     for block in blocks {
-        let fits = |share: &&mut Share| share.tokens + block.tokens <= limit;
+        let fits = |share: &&mut RankLoad| share.tokens + block.tokens <= limit;
         let least = shares.iter_mut().filter(fits).min_by_key(|share| (share.cost, share.tokens));
         // Short blocks at the ends of documents can fill the limits unevenly, so that no rank has room left.
         let share = match least {
@@ -49,7 +49,7 @@ pub(super) fn distribute(
         }
     }
     exchange(&mut shares);
-    let runs = |share: Share| {
+    let runs = |share: RankLoad| {
         let mut runs: Vec<Run> = share.blocks.into_values().flatten().flat_map(|block| block.runs).collect();
         runs.sort_by_key(|run| (run.document, run.start));
         joined(runs.into_iter())
@@ -59,14 +59,14 @@ pub(super) fn distribute(
 
 /// The blocks that a rank has been given so far.
 #[derive(Default)]
-struct Share {
+struct RankLoad {
     /// The blocks, by number of tokens and cost.
     blocks: BTreeMap<(usize, u64), Vec<Block>>,
     tokens: usize,
     cost: u64,
 }
 
-impl Share {
+impl RankLoad {
     fn put(&mut self, block: Block) {
         self.cost += block.cost;
         self.blocks.entry((block.tokens, block.cost)).or_default().push(block);
@@ -85,7 +85,7 @@ impl Share {
 }
 
 /// Swaps blocks of equal length between the ranks with the most and the least work as long as this evens them out.
-fn exchange(shares: &mut [Share]) {
+fn exchange(shares: &mut [RankLoad]) {
     let all: usize = shares.iter().flat_map(|share| share.blocks.values()).map(Vec::len).sum();
     for _ in 0..4 * all {
         let by_cost = |&rank: &usize| shares[rank].cost;
@@ -103,7 +103,7 @@ fn exchange(shares: &mut [Share]) {
 
 /// The swap of two blocks, by tokens and cost, that best evens out two shares whose costs differ by `gap`; `None` if none
 /// helps.
-fn best_swap(most: &Share, least: &Share, gap: u64) -> Option<((usize, u64), (usize, u64))> {
+fn best_swap(most: &RankLoad, least: &RankLoad, gap: u64) -> Option<((usize, u64), (usize, u64))> {
     let swaps = most.blocks.keys().flat_map(|&(tokens, cost)| {
         // Moving half of the gap is best, so the best swaps are with the blocks around that cost.
         let wanted = (tokens, cost.saturating_sub(gap / 2));

@@ -10,13 +10,13 @@ use crate::error::{Error, Result};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Topology {
     meshes: Vec<Mesh>,
-    coordinates: Vec<Named>,
-    groups: Vec<Named>,
+    coordinates: Vec<NamedAxes>,
+    groups: Vec<NamedAxes>,
 }
 
 /// A name for axes of one of the meshes.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Named {
+struct NamedAxes {
     name: &'static str,
     mesh: usize,
     axes: Vec<&'static str>,
@@ -42,13 +42,13 @@ impl Topology {
 
     /// Names a coordinate: a rank's index on `axes`, the first of them outermost.
     pub(super) fn coordinate(mut self, name: &'static str, mesh: usize, axes: &[&'static str]) -> Self {
-        self.coordinates.push(Named { name, mesh, axes: axes.to_vec() });
+        self.coordinates.push(NamedAxes { name, mesh, axes: axes.to_vec() });
         self
     }
 
     /// Names a group: the ranks that differ only on `axes`.
     pub(super) fn group(mut self, name: &'static str, mesh: usize, axes: &[&'static str]) -> Self {
-        self.groups.push(Named { name, mesh, axes: axes.to_vec() });
+        self.groups.push(NamedAxes { name, mesh, axes: axes.to_vec() });
         self
     }
 
@@ -105,7 +105,7 @@ impl Topology {
 
     /// A rank's coordinates by name, outermost first. `rank` must be below [`world`](Self::world).
     pub fn coordinates(&self, rank: usize) -> Vec<(&'static str, usize)> {
-        let coordinate = |named: &Named| {
+        let coordinate = |named: &NamedAxes| {
             let mesh = &self.meshes[named.mesh];
             named.axes.iter().fold(0, |index, axis| index * mesh.size(axis) + mesh.coordinate(rank, axis))
         };

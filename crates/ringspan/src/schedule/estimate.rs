@@ -1,6 +1,6 @@
 //! Estimates the cost of a schedule on a given machine by simulating its plans, and chooses the cheapest schedule.
 
-use super::{Block, Pass, Plan, Schedule, Sizes, Transfer};
+use super::{Block, Pass, Plan, Schedule, TensorSizes, Transfer};
 use crate::error::{Error, Result};
 use crate::mesh::Grid;
 use std::collections::HashMap;
@@ -49,7 +49,7 @@ impl Schedule {
     ///
     /// # Errors
     /// Head counts that do not fit the grid.
-    pub fn estimate(&self, sizes: &Sizes, machine: &Machine, passes: &[Pass]) -> Result<Estimate> {
+    pub fn estimate(&self, sizes: &TensorSizes, machine: &Machine, passes: &[Pass]) -> Result<Estimate> {
         let ranks = self.query().ranks();
         let (mut seconds, mut compute, mut bytes) = (0.0, 0.0, vec![0; ranks]);
         for &pass in passes {
@@ -60,7 +60,7 @@ impl Schedule {
                 if self.grid().ulysses > 1 {
                     let shares = super::HeadShare::all(sizes.heads, sizes.kv_heads, self.grid())?;
                     let share = &shares[self.grid().coordinates(rank).1];
-                    let own = Sizes { heads: share.query.len(), kv_heads: share.kv.len(), ..*sizes };
+                    let own = TensorSizes { heads: share.query.len(), kv_heads: share.kv.len(), ..*sizes };
                     let ring = self
                         .traffic(pass, self.grid().coordinates(rank).0)
                         .bytes(&own, self.key().documents().row_len());
@@ -85,11 +85,11 @@ impl Schedule {
     }
 
     /// The time at which the last ring rank has finished a pass, and the computation time of the busiest.
-    fn simulate(&self, sizes: &Sizes, machine: &Machine, pass: Pass) -> Result<(f64, f64)> {
+    fn simulate(&self, sizes: &TensorSizes, machine: &Machine, pass: Pass) -> Result<(f64, f64)> {
         let shares = super::HeadShare::all(sizes.heads, sizes.kv_heads, self.grid())?;
         let most = shares.iter().max_by_key(|share| share.query.len());
         let (heads, kv_heads) = most.map_or((1, 1), |share| (share.query.len(), share.kv.len()));
-        let sizes = Sizes { heads, kv_heads, ..*sizes };
+        let sizes = TensorSizes { heads, kv_heads, ..*sizes };
         let products = match pass {
             Pass::Forward => sizes.dim + sizes.v_dim,
             Pass::Backward => 3 * sizes.dim + 2 * sizes.v_dim,
@@ -152,7 +152,7 @@ impl SimulatedRank {
     fn take_action(
         &mut self,
         rank: usize,
-        sizes: &Sizes,
+        sizes: &TensorSizes,
         machine: &Machine,
         arrivals: &mut HashMap<(usize, usize, Block), f64>,
     ) -> bool {
@@ -192,7 +192,12 @@ impl Choice {
     ///
     /// # Errors
     /// An empty list of candidates, or one whose heads do not fit its grid.
-    pub fn cheapest(candidates: Vec<Schedule>, sizes: &Sizes, machine: &Machine, passes: &[Pass]) -> Result<Self> {
+    pub fn cheapest(
+        candidates: Vec<Schedule>,
+        sizes: &TensorSizes,
+        machine: &Machine,
+        passes: &[Pass],
+    ) -> Result<Self> {
         let estimates =
             candidates.iter().map(|schedule| schedule.estimate(sizes, machine, passes)).collect::<Result<Vec<_>>>()?;
         let least = (0..estimates.len()).min_by(|&a, &b| {
@@ -235,7 +240,7 @@ mod tests {
     use crate::mask::Mask;
     use crate::schedule::StrategyKind;
 
-    const SIZES: Sizes = Sizes { heads: 8, kv_heads: 2, dim: 64, v_dim: 64, wire: 4, bias_heads: 0 };
+    const SIZES: TensorSizes = TensorSizes { heads: 8, kv_heads: 2, dim: 64, v_dim: 64, wire: 4, bias_heads: 0 };
 
     fn machine(bandwidth: f64) -> Machine {
         let link = Link { bandwidth, latency: 0.0 };

@@ -6,7 +6,7 @@
 
 use super::display::write_transfers;
 use super::validate::check_messages;
-use super::{Block, Plan, RowRanges, Sizes, Step, Traffic, Transfer};
+use super::{Block, Plan, RowRanges, Step, TensorSizes, Traffic, Transfer};
 use crate::error::{Error, Result};
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::fmt::{Display, Formatter};
@@ -29,11 +29,11 @@ pub enum Merge {
 /// state of another rank's copy takes it as the result: it holds all keys.
 ///
 /// ```
-/// use ringspan::schedule::{DecodeSchedule, Merge, Sizes};
+/// use ringspan::schedule::{DecodeSchedule, Merge, TensorSizes};
 ///
 /// let schedule = DecodeSchedule::new(Merge::Tree, 8, 1);
 /// schedule.validate()?;
-/// let sizes = Sizes { heads: 32, kv_heads: 8, dim: 128, v_dim: 128, wire: 2, bias_heads: 0 };
+/// let sizes = TensorSizes { heads: 32, kv_heads: 8, dim: 128, v_dim: 128, wire: 2, bias_heads: 0 };
 /// // A state is an output, a maximum and a sum in f32 for each head. Rank 0 sends the result to ranks 4, 2 and 1.
 /// assert_eq!(schedule.bytes_sent(0, &sizes), 3 * 32 * (128 + 2) * 4);
 /// println!("{schedule}");
@@ -100,7 +100,7 @@ impl DecodeSchedule {
 
     /// Bytes that a rank sends to others: an output, a maximum and a sum in f32 for each query and head, whatever the length of
     /// the context.
-    pub fn bytes_sent(&self, rank: usize, sizes: &Sizes) -> u64 {
+    pub fn bytes_sent(&self, rank: usize, sizes: &TensorSizes) -> u64 {
         self.traffic(rank).bytes(sizes, 0)
     }
 
@@ -207,7 +207,7 @@ fn validate(name: &str, plans: &[Plan]) -> Result<()> {
 mod tests {
     use super::*;
 
-    const SIZES: Sizes = Sizes { heads: 1, kv_heads: 1, dim: 4, v_dim: 2, wire: 2, bias_heads: 0 };
+    const SIZES: TensorSizes = TensorSizes { heads: 1, kv_heads: 1, dim: 4, v_dim: 2, wire: 2, bias_heads: 0 };
 
     #[test]
     fn every_rank_ends_with_the_states_of_all_merged_once() {

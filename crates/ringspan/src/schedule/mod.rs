@@ -35,7 +35,7 @@ pub use step::{Block, Compute, Pass, Plan, RowRanges, Step, Transfer, Transfers}
 pub use strategy::Strategy;
 pub use strategy_choice::StrategyChoice;
 pub use strategy_kind::StrategyKind;
-pub use traffic::{Sizes, Traffic};
+pub use traffic::{TensorSizes, Traffic};
 
 pub(crate) use step::list_bytes;
 pub(crate) use tiles::Tiling;
@@ -52,13 +52,13 @@ use visibility::Visibility;
 /// The plans of all ranks for one attention: a strategy applied to a layout and a mask.
 ///
 /// ```
-/// use ringspan::schedule::{Pass, Sizes};
+/// use ringspan::schedule::{Pass, TensorSizes};
 /// use ringspan::{Documents, Layout, LayoutKind, Mask, Schedule, StrategyKind};
 ///
 /// // A window of 16 keys over 4 parts of 1,000 tokens: the ring sends whole parts, the halo only what is seen.
 /// let layout = Layout::new(LayoutKind::Contiguous, &Documents::batch(1, 4000), 4)?;
 /// let mask = Mask::causal().window(Some(16), None);
-/// let sizes = Sizes { heads: 8, kv_heads: 2, dim: 64, v_dim: 64, wire: 2, bias_heads: 0 };
+/// let sizes = TensorSizes { heads: 8, kv_heads: 2, dim: 64, v_dim: 64, wire: 2, bias_heads: 0 };
 /// let bytes = |strategy| {
 ///     let schedule = Schedule::new(strategy, &layout, &layout, &mask, (4, 1))?;
 ///     schedule.validate()?;                        // each visible pair is computed once, and each block that is sent is used

@@ -1,6 +1,6 @@
 //! A strategy as a user asks for it: one by name, or the cheapest.
 
-use super::{Choice, Link, Machine, Pass, Schedule, Sizes, Strategy, StrategyKind};
+use super::{Choice, Link, Machine, Pass, Schedule, Strategy, StrategyKind, TensorSizes};
 use crate::error::{Error, Result};
 use std::fmt::{Display, Formatter};
 use std::str::FromStr;
@@ -39,7 +39,7 @@ impl StrategyChoice {
     pub fn schedule(
         &self,
         schedule: impl Fn(Arc<dyn Strategy>) -> Result<Schedule>,
-        sizes: &Sizes,
+        sizes: &TensorSizes,
         machine: &Machine,
         passes: &[Pass],
     ) -> Result<Schedule> {

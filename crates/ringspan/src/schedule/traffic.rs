@@ -22,7 +22,7 @@ pub struct Traffic {
 
 /// The tensor sizes that convert rows into bytes: heads and their widths, the wire type, a bias.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Sizes {
+pub struct TensorSizes {
     /// Query heads H.
     pub heads: usize,
     /// Key-value heads G.
@@ -38,7 +38,7 @@ pub struct Sizes {
     pub bias_heads: usize,
 }
 
-impl Sizes {
+impl TensorSizes {
     /// Bytes of one row of a block; a bias row has a term for each of the `keys` keys of a batch row.
     pub fn row(&self, block: Block, keys: usize) -> u64 {
         let Self { heads, kv_heads, dim, v_dim, wire, bias_heads } = *self;
@@ -78,7 +78,7 @@ impl Traffic {
     }
 
     /// Bytes of these rows; a batch row has `keys` keys.
-    pub fn bytes(&self, sizes: &Sizes, keys: usize) -> u64 {
+    pub fn bytes(&self, sizes: &TensorSizes, keys: usize) -> u64 {
         let all = [
             (self.keys, Block::Keys(0)),
             (self.key_gradients, Block::KeyGradients(0)),
@@ -97,8 +97,8 @@ impl Schedule {
     ///
     /// # Errors
     /// Head counts that do not fit the grid.
-    pub fn bytes_sent(&self, pass: Pass, rank: usize, sizes: &Sizes) -> Result<u64> {
-        let Sizes { dim, v_dim, wire, .. } = *sizes;
+    pub fn bytes_sent(&self, pass: Pass, rank: usize, sizes: &TensorSizes) -> Result<u64> {
+        let TensorSizes { dim, v_dim, wire, .. } = *sizes;
         let row_len = self.key().documents().row_len();
         // A bias shared by all heads is sent to every member, and again with every part of the heads.
         let bias = |heads: usize| sizes.bias(heads, row_len);
@@ -110,7 +110,7 @@ impl Schedule {
         let chunks = if self.grid().ulysses > 1 { self.head_chunks() } else { 1 };
         for part in HeadShare::parts(sizes.heads, sizes.kv_heads, self.grid(), chunks)? {
             let (heads, kv_heads) = (part[member].query.len(), part[member].kv.len());
-            bytes += traffic.bytes(&Sizes { heads, kv_heads, ..*sizes }, row_len);
+            bytes += traffic.bytes(&TensorSizes { heads, kv_heads, ..*sizes }, row_len);
             for (other, share) in part.iter().enumerate().filter(|(other, _)| *other != member) {
                 // This rank sends a member the member's heads of its own tokens, and later returns its own heads of the
                 // member's tokens.

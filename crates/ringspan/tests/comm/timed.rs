@@ -2,7 +2,7 @@
 
 use ringspan::Error;
 use ringspan::comm::threads::{self, Options};
-use ringspan::comm::timed::Timed;
+use ringspan::comm::timed::TimedCommunicator;
 use ringspan::comm::{Buffer, Communicator};
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use std::time::Duration;
 fn waits_of_all_groups_count_and_arrived_messages_do_not() {
     const LATE: Duration = Duration::from_millis(30);
     let waited = threads::run(2, Options::default(), |comm| {
-        let timed = Timed::new(comm);
+        let timed = TimedCommunicator::new(comm);
         let half = timed.split(0, 0)?;
         if timed.rank() == 1 {
             std::thread::sleep(LATE);

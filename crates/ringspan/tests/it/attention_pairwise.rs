@@ -8,7 +8,7 @@
 use ringspan::attention::Wire;
 use ringspan::mask::BlockPairs;
 use ringspan::mesh::Grid;
-use ringspan::schedule::{Pass, Sizes};
+use ringspan::schedule::{Pass, TensorSizes};
 use ringspan::{Documents, Layout, LayoutKind, Mask, Schedule, StrategyKind};
 use ringspan_testing::mesh::{Answer, MeshSetup, Problem};
 use std::collections::HashSet;
@@ -222,7 +222,7 @@ fn check_bytes(what: &str, problem: &Problem, on: MeshSetup, got: &Answer) {
     let schedule = Schedule::new(on.strategy, &query, &key, &problem.mask, on.grid).expect("was computed");
     let schedule = schedule.with_head_chunks(on.head_chunks);
     let wire = if on.wire == Wire::F32 { 4 } else { 2 };
-    let sizes = Sizes { heads, kv_heads, dim, v_dim, wire, bias_heads };
+    let sizes = TensorSizes { heads, kv_heads, dim, v_dim, wire, bias_heads };
     for (pass, sent) in [(Pass::Forward, &got.bytes_forward), (Pass::Backward, &got.bytes_backward)] {
         let counted: Vec<u64> =
             (0..ranks).map(|rank| schedule.bytes_sent(pass, rank, &sizes).expect("heads fit")).collect();

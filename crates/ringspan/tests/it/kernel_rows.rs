@@ -2,7 +2,7 @@
 
 use ringspan::Band;
 use ringspan::kernel::{
-    BlockQ8_0, Data, HeadMap, Inputs, Isa, Kernel, Partial, QuantizedSlice, Saved, Sums, Tile, TilePosition, View,
+    BlockQ8_0, Data, HeadMap, Inputs, Isa, Kernel, OnlineSoftmax, QuantizedSlice, Saved, Sums, Tile, TilePosition, View,
 };
 use ringspan_testing::kernel::{FULL, Problem, Storage, random, tile};
 
@@ -63,7 +63,8 @@ fn scattered_keys_give_the_bits_of_keys_in_order() {
             let by_rows = Inputs { k: k.with_rows(&rows), v: v.with_rows(&rows), ..in_order };
             on_every_kernel(|kernel| {
                 let computed = |inputs: &Inputs| {
-                    let (mut forward, mut decoded) = (Partial::new(queries, 4, 40), Partial::new(queries, 4, 40));
+                    let (mut forward, mut decoded) =
+                        (OnlineSoftmax::new(queries, 4, 40), OnlineSoftmax::new(queries, 4, 40));
                     kernel.forward(inputs, tiles, &mut forward).expect("no failure");
                     kernel.decode(inputs, tiles, &mut decoded).expect("no failure");
                     let (out, statistics) = forward.clone().finish(queries, 4, 40, None);
@@ -112,7 +113,8 @@ fn keys_in_blocks_give_the_bits_of_their_numbers() {
         };
         on_every_kernel(|kernel| {
             let computed = |inputs: &Inputs| {
-                let (mut forward, mut decoded) = (Partial::new(queries, 4, v_dim), Partial::new(queries, 4, v_dim));
+                let (mut forward, mut decoded) =
+                    (OnlineSoftmax::new(queries, 4, v_dim), OnlineSoftmax::new(queries, 4, v_dim));
                 kernel.forward(inputs, tiles, &mut forward).expect("no failure");
                 kernel.decode(inputs, tiles, &mut decoded).expect("no failure");
                 (forward, decoded)
@@ -157,7 +159,8 @@ fn decoding_reads_pages_with_the_bits_of_scattered_rows() {
                     score: &problem.score,
                     bias: None,
                 };
-                let (mut forward, mut decoded) = (Partial::new(1, heads, v_dim), Partial::new(1, heads, v_dim));
+                let (mut forward, mut decoded) =
+                    (OnlineSoftmax::new(1, heads, v_dim), OnlineSoftmax::new(1, heads, v_dim));
                 kernel.forward(&inputs, tiles, &mut forward).expect("no failure");
                 kernel.decode(&inputs, tiles, &mut decoded).expect("no failure");
                 let [(wanted, _), (got, _)] = [forward, decoded.clone()].map(|x| x.finish(1, heads, v_dim, None));
@@ -213,7 +216,7 @@ fn check_many_queries(counts: &[usize]) {
     };
     let tiles: Vec<Tile> = counts.iter().enumerate().map(of_query).collect();
     on_every_kernel(|kernel| {
-        let mut together = Partial::new(counts.len(), 6, 40);
+        let mut together = OnlineSoftmax::new(counts.len(), 6, 40);
         kernel.decode(&all, &tiles, &mut together).expect("no failure");
         for (query, tile) in tiles.iter().enumerate() {
             let alone = Inputs {
@@ -221,7 +224,7 @@ fn check_many_queries(counts: &[usize]) {
                 bias: Some(view(&values.bias[query * 6 * keys..][..6 * keys], 1, 6, keys)),
                 ..all
             };
-            let mut single = Partial::new(1, 6, 40);
+            let mut single = OnlineSoftmax::new(1, 6, 40);
             kernel.decode(&alone, &[Tile { q: 0..1, ..tile.clone() }], &mut single).expect("no failure");
             assert_eq!(together.out[query * 6 * 40..][..6 * 40], single.out, "{kernel:?}, query {query}");
             for head in 0..6 {
@@ -229,7 +232,7 @@ fn check_many_queries(counts: &[usize]) {
                 assert_eq!([together.max[at], together.sum[at]], [single.max[head], single.sum[head]]);
             }
         }
-        let mut forward = Partial::new(counts.len(), 6, 40);
+        let mut forward = OnlineSoftmax::new(counts.len(), 6, 40);
         kernel.forward(&all, &tiles, &mut forward).expect("no failure");
         let (out, _) = together.finish(counts.len(), 6, 40, None);
         let (wanted, _) = forward.finish(counts.len(), 6, 40, None);

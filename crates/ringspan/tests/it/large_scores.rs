@@ -5,7 +5,7 @@
 
 use ringspan::attention::{self, Group, Inputs, Merge, Tokens, Wire, decode};
 use ringspan::comm::threads;
-use ringspan::kernel::{Isa, Kernel, Relative, View};
+use ringspan::kernel::{Isa, Kernel, RelativeBias, View};
 use ringspan::mesh::Grid;
 use ringspan::{Error, LayoutKind, Mask, Run, StrategyKind};
 use ringspan_testing::mesh::{Answer, MeshSetup, Problem, random};
@@ -254,11 +254,11 @@ fn terms_of_any_size() {
         check(&of("softcap").with_score("", |_, score| score.softcap = Some(0.5 * size)), Wire::F32, &large);
         check(&of("dropout").with_dropout(), Wire::F32, &large);
         let slopes = |score: &mut ringspan::Score| {
-            score.relative = Some(Relative::Alibi { slopes: [0.1, 0.02, 1.0, 0.007].map(|x| x * size).to_vec() });
+            score.relative = Some(RelativeBias::Alibi { slopes: [0.1, 0.02, 1.0, 0.007].map(|x| x * size).to_vec() });
         };
         check(&of("alibi").with_score("", |_, score| slopes(score)), Wire::F32, &large);
         let table = |score: &mut ringspan::Score| match &mut score.relative {
-            Some(Relative::Buckets(buckets)) => grow(&mut buckets.table, power),
+            Some(RelativeBias::Buckets(buckets)) => grow(&mut buckets.table, power),
             _ => unreachable!("buckets were given"),
         };
         check(&of("buckets").with_buckets().with_score("", |_, score| table(score)), Wire::F32, &large);

@@ -3,7 +3,7 @@
 
 use crate::matrix::{check, draws};
 use ringspan::attention::Wire;
-use ringspan::schedule::{Block, Pass, Sizes};
+use ringspan::schedule::{Block, Pass, TensorSizes};
 use ringspan::{Documents, Layout, LayoutKind, Mask, Run, Schedule, StrategyKind};
 use ringspan_testing::mesh::{Answer, Inputs, MeshSetup, Problem, relative_l2};
 
@@ -166,7 +166,7 @@ fn a_ring_sends_w_minus_1_times_forward_and_twice_that_backward() {
 
         let layout = Layout::new(LayoutKind::Zigzag, &problem.q_documents, ranks).expect("ranks");
         let schedule = Schedule::new(StrategyKind::Ring, &layout, &layout, &problem.mask, (ranks, 1)).expect("plans");
-        let sizes = Sizes { heads: 4, kv_heads: 2, dim: 32, v_dim: 32, wire: width as usize, bias_heads: 0 };
+        let sizes = TensorSizes { heads: 4, kv_heads: 2, dim: 32, v_dim: 32, wire: width as usize, bias_heads: 0 };
         for rank in 0..ranks {
             let sends = |pass| {
                 let plan = schedule.plan(pass, rank);

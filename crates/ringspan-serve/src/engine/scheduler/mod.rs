@@ -270,7 +270,7 @@ impl Scheduler {
         for sequence in self.running.iter_mut().filter(|one| one.remaining() == 1 && one.generated() > 0) {
             let tokens = sequence.tokens.len();
             // Behind all drafts, one more token is drawn.
-            let most = num_speculative_tokens.min(sequence.longest.saturating_sub(tokens + 1));
+            let most = num_speculative_tokens.min(sequence.max_len.saturating_sub(tokens + 1));
             let mut drafts = propose(&sequence.tokens, most).to_vec();
             let (cache, unreserved) = (&mut self.caches[sequence.replica], &mut unreserved[sequence.replica]);
             let PageTable { pages, window, .. } = &mut sequence.page_table;
@@ -311,12 +311,12 @@ impl Scheduler {
 
     /// Counts the tokens of a prompt that were found in the cache when it is first admitted.
     fn count_found(&mut self, sequence: &mut Sequence, found: usize) {
-        if sequence.cached.is_none() {
-            sequence.cached = Some(found);
+        if sequence.cached_tokens.is_none() {
+            sequence.cached_tokens = Some(found);
             sequence.times.start();
             sequence.tell(Event::Started { cached_tokens: found });
             self.counts.prefix_hits += found as u64;
-            self.counts.prefix_queries += if sequence.needs_whole_prompt() { 0 } else { sequence.prompt as u64 };
+            self.counts.prefix_queries += if sequence.needs_whole_prompt() { 0 } else { sequence.prompt_len as u64 };
         }
     }
 

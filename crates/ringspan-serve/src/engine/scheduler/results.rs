@@ -25,11 +25,11 @@ impl Scheduler {
         self.step_tokens = 0;
         for (arrival, sequence) in step.sequences() {
             let Some(index) = self.find(arrival) else { continue };
-            let Sequence { page_table, drafts, prompt, replica, .. } = &mut self.running[index];
+            let Sequence { page_table, drafts, prompt_len, replica, .. } = &mut self.running[index];
             let copied = page_table.copied_from.take();
             let before = page_table.computed;
             page_table.computed += sequence.tokens.len() - drafts.len();
-            self.step_tokens += page_table.computed.min(*prompt).saturating_sub(before);
+            self.step_tokens += page_table.computed.min(*prompt_len).saturating_sub(before);
             copied.into_iter().for_each(|from| release_copied(&mut self.caches[*replica], from));
             self.insert_full_pages(index);
         }
@@ -62,11 +62,11 @@ impl Scheduler {
     pub(in crate::engine) fn finish_prefill(&mut self, index: usize) -> bool {
         let sequence = &mut self.running[index];
         if sequence.generated() == 0 {
-            self.counts.prompt_tokens += sequence.prompt as u64;
-            for event in sequence.prompt_results.report(sequence.prompt) {
+            self.counts.prompt_tokens += sequence.prompt_len as u64;
+            for event in sequence.prompt_results.report(sequence.prompt_len) {
                 sequence.tell(event);
             }
-            if sequence.longest <= sequence.prompt {
+            if sequence.max_len <= sequence.prompt_len {
                 sequence.finish(FinishReason::Length);
                 self.end(index);
                 return true;
@@ -104,10 +104,10 @@ impl Scheduler {
                 sequence.tell(Event::Token(drawn.token, drawn.logprobs));
                 if drawn.ends {
                     sequence.finish(FinishReason::Stop { token: None });
-                } else if sequence.tokens.len() >= sequence.longest {
+                } else if sequence.tokens.len() >= sequence.max_len {
                     sequence.finish(FinishReason::Length);
                 }
-                drawn.ends || sequence.tokens.len() >= sequence.longest
+                drawn.ends || sequence.tokens.len() >= sequence.max_len
             }
         };
         self.insert_full_pages(index);

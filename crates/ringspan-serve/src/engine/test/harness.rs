@@ -258,7 +258,7 @@ impl Harness {
             let one = &mut self.scheduler.running()[index];
             let end = sequence.start + sequence.tokens.len();
             if sequence.outputs == Outputs::All {
-                for position in sequence.start..end.min(one.prompt - 1) {
+                for position in sequence.start..end.min(one.prompt_len - 1) {
                     let token = one.tokens[position + 1];
                     one.prompt_results.add_logprobs(TokenLogprobs { token, logprob: position as f32, top: Vec::new() });
                 }

@@ -1,6 +1,6 @@
 //! Parts of the transforms, each compiled for the widest vectors of the machine.
 
-use super::transform::{self, Grid, PATCH, Places, TILE};
+use super::transform::{self, Grid, PATCH, TILE, TileOutput};
 use super::{Tiles, Winograd, distance};
 use crate::vae::sizes::{ConvolutionSizes, Padded};
 use pulp::{Simd, WithSimd};
@@ -109,7 +109,7 @@ impl WithSimd for OutputTask<'_, '_> {
             let grid = Grid { data, row: PATCH * distance, col: distance };
             let col = tile * TILE;
             let first = col * all + channels.start;
-            let mut places = Places { rows, add: &add, cols: (cols - col).min(TILE), first, position: all };
+            let mut places = TileOutput { rows, add: &add, cols: (cols - col).min(TILE), first, position: all };
             transform::outputs(simd, grid, &bias[channels.clone()], &mut places);
         }
     }

@@ -61,11 +61,11 @@ pub(super) struct Engine {
     /// Number of blocks without an answer, over all peers.
     unanswered: usize,
     /// Flights that transfers can still be added to, by number.
-    boarding: BTreeMap<u64, Vec<FlightTransfer>>,
+    open_flights: BTreeMap<u64, Vec<FlightTransfer>>,
     /// Number of the lowest flight that transfers can still be added to.
     open: u64,
     /// Flights that were started and have not ended, in their order.
-    flying: VecDeque<(u64, Vec<FlightTransfer>)>,
+    started_flights: VecDeque<(u64, Vec<FlightTransfer>)>,
     leaving: BTreeMap<u64, OutgoingMessage>,
     /// Number of the next message that is sent.
     next: u64,
@@ -83,9 +83,9 @@ impl Engine {
             channel,
             peers,
             unanswered: 0,
-            boarding: BTreeMap::new(),
+            open_flights: BTreeMap::new(),
             open: 0,
-            flying: VecDeque::new(),
+            started_flights: VecDeque::new(),
             leaving: BTreeMap::new(),
             next: 0,
             arrived,
@@ -132,7 +132,7 @@ impl Engine {
 
     /// Whether this rank has no message that has not left, and no flight.
     pub(super) fn is_quiet(&self) -> bool {
-        self.leaving.is_empty() && self.boarding.is_empty() && self.flying.is_empty()
+        self.leaving.is_empty() && self.open_flights.is_empty() && self.started_flights.is_empty()
     }
 
     /// Asks all other ranks what they do.
@@ -172,7 +172,7 @@ impl Engine {
         }
         self.depart()?;
         for _ in 0..self.channel.landed()? {
-            self.land();
+            self.complete_flight();
             moved = true;
         }
         let mut left = Vec::new();
@@ -187,7 +187,7 @@ impl Engine {
         for from in 0..self.peers.len() {
             self.deliver(from)?;
         }
-        Ok(moved || self.unanswered > 0 || !self.flying.is_empty())
+        Ok(moved || self.unanswered > 0 || !self.started_flights.is_empty())
     }
 
     /// The next note of a rank, if one has arrived. A rank that has ended sends none: then the error is the failure of its
@@ -226,7 +226,7 @@ impl Engine {
                 }
                 self.unanswered -= 1;
                 let transfer = Transfer::Send { to: from, elements };
-                self.boarding.entry(flight).or_default().push(FlightTransfer { transfer, number });
+                self.open_flights.entry(flight).or_default().push(FlightTransfer { transfer, number });
             }
             Note::Question => self.note(from, &Note::Doing { text: self.doing.clone() })?,
             Note::Doing { text } => self.peers[from].reported_operation = Some(text),
@@ -257,7 +257,7 @@ impl Engine {
         let Peer { first, incoming, .. } = &self.peers[from];
         let number = first + incoming.len() as u64;
         let transfer = Transfer::Receive { from, elements };
-        self.boarding.entry(flight).or_default().push(FlightTransfer { transfer, number });
+        self.open_flights.entry(flight).or_default().push(FlightTransfer { transfer, number });
         self.note(from, &Note::Answer { flight })?;
         Ok(IncomingMessage::Flight)
     }
@@ -265,18 +265,20 @@ impl Engine {
     /// Starts flights. None may start while an answer is missing, because the block in question could belong to it.
     fn depart(&mut self) -> Result<()> {
         while self.unanswered == 0
-            && let Some((flight, transfers)) = self.boarding.pop_first()
+            && let Some((flight, transfers)) = self.open_flights.pop_first()
         {
             self.open = flight.checked_add(1).ok_or_else(|| self.broken("flights are counted to 2^64".into()))?;
-            self.channel.start(transfers.iter().map(|passenger| passenger.transfer.clone()).collect())?;
-            self.flying.push_back((flight, transfers));
+            self.channel.start(transfers.iter().map(|member| member.transfer.clone()).collect())?;
+            self.started_flights.push_back((flight, transfers));
         }
         Ok(())
     }
 
     /// Completes the transfers of the first flight, which has ended.
-    fn land(&mut self) {
-        for FlightTransfer { transfer, number } in self.flying.pop_front().map(|(_, all)| all).into_iter().flatten() {
+    fn complete_flight(&mut self) {
+        for FlightTransfer { transfer, number } in
+            self.started_flights.pop_front().map(|(_, all)| all).into_iter().flatten()
+        {
             match transfer {
                 Transfer::Send { .. } => drop(self.leaving.remove(&number)),
                 Transfer::Receive { from, elements } => {
@@ -330,8 +332,8 @@ impl Engine {
     /// The first of `ranks` that sends nothing more, and whose messages have all arrived here: a flight may have ended
     /// there earlier than here.
     pub(super) fn gone(&self, ranks: &[usize]) -> Option<usize> {
-        let flights = || self.boarding.values().chain(self.flying.iter().map(|(_, transfers)| transfers));
-        let with = |rank: usize| flights().flatten().any(|passenger| passenger.transfer.peer() == rank);
+        let flights = || self.open_flights.values().chain(self.started_flights.iter().map(|(_, transfers)| transfers));
+        let with = |rank: usize| flights().flatten().any(|member| member.transfer.peer() == rank);
         let over = |rank: &usize| self.peers[*rank].gone && self.peers[*rank].incoming.is_empty() && !with(*rank);
         ranks.iter().copied().find(over)
     }
@@ -345,7 +347,7 @@ impl Engine {
             Some("") => "it computes".into(),
             Some(text) => format!("it waits in {text}"),
         };
-        let known = if let Some((flight, transfers)) = self.flying.iter().find(with) {
+        let known = if let Some((flight, transfers)) = self.started_flights.iter().find(with) {
             let count = transfers.len();
             format!("has a block in flight {flight} ({count} blocks here), which has not ended")
         } else if *gone {

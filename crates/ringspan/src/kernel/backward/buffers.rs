@@ -2,12 +2,12 @@
 
 use super::super::KEY_BLOCK;
 use super::super::buffer::lines;
-use super::super::isa::Code;
+use super::super::isa::TargetFeatures;
 use super::super::terms::ScoreTerms;
 
 /// Sizes of a worker's buffers in elements, rounded up to whole cache lines.
 #[derive(Clone, Copy)]
-pub(in super::super) struct Sizes {
+pub(in super::super) struct BufferSizes {
     pub(super) lanes: usize,
     /// D and Dv, rounded up to whole vectors.
     pub(super) wide: usize,
@@ -33,9 +33,9 @@ pub(in super::super) struct Sizes {
     bias: usize,
 }
 
-impl Sizes {
-    pub(in super::super) fn new(dim: usize, v_dim: usize, code: Code, bias: bool) -> Self {
-        let (lanes, vector, pair) = (code.lanes(), code.vector(), code.pair());
+impl BufferSizes {
+    pub(in super::super) fn new(dim: usize, v_dim: usize, features: TargetFeatures, bias: bool) -> Self {
+        let (lanes, vector, pair) = (features.lanes(), features.vector(), features.pair());
         let (wide, v_wide) = (dim.next_multiple_of(vector), v_dim.next_multiple_of(vector));
         let (depth, v_depth) = (dim.div_ceil(pair), v_dim.div_ceil(pair));
         let half_row = (lanes / 2).next_multiple_of(vector);
@@ -104,7 +104,7 @@ pub(super) struct QueryBlock<'s> {
 impl<'s> QueryBlock<'s> {
     /// Divides a buffer of `sizes.block()` elements.
     #[inline(always)]
-    pub(super) fn of(sizes: Sizes, buffer: &'s mut [f32]) -> Self {
+    pub(super) fn of(sizes: BufferSizes, buffer: &'s mut [f32]) -> Self {
         let (q_t, rest) = buffer.split_at_mut(sizes.q_t);
         let (d_out_t, rest) = rest.split_at_mut(sizes.d_out_t);
         let (q, rest) = rest.split_at_mut(sizes.q);
@@ -143,7 +143,7 @@ pub(super) struct KeyBlock<'s> {
 
 impl<'s> KeyBlock<'s> {
     /// Divides a buffer of `sizes.keys()` elements.
-    pub(super) fn of(sizes: Sizes, buffer: &'s mut [f32], table: &'s mut [f64]) -> Self {
+    pub(super) fn of(sizes: BufferSizes, buffer: &'s mut [f32], table: &'s mut [f64]) -> Self {
         let (k_panels, rest) = buffer.split_at_mut(sizes.k_panels);
         let (v_panels, rest) = rest.split_at_mut(sizes.v_panels);
         let (k, rest) = rest.split_at_mut(sizes.k);

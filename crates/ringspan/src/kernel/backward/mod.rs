@@ -8,22 +8,22 @@
 //! In bf16 a product sums over pairs, so P^T and dS^T are stored in pairs along the lanes (for dV and dK), and dS^T also in
 //! pairs along the keys (for dQ).
 
+mod block_step;
 mod buffers;
-mod pair;
 
-pub(super) use buffers::Sizes;
+pub(super) use buffers::BufferSizes;
 
 use super::buffer::Target;
 use super::dispatch::dispatch;
-use super::isa::Code;
+use super::isa::TargetFeatures;
 use super::pack::{copy, is_finite, operand_columns, panels};
 use super::plan::Plan;
 use super::scaling::Scaling;
 use super::terms::ScoreTerms;
 use super::vector::{PORTABLE_COLUMNS, Simd};
 use super::{HeadMap, KEY_BLOCK, View};
+use block_step::BlockStep;
 use buffers::{KeyBlock, QueryBlock};
-use pair::Pair;
 use std::ops::Range;
 
 /// Number of rows of the micro kernel in products whose lanes run along the head width.
@@ -43,7 +43,7 @@ pub(super) struct Backward<'a> {
     pub(super) delta: &'a [f32],
     pub(super) heads: &'a HeadMap,
     pub(super) plan: &'a Plan<'a>,
-    pub(super) code: Code,
+    pub(super) features: TargetFeatures,
     pub(super) scale: f32,
     pub(super) scaling: Scaling,
     pub(super) terms: Option<&'a ScoreTerms<'a>>,
@@ -66,7 +66,7 @@ pub(super) struct KeySums {
 }
 
 /// A worker's unit of work: a head, a range of its blocks, and the sums for their gradients.
-pub(super) struct Share<'a> {
+pub(super) struct HeadTask<'a> {
     /// The query head.
     pub(super) head: usize,
     pub(super) blocks: Range<usize>,
@@ -78,20 +78,20 @@ pub(super) struct Share<'a> {
 }
 
 impl Backward<'_> {
-    /// Adds the contribution of a share to dq, and to the gradients of keys and values in its sums.
+    /// Adds the contribution of a task to dq, and to the gradients of keys and values in its sums.
     ///
     /// # Safety
     /// No two concurrent calls may have the same head and block, or the same rows of sums. `scratch` must have at least the
-    /// size of `Sizes::scratch`.
+    /// size of `BufferSizes::scratch`.
     #[inline(always)]
     pub(super) unsafe fn head<S: Simd, const R: usize, const N: usize>(
         &self,
         simd: S,
-        share: Share,
+        task: HeadTask,
         scratch: &mut [f32],
     ) {
-        let Share { head, blocks, sums, table, progress } = share;
-        let sizes = Sizes::new(self.q.dim, self.v.dim, self.code, self.bias.is_some());
+        let HeadTask { head, blocks, sums, table, progress } = task;
+        let sizes = BufferSizes::new(self.q.dim, self.v.dim, self.features, self.bias.is_some());
         let (queries, rest) = scratch.split_at_mut(blocks.len() * sizes.block());
         let mut has_non_finite = Vec::with_capacity(blocks.len());
         for (buffer, block) in queries.chunks_exact_mut(sizes.block()).zip(blocks.clone()) {
@@ -116,7 +116,7 @@ impl Backward<'_> {
                     let keys = (from - base) / R * R..(to - base).next_multiple_of(R);
                     let (now, next) = queries[i * sizes.block()..].split_at_mut(sizes.block());
                     let next = &next[..next.len().min(sizes.block())];
-                    let pair = Pair {
+                    let step = BlockStep {
                         head,
                         block,
                         part,
@@ -127,7 +127,7 @@ impl Backward<'_> {
                     };
                     let mut queries = QueryBlock::of(sizes, now);
                     // SAFETY: the buffers have these sizes; the panels lie within KEY_BLOCK.
-                    unsafe { self.pair::<S, R, N>(simd, sizes, &pair, &mut queries, &mut at) };
+                    unsafe { self.step::<S, R, N>(simd, sizes, &step, &mut queries, &mut at) };
                 }
             }
             if packed {
@@ -157,7 +157,14 @@ impl Backward<'_> {
 
     /// Packs Q^T, dO^T, Q, dO, a zero dQ, and the statistics of each lane. Returns whether any of it is not finite.
     #[inline(always)]
-    fn pack_queries<S: Simd>(&self, simd: S, sizes: Sizes, head: usize, block: usize, to: &mut QueryBlock) -> bool {
+    fn pack_queries<S: Simd>(
+        &self,
+        simd: S,
+        sizes: BufferSizes,
+        head: usize,
+        block: usize,
+        to: &mut QueryBlock,
+    ) -> bool {
         let (rows, lanes) = (self.plan.rows(block), sizes.lanes);
         let row = |lane: usize| {
             let row = rows.start + lane;
@@ -187,7 +194,7 @@ impl Backward<'_> {
     fn pack_keys<S: Simd, const R: usize>(
         &self,
         simd: S,
-        sizes: Sizes,
+        sizes: BufferSizes,
         kv: usize,
         rows: &Range<usize>,
         to: &mut KeyBlock,
@@ -218,6 +225,6 @@ fn add(to: &mut [f32], from: &[f32]) {
 dispatch!(
     backward_head,
     Backward<'_>,
-    head<[8, 3], [4, 3], [4, PORTABLE_COLUMNS]>(share: Share<'_>, scratch: &mut [f32]),
-    "Calls [`Backward::head`] compiled for the instruction set of `code`."
+    head<[8, 3], [4, 3], [4, PORTABLE_COLUMNS]>(task: HeadTask<'_>, scratch: &mut [f32]),
+    "Calls [`Backward::head`] compiled for the instruction set of `features`."
 );

@@ -1,6 +1,6 @@
 //! The backward pass of a CPU kernel: divides the work among workers, and adds up their private sums.
 
-use super::super::backward::{Backward, KeySums, Share, Sizes, backward_head};
+use super::super::backward::{Backward, BufferSizes, HeadTask, KeySums, backward_head};
 use super::super::buffer::{Aligned, Target, lines};
 use super::super::terms::ScoreTerms;
 use super::super::{Data, HeadMap, Inputs, Saved, Sums, Tile, View};
@@ -46,9 +46,9 @@ impl Cpu {
         let (Data::F32(max), Data::F32(sum)) = (statistics.max, statistics.sum) else { return None };
         let (dq, dk, dv) = (sums.dq.host()?, sums.dk.host()?, sums.dv.host()?);
         let (d_table, d_bias) = (sums.d_table.host()?, sums.d_bias.host()?);
-        let code = self.code_for(inputs);
+        let features = self.features_for(inputs);
         let terms = ScoreTerms::new(score, bias);
-        let plan = plan(inputs, tiles, code);
+        let plan = plan(inputs, tiles, features);
         if plan.keys.is_empty() || q.heads == 0 {
             return Some(());
         }
@@ -69,7 +69,7 @@ impl Cpu {
             delta,
             heads,
             plan: &plan,
-            code,
+            features,
             scale: score.scale,
             scaling: self.scaling(inputs, terms.is_some()),
             terms: terms.as_ref(),
@@ -129,8 +129,8 @@ impl Cpu {
     /// Computes the share of a worker, a segment of blocks at a time.
     fn run_share(&self, work: &BackwardWork, worker: usize) {
         let BackwardWork { job, shares, keys, private, tables, buckets } = work;
-        let sizes = Sizes::new(job.q.dim, job.v.dim, job.code, job.bias.is_some());
-        let segment = SEGMENT / job.code.lanes();
+        let sizes = BufferSizes::new(job.q.dim, job.v.dim, job.features, job.bias.is_some());
+        let segment = SEGMENT / job.features.lanes();
         let most = shares[worker].iter().map(|(_, blocks)| blocks.len()).max().unwrap_or(0);
         let mut scratch = self.pool.take(sizes.scratch(most.min(segment)));
         let mut table = tables[worker].lock().unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -142,10 +142,10 @@ impl Cpu {
             let table = &mut table[head * buckets..][..*buckets];
             for from in blocks.clone().step_by(segment) {
                 let blocks = from..blocks.end.min(from + segment);
-                let share = Share { head: *head, blocks, sums, table: &mut *table, progress };
+                let task = HeadTask { head: *head, blocks, sums, table: &mut *table, progress };
                 // SAFETY: shares are disjoint; a key-value head of several workers has private sums; the scratch has the
                 // required size.
-                unsafe { backward_head(job.code, job, share, &mut scratch) };
+                unsafe { backward_head(job.features, job, task, &mut scratch) };
             }
         }
         self.pool.give(scratch);

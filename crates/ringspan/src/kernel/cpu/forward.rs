@@ -3,18 +3,18 @@
 use super::super::buffer::{self, Target};
 use super::super::decode::{self, Decode};
 use super::super::forward::{self, BlockTask, Forward, forward_block};
-use super::super::pack::{Keys, Packing, pack_chunk};
+use super::super::pack::{PackedKv, Packing, pack_chunk};
 use super::super::plan::Plan;
 use super::super::scaling::Scaling;
 use super::super::terms::ScoreTerms;
-use super::super::{Inputs, KEY_BLOCK, Partial, Tile};
+use super::super::{Inputs, KEY_BLOCK, OnlineSoftmax, Tile};
 use super::tasks::{self, Task, Tasks};
 use super::{Cpu, plan};
 use std::ops::Range;
 
 impl Cpu {
     /// Like [`forward`](Self::forward), for queries without a backward pass.
-    pub(in crate::kernel) fn decode(&self, inputs: &Inputs, tiles: &[Tile], partial: &mut Partial) {
+    pub(in crate::kernel) fn decode(&self, inputs: &Inputs, tiles: &[Tile], partial: &mut OnlineSoftmax) {
         let Inputs { q, k, v, heads, score, bias } = *inputs;
         if !decode::has_single_queries(tiles) {
             return self.forward(inputs, tiles, partial);
@@ -28,19 +28,19 @@ impl Cpu {
         };
         let visible: Vec<(Range<usize>, &Tile)> = tiles.iter().map(|tile| (seen(tile), tile)).collect();
         let job = Decode { q, k, v, heads, scaling: Scaling::new(score, terms.is_some(), &q), terms: terms.as_ref() };
-        let (code, progress) = (self.code, |worker| self.progress(worker));
-        job.run(code, &self.workers, &self.pool, &progress, &visible, partial);
+        let (features, progress) = (self.features, |worker| self.progress(worker));
+        job.run(features, &self.workers, &self.pool, &progress, &visible, partial);
     }
 
     /// Adds the keys of `tiles` to the softmax state of the queries, a segment of the keys after the other.
-    pub(in crate::kernel) fn forward(&self, inputs: &Inputs, tiles: &[Tile], partial: &mut Partial) {
+    pub(in crate::kernel) fn forward(&self, inputs: &Inputs, tiles: &[Tile], partial: &mut OnlineSoftmax) {
         self.hook.begin();
-        let code = self.code_for(inputs);
-        let plan = plan(inputs, tiles, code);
+        let features = self.features_for(inputs);
+        let plan = plan(inputs, tiles, features);
         if plan.keys.is_empty() || inputs.q.heads == 0 {
             return;
         }
-        let first = plan.keys.start / code.rows() * code.rows();
+        let first = plan.keys.start / features.rows() * features.rows();
         let rows = segment_rows(inputs, self.workers.count());
         for start in (first..plan.keys.end).step_by(rows) {
             self.forward_segment(inputs, &plan, start..plan.keys.end.min(start + rows), partial);
@@ -48,14 +48,14 @@ impl Cpu {
     }
 
     /// Packs the key rows of a segment, a head after the other, and adds them to the softmax state of the queries.
-    fn forward_segment(&self, inputs: &Inputs, plan: &Plan, segment: Range<usize>, partial: &mut Partial) {
+    fn forward_segment(&self, inputs: &Inputs, plan: &Plan, segment: Range<usize>, partial: &mut OnlineSoftmax) {
         let Inputs { q, k, v, heads, score, bias } = *inputs;
-        let code = self.code_for(inputs);
+        let features = self.features_for(inputs);
         let tasks = Tasks::new(plan, heads, &segment, self.workers.count());
         if tasks.is_empty() {
             return;
         }
-        let keys = Keys::new(&segment, tasks.slots(), &k, &v, code, |len| self.pool.take(len));
+        let keys = PackedKv::new(&segment, tasks.slots(), &k, &v, features, |len| self.pool.take(len));
         let packing = Packing { keys: &keys, plan, k, v };
         let terms = ScoreTerms::new(score, bias);
         let job = Forward {
@@ -70,18 +70,18 @@ impl Cpu {
             sum: Target::new(&mut partial.sum),
         };
         self.workers.run(tasks.workers(), &|worker| {
-            let mut scratch = self.pool.take(forward::scratch(q.dim, v.dim, code, bias.is_some()));
+            let mut scratch = self.pool.take(forward::scratch(q.dim, v.dim, features, bias.is_some()));
             let mut compute = |task: BlockTask| {
                 // SAFETY: each head and block is given to one worker; the keys and values it reads are packed, and stay until
                 // it is done; the scratch has the required size.
-                unsafe { forward_block(code, &job, task, &mut scratch) };
+                unsafe { forward_block(features, &job, task, &mut scratch) };
                 self.progress(worker);
             };
             while let Some((whole, slot)) = tasks.next_whole(worker) {
                 for chunk in 0..tasks.chunks() {
                     // SAFETY: each head is given to one worker, whose slot it has; others read it when it is packed, and the
                     // blocks of the worker's last head are computed.
-                    unsafe { pack_chunk(code, &packing, whole.kv(), slot, chunk) };
+                    unsafe { pack_chunk(features, &packing, whole.kv(), slot, chunk) };
                 }
                 whole.set_packed(slot);
                 while let Some(task) = tasks.next_block(whole) {
@@ -96,7 +96,7 @@ impl Cpu {
                         tasks.wait_for_slot(shared);
                         // SAFETY: each chunk is given to one worker; its head is read only after the chunk is counted, and
                         // the head that had the slot before is computed.
-                        unsafe { pack_chunk(code, &packing, shared.kv, shared.slot, chunk) };
+                        unsafe { pack_chunk(features, &packing, shared.kv, shared.slot, chunk) };
                     }
                     Task::Block { shared, head, block } => {
                         let _counted = shared.computed.counted();

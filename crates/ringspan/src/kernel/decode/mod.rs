@@ -17,7 +17,7 @@ use super::terms::ScoreTerms;
 use super::vector::{Simd, exp};
 use super::{HeadMap, Tile, View};
 use head_ranges::{HeadRange, TASKS_PER_WORKER, head_ranges};
-use rows::{Prefetch, Rows};
+use rows::{KvRows, Prefetch};
 use std::ops::Range;
 
 /// Maximum number of key rows in a chunk.
@@ -123,7 +123,7 @@ impl Decode<'_> {
                 false => prefetch(&self.v, (next - rows.len()).min(rows.end)..rows.end),
             };
             for (kv, own) in range.groups() {
-                let keys = Rows::new(simd, &self.k, (kv, wide), here.clone(), ahead.clone(), copies);
+                let keys = KvRows::new(simd, &self.k, (kv, wide), here.clone(), ahead.clone(), copies);
                 let scores = &mut scores[own.start * CHUNK + here.start - rows.start..];
                 keys.score(simd, &queries[own.start * wide..own.end * wide], scores);
             }
@@ -141,7 +141,7 @@ impl Decode<'_> {
                 false => prefetch(&self.k, next.min(tile.k.end)..tile.k.end),
             };
             for (kv, own) in range.groups() {
-                let values = Rows::new(simd, &self.v, (kv, v_wide), here.clone(), ahead.clone(), copies);
+                let values = KvRows::new(simd, &self.v, (kv, v_wide), here.clone(), ahead.clone(), copies);
                 let weights = &scores[own.start * CHUNK + here.start - rows.start..];
                 values.add_weighted(simd, weights, &mut sums[own.start * v_wide..own.end * v_wide]);
             }
@@ -215,7 +215,7 @@ dispatch!(
     decode_chunk,
     Decode<'_>,
     chunk<[], [], []>(range: &HeadRange, rows: Range<usize>, tile: &Tile, states: &mut [f32], scratch: &mut [f32]),
-    "Calls [`Decode::chunk`] compiled for the instruction set of `code`."
+    "Calls [`Decode::chunk`] compiled for the instruction set of `features`."
 );
 
 #[cfg(test)]

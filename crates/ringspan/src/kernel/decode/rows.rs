@@ -36,7 +36,7 @@ impl Element for bf16 {
 
 /// Some rows of keys or values of one head, each of whole vectors; there is a multiple of ROWS of them.
 #[derive(Clone, Copy)]
-pub(super) enum Rows<'a> {
+pub(super) enum KvRows<'a> {
     F32(Strided<'a, f32>),
     Bf16(Strided<'a, bf16>),
 }
@@ -79,7 +79,7 @@ pub(super) struct Prefetch<'v, 'a> {
     pub(super) tokens: Range<usize>,
 }
 
-impl<'a> Rows<'a> {
+impl<'a> KvRows<'a> {
     /// The rows of the tokens `tokens`, of which there is one at least, and the head `head`. If they are copied, each is padded with
     /// zeros to `width` elements, and rows of zeros follow the last token; `copies` has room for all of these.
     #[inline(always)]

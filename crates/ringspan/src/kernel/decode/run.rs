@@ -1,9 +1,9 @@
 //! Division of a decoding call among workers, and the order in which softmax states are merged.
 
-use super::super::buffer::{Pool, Target};
-use super::super::isa::Code;
+use super::super::buffer::{BufferPool, Target};
+use super::super::isa::TargetFeatures;
 use super::super::workers::Workers;
-use super::super::{Partial, Tile};
+use super::super::{OnlineSoftmax, Tile};
 use super::head_ranges::{HeadRange, TASKS_PER_WORKER, head_ranges};
 use super::{Decode, chunk_rows, decode_chunk};
 use std::ops::Range;
@@ -42,12 +42,12 @@ impl Decode<'_> {
     /// Adds the visible key rows of each tile to the state of its query.
     pub(in super::super) fn run(
         &self,
-        code: Code,
+        features: TargetFeatures,
         workers: &Workers,
-        pool: &Pool,
+        pool: &BufferPool,
         progress: &(dyn Fn(usize) + Sync),
         visible: &[(Range<usize>, &Tile)],
-        partial: &mut Partial,
+        partial: &mut OnlineSoftmax,
     ) {
         let spans = spans(visible, workers.count());
         let ranges = head_ranges(self.heads, spans.len(), workers.count());
@@ -74,7 +74,7 @@ impl Decode<'_> {
                 let (range, span) = (&ranges[task % ranges.len()], &spans[task / ranges.len()]);
                 // SAFETY: the counter gives each task, and with it these states, to one worker.
                 let states = unsafe { target.row(task * size, range.heads().len() * self.state()) };
-                self.compute(code, range, span, visible[span.tile].1, states, &mut scratch);
+                self.compute(features, range, span, visible[span.tile].1, states, &mut scratch);
                 progress(worker);
             }
             pool.give(scratch);
@@ -99,7 +99,7 @@ impl Decode<'_> {
     /// Computes the states of the heads of `range` over the chunks of a span, merged in order.
     fn compute(
         &self,
-        code: Code,
+        features: TargetFeatures,
         range: &HeadRange,
         span: &Span,
         tile: &Tile,
@@ -112,7 +112,7 @@ impl Decode<'_> {
             let is_first = from == span.rows.start;
             let to = if is_first { &mut *states } else { &mut *chunk_states };
             // SAFETY: the code is that of the machine, and the buffers have a state for each head of the range and its scratch.
-            unsafe { decode_chunk(code, self, range, rows, tile, to, scratch) };
+            unsafe { decode_chunk(features, self, range, rows, tile, to, scratch) };
             if !is_first {
                 self.merge(states, chunk_states);
             }
@@ -130,7 +130,7 @@ impl Decode<'_> {
     }
 
     /// Merges the states of heads with the running states of a query.
-    fn merge_into(&self, partial: &mut Partial, heads: Range<usize>, query: usize, states: &[f32]) {
+    fn merge_into(&self, partial: &mut OnlineSoftmax, heads: Range<usize>, query: usize, states: &[f32]) {
         for (head, state) in heads.zip(states.chunks_exact(self.state())) {
             let at = head * self.q.tokens + query;
             let out = &mut partial.out[(query * self.q.heads + head) * self.v.dim..][..self.v.dim];

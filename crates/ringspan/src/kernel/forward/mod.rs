@@ -3,25 +3,25 @@
 //! Scores are stored as S^T `[key][query]`, so row maxima, row sums, rescaling and masks are operations on whole vectors,
 //! without reductions across lanes. Sources: Dao, 2023 (arXiv:2307.08691); Goto and van de Geijn, 2008, for the packing.
 
-mod pair;
+mod block_step;
 
 use super::buffer::{Target, lines};
 use super::dispatch::dispatch;
-use super::isa::Code;
-use super::pack::{self, Keys};
+use super::isa::TargetFeatures;
+use super::pack::{self, PackedKv};
 use super::plan::Plan;
 use super::scaling::Scaling;
 use super::terms::ScoreTerms;
 use super::vector::{PORTABLE_COLUMNS, Simd};
 use super::view::Data;
 use super::{KEY_BLOCK, View};
-use pair::{Buffers, Pair};
+use block_step::{BlockStep, Buffers};
 
 /// The tensors and parameters that all blocks of a call share.
 pub(super) struct Forward<'a> {
     pub(super) q: View<'a>,
     pub(super) plan: &'a Plan<'a>,
-    pub(super) keys: &'a Keys,
+    pub(super) keys: &'a PackedKv,
     pub(super) v_dim: usize,
     pub(super) scaling: Scaling,
     pub(super) terms: Option<&'a ScoreTerms<'a>>,
@@ -34,10 +34,10 @@ pub(super) struct Forward<'a> {
 }
 
 /// Number of elements of a worker's scratch buffer; the packed keys are shared.
-pub(super) fn scratch(dim: usize, v_dim: usize, code: Code, bias: bool) -> usize {
-    let (lanes, bias) = (code.lanes(), ScoreTerms::scratch(bias, code.lanes()));
-    let out = lines(lanes * v_dim.next_multiple_of(code.rows()));
-    lines(lanes * dim.div_ceil(code.pair())) + out + lines(lanes * KEY_BLOCK) + bias
+pub(super) fn scratch(dim: usize, v_dim: usize, features: TargetFeatures, bias: bool) -> usize {
+    let (lanes, bias) = (features.lanes(), ScoreTerms::scratch(bias, features.lanes()));
+    let out = lines(lanes * v_dim.next_multiple_of(features.rows()));
+    lines(lanes * dim.div_ceil(features.pair())) + out + lines(lanes * KEY_BLOCK) + bias
 }
 
 /// A block of the queries of a head.
@@ -139,9 +139,9 @@ impl Forward<'_> {
                 let keys = from..end.min(from + KEY_BLOCK);
                 let base = segment.start + from;
                 let border = part.hides_some(base..base + keys.len());
-                let pair = Pair { task, part, keys, base, border };
+                let step = BlockStep { task, part, keys, base, border };
                 // SAFETY: the buffers have the sizes for these lanes and at most KEY_BLOCK keys.
-                unsafe { self.pair::<S, R, N>(simd, &pair, &mut at, &mut state) };
+                unsafe { self.step::<S, R, N>(simd, &step, &mut at, &mut state) };
             }
         }
 
@@ -175,5 +175,5 @@ dispatch!(
     forward_block,
     Forward<'_>,
     block<[8, 3], [4, 3], [4, PORTABLE_COLUMNS]>(task: BlockTask, scratch: &mut [f32]),
-    "Calls [`Forward::block`] compiled for the instruction set of `code`."
+    "Calls [`Forward::block`] compiled for the instruction set of `features`."
 );

@@ -8,10 +8,10 @@ use std::fmt::{Display, Formatter};
 
 /// An instruction set that this machine has, with which pairs of 16-bit integers are multiplied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Instructions(Kind);
+pub struct Instructions(IntegerIsa);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Kind {
+enum IntegerIsa {
     Portable,
     #[cfg(target_arch = "x86_64")]
     Avx2,
@@ -29,45 +29,45 @@ impl Instructions {
         {
             let wide = is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512bw");
             if wide && is_x86_feature_detected!("avx512vnni") {
-                available.push(Self(Kind::Vnni));
+                available.push(Self(IntegerIsa::Vnni));
             }
             if wide {
-                available.push(Self(Kind::Avx512));
+                available.push(Self(IntegerIsa::Avx512));
             }
             if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-                available.push(Self(Kind::Avx2));
+                available.push(Self(IntegerIsa::Avx2));
             }
         }
-        available.push(Self(Kind::Portable));
+        available.push(Self(IntegerIsa::Portable));
         available
     }
 
     /// The fastest of this machine, or the fastest that belongs to `isa`.
     pub fn best(isa: Option<Isa>) -> Self {
         let found = Self::available().into_iter().find(|found| isa.is_none_or(|isa| found.isa() <= isa));
-        found.unwrap_or(Self(Kind::Portable))
+        found.unwrap_or(Self(IntegerIsa::Portable))
     }
 
     /// The most tokens for which products row by row, without packing, are faster.
     pub fn few(self) -> usize {
         match self.0 {
-            Kind::Portable => Portable::FEW,
+            IntegerIsa::Portable => Portable::FEW,
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx2 => Avx2::FEW,
+            IntegerIsa::Avx2 => Avx2::FEW,
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx512 => Avx512::FEW,
+            IntegerIsa::Avx512 => Avx512::FEW,
             #[cfg(target_arch = "x86_64")]
-            Kind::Vnni => Vnni::FEW,
+            IntegerIsa::Vnni => Vnni::FEW,
         }
     }
 
     fn isa(self) -> Isa {
         match self.0 {
-            Kind::Portable => Isa::Portable,
+            IntegerIsa::Portable => Isa::Portable,
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx2 => Isa::Avx2,
+            IntegerIsa::Avx2 => Isa::Avx2,
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx512 | Kind::Vnni => Isa::Avx512,
+            IntegerIsa::Avx512 | IntegerIsa::Vnni => Isa::Avx512,
         }
     }
 
@@ -89,12 +89,12 @@ impl Instructions {
             }
             match self.0 {
                 // SAFETY: a value exists only on machines with its instructions.
-                Kind::Avx2 => return unsafe { avx2(work) },
+                IntegerIsa::Avx2 => return unsafe { avx2(work) },
                 // SAFETY: as above.
-                Kind::Avx512 => return unsafe { avx512(work) },
+                IntegerIsa::Avx512 => return unsafe { avx512(work) },
                 // SAFETY: as above.
-                Kind::Vnni => return unsafe { vnni(work) },
-                Kind::Portable => (),
+                IntegerIsa::Vnni => return unsafe { vnni(work) },
+                IntegerIsa::Portable => (),
             }
         }
         work.run(Portable);
@@ -104,13 +104,13 @@ impl Instructions {
 impl Display for Instructions {
     fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
         f.pad(match self.0 {
-            Kind::Portable => "portable",
+            IntegerIsa::Portable => "portable",
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx2 => "avx2",
+            IntegerIsa::Avx2 => "avx2",
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx512 => "avx512",
+            IntegerIsa::Avx512 => "avx512",
             #[cfg(target_arch = "x86_64")]
-            Kind::Vnni => "avx512-vnni",
+            IntegerIsa::Vnni => "avx512-vnni",
         })
     }
 }

@@ -13,7 +13,7 @@ pub(super) use rows::{
 
 use super::View;
 use super::buffer::{Aligned, Target, lines};
-use super::isa::Code;
+use super::isa::TargetFeatures;
 use super::plan::Plan;
 use super::vector::Simd;
 use std::ops::Range;
@@ -26,7 +26,7 @@ pub(super) const CHUNK: usize = 256;
 /// columns are adjacent, to be broadcast one by one. If products take pairs, the elements are pairs of D and of rows.
 ///
 /// A slot is packed again, with another head, when its head has been computed.
-pub(super) struct Keys {
+pub(super) struct PackedKv {
     data: Aligned,
     /// The same elements as a shared target, because workers read one slot while others pack another.
     target: Target,
@@ -46,12 +46,12 @@ pub(super) struct Keys {
     has_non_finite: Vec<AtomicBool>,
 }
 
-impl Keys {
+impl PackedKv {
     /// Number of elements for the keys and values of `rows` rows in each of `slots` slots, and for the keys of one slot.
-    pub(super) fn size(rows: usize, slots: usize, k: &View, v: &View, code: Code) -> (usize, usize) {
-        let rows = rows.next_multiple_of(code.rows());
-        let keys = lines(rows * k.dim.div_ceil(code.pair()));
-        (slots * (keys + lines(rows / code.pair() * v.dim.next_multiple_of(code.rows()))), keys)
+    pub(super) fn size(rows: usize, slots: usize, k: &View, v: &View, features: TargetFeatures) -> (usize, usize) {
+        let rows = rows.next_multiple_of(features.rows());
+        let keys = lines(rows * k.dim.div_ceil(features.pair()));
+        (slots * (keys + lines(rows / features.pair() * v.dim.next_multiple_of(features.rows()))), keys)
     }
 
     /// A buffer for the key rows `segment`, whose start is a multiple of R, of as many heads at a time as there are slots;
@@ -61,13 +61,13 @@ impl Keys {
         slots: usize,
         k: &View,
         v: &View,
-        code: Code,
+        features: TargetFeatures,
         take: impl FnOnce(usize) -> Aligned,
     ) -> Self {
-        let rows = segment.len().next_multiple_of(code.rows());
-        let (size, k_head) = Self::size(rows, slots, k, v, code);
+        let rows = segment.len().next_multiple_of(features.rows());
+        let (size, k_head) = Self::size(rows, slots, k, v, features);
         let has_non_finite = (0..slots * rows.div_ceil(CHUNK)).map(|_| AtomicBool::new(false)).collect();
-        let (head, pair) = (size / slots.max(1), code.pair());
+        let (head, pair) = (size / slots.max(1), features.pair());
         let mut data = take(size);
         let target = Target::new(&mut data);
         let depth = k.dim.div_ceil(pair);
@@ -107,7 +107,7 @@ impl Keys {
 
 /// The tensors that all workers share which pack keys and values.
 pub(super) struct Packing<'a> {
-    pub(super) keys: &'a Keys,
+    pub(super) keys: &'a PackedKv,
     pub(super) plan: &'a Plan<'a>,
     pub(super) k: View<'a>,
     pub(super) v: View<'a>,
@@ -163,5 +163,5 @@ dispatch!(
     pack_chunk,
     Packing<'_>,
     chunk<[8], [4], [4]>(head: usize, slot: usize, chunk: usize),
-    "Calls [`Packing::chunk`] compiled for the instruction set of `code`."
+    "Calls [`Packing::chunk`] compiled for the instruction set of `features`."
 );

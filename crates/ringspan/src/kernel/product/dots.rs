@@ -123,5 +123,5 @@ dispatch!(
     product_dots,
     Dots<'_>,
     columns<[], [], []>(columns: Range<usize>, scratch: &mut [f32]),
-    "Calls [`Dots::columns`] compiled for the instruction set of `code`."
+    "Calls [`Dots::columns`] compiled for the instruction set of `features`."
 );

@@ -149,18 +149,18 @@ dispatch!(
     product_rows,
     Lines<'_>,
     pack_rows<[8], [4], [4]>(rows: Range<usize>, terms: Range<usize>, to: &mut [f32]),
-    "Calls [`Lines::pack_rows`] compiled for the instruction set of `code`."
+    "Calls [`Lines::pack_rows`] compiled for the instruction set of `features`."
 );
 dispatch!(
     product_columns,
     Lines<'_>,
     pack_columns<[], [], []>(columns: Range<usize>, terms: Range<usize>, width: usize, to: Target, at: usize),
-    "Calls [`Lines::pack_columns`] compiled for the instruction set of `code`."
+    "Calls [`Lines::pack_columns`] compiled for the instruction set of `features`."
 );
 dispatch!(
     product_columns_across,
     Lines<'_>,
     pack_columns_across<[], [], []>
     (panels: Panels, group: Range<usize>, terms: Range<usize>, to: Target, at: usize),
-    "Calls [`Lines::pack_columns_across`] compiled for the instruction set of `code`."
+    "Calls [`Lines::pack_columns_across`] compiled for the instruction set of `features`."
 );

@@ -26,7 +26,7 @@ pub use right_factor::QuantizedRows;
 pub use run::MOST_PACKED;
 
 use super::buffer::{Target, written};
-use super::isa::{Code, Isa};
+use super::isa::{Isa, TargetFeatures};
 use half::bf16;
 use lines::Lines;
 use right_factor::RightFactor;
@@ -142,7 +142,7 @@ impl Arithmetic {
         let ((m, k), (rows, n)) = (a.shape(), b.shape());
         let fits = rows == k && m.checked_mul(n) == Some(out.len());
         assert!(fits, "a product of {m} x {k} and {rows} x {n} into {}", out.len());
-        run::product(self.code::<A, B>(), Lines::new(a), b, out);
+        run::product(self.features::<A, B>(), Lines::new(a), b, out);
     }
 
     /// `a b` of factors of these types.
@@ -160,13 +160,13 @@ impl Arithmetic {
             panic!("a product of {m} x {k} and {rows} x {n}{bias}")
         };
         let a = Lines::new(a);
-        let write = |out| run::product_to(self.code::<A, B>(), a, b, ProductOutput { to: target(out), bias, n });
+        let write = |out| run::product_to(self.features::<A, B>(), a, b, ProductOutput { to: target(out), bias, n });
         // SAFETY: a product writes each element of an output that it does not add to, and reads none.
         unsafe { written(size, write) }
     }
 
-    fn code<A: Element, B: Element>(self) -> Code {
-        Code::new(self.isa).with_pairs(self.bf16 && A::IS_BF16 && B::IS_BF16)
+    fn features<A: Element, B: Element>(self) -> TargetFeatures {
+        TargetFeatures::new(self.isa).with_pairs(self.bf16 && A::IS_BF16 && B::IS_BF16)
     }
 }
 

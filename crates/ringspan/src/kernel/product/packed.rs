@@ -1,7 +1,7 @@
 //! A right factor that is packed once and used in many products.
 
 use super::super::buffer::Aligned;
-use super::super::isa::Code;
+use super::super::isa::TargetFeatures;
 use super::lines::Lines;
 use super::panels::Panels;
 use super::right_factor::RightFactor;
@@ -14,7 +14,7 @@ use std::marker::PhantomData;
 /// It takes two bytes per element if products are in bf16, else four; n is rounded up to whole vectors, k to whole pairs.
 /// Packing orders elements along the terms of the sums, so `x W^T` and `dy W` each need their own.
 pub struct Packed<A> {
-    code: Code,
+    features: TargetFeatures,
     data: Aligned,
     panels: Panels,
     terms: usize,
@@ -25,12 +25,12 @@ pub struct Packed<A> {
 impl Arithmetic {
     /// Packs b for products with left factors of type A, on the threads of the pool that this thread belongs to.
     pub fn pack<A: Element, B: Element>(self, b: Matrix<B>) -> Packed<A> {
-        let ((terms, columns), code) = (b.shape(), self.code::<A, B>());
-        let panels = Panels::new(code, columns);
+        let ((terms, columns), features) = (b.shape(), self.features::<A, B>());
+        let panels = Panels::new(features, columns);
         let all = 0..panels.count();
         let threads = threads([terms, columns, 1]);
-        let data = RightFactor::new(b).pack(code, threads, &(0..terms), (panels, &all));
-        Packed { code, data, panels, terms, columns, left: PhantomData }
+        let data = RightFactor::new(b).pack(features, threads, &(0..terms), (panels, &all));
+        Packed { features, data, panels, terms, columns, left: PhantomData }
     }
 }
 
@@ -44,7 +44,7 @@ impl<A: Element> Packed<A> {
         let ((m, k), n) = (a.shape(), self.columns);
         let fits = self.terms == k && m.checked_mul(n) == Some(out.len());
         assert!(fits, "a product of {m} x {k} and {} x {n} into {}", self.terms, out.len());
-        run::product_packed(self.code, Lines::new(a), self.panels, &self.data, out);
+        run::product_packed(self.features, Lines::new(a), self.panels, &self.data, out);
     }
 
     /// Number of rows and columns of b.

@@ -1,6 +1,6 @@
 //! Divides columns into panels.
 
-use super::super::isa::Code;
+use super::super::isa::TargetFeatures;
 use std::ops::Range;
 
 /// Columns in panels of at most as many vectors as the micro kernel takes, of sizes as equal as possible.
@@ -14,9 +14,14 @@ pub(super) struct Panels {
 }
 
 impl Panels {
-    pub(super) fn new(code: Code, columns: usize) -> Self {
-        let vectors = columns.div_ceil(code.vector());
-        Self { columns, vector: code.vector(), vectors, count: (vectors * code.vector()).div_ceil(code.lanes()) }
+    pub(super) fn new(features: TargetFeatures, columns: usize) -> Self {
+        let vectors = columns.div_ceil(features.vector());
+        Self {
+            columns,
+            vector: features.vector(),
+            vectors,
+            count: (vectors * features.vector()).div_ceil(features.lanes()),
+        }
     }
 
     pub(super) fn count(&self) -> usize {

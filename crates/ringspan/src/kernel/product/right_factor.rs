@@ -1,7 +1,7 @@
 //! Right factors of products, and how their columns are packed.
 
-use super::super::buffer::{Aligned, Pool, Target};
-use super::super::isa::Code;
+use super::super::buffer::{Aligned, BufferPool, Target};
+use super::super::isa::TargetFeatures;
 use super::lines::{Lines, product_columns, product_columns_across};
 use super::matrix::{Element, Matrix};
 use super::panels::{Panels, part};
@@ -61,13 +61,13 @@ impl<'a> RightFactor<'a> {
     /// Packs some terms of the columns of some panels as `[panel][terms / pair][width]`.
     pub(super) fn pack(
         self,
-        code: Code,
+        features: TargetFeatures,
         threads: usize,
         terms: &Range<usize>,
         (panels, some): (Panels, &Range<usize>),
     ) -> Aligned {
-        let depth = terms.len().div_ceil(code.pair());
-        let buffers = Pool::default();
+        let depth = terms.len().div_ceil(features.pair());
+        let buffers = BufferPool::default();
         let work = |packed: Target| match self {
             // Lines with one term of all columns contain columns of many panels, and are read from end to end.
             Self::Lines(lines) if !lines.along() => {
@@ -76,19 +76,19 @@ impl<'a> RightFactor<'a> {
                     for group in tasks.map(|task| part(some, task, groups)) {
                         let at = panels.at(some.start, group.start, depth);
                         // SAFETY: a panel has room for its terms, and only this task accesses these panels.
-                        unsafe { product_columns_across(code, &lines, panels, group, terms.clone(), packed, at) };
+                        unsafe { product_columns_across(features, &lines, panels, group, terms.clone(), packed, at) };
                     }
                 });
             }
             _ => share(threads, some.len(), |tasks| {
-                let mut dequantized = buffers.take(self.scratch(code));
+                let mut dequantized = buffers.take(self.scratch(features));
                 for panel in tasks.map(|task| some.start + task) {
                     let (at, width) = (panels.at(some.start, panel, depth), panels.width(&(panel..panel + 1)));
                     for from in (0..depth).step_by(STEP) {
-                        let terms = part_of(terms, from, code.pair());
+                        let terms = part_of(terms, from, features.pair());
                         let (lines, columns, part) = self.lines(panels.columns(panel), terms, &mut dequantized);
                         // SAFETY: as above.
-                        unsafe { product_columns(code, &lines, columns, part, width, packed, at + from * width) };
+                        unsafe { product_columns(features, &lines, columns, part, width, packed, at + from * width) };
                     }
                 }
                 buffers.give(dequantized);
@@ -99,8 +99,8 @@ impl<'a> RightFactor<'a> {
     }
 
     /// Number of elements of a panel that are dequantized at once; 0 for lines, which are packed as they are.
-    fn scratch(self, code: Code) -> usize {
-        if matches!(self, Self::Quantized(..)) { code.lanes() * STEP * code.pair() } else { 0 }
+    fn scratch(self, features: TargetFeatures) -> usize {
+        if matches!(self, Self::Quantized(..)) { features.lanes() * STEP * features.pair() } else { 0 }
     }
 
     /// Returns lines that contain these terms of some columns, with the ranges of vectors and of terms in which they do: either the

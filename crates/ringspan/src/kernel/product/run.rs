@@ -1,14 +1,14 @@
 //! Packs the columns of a product block by block, and distributes its rows over threads.
 
-use super::super::buffer::{Aligned, Pool};
-use super::super::isa::Code;
+use super::super::buffer::{Aligned, BufferPool};
+use super::super::isa::TargetFeatures;
 use super::Output;
 use super::dots::{self, Dots, product_dots};
 use super::lines::{Lines, product_rows};
 use super::panels::{Panels, part};
 use super::right_factor::RightFactor;
 use super::tasks::{share, threads};
-use super::tile::{Block, ProductOutput, Rows, STEP, part_of, product_block};
+use super::tile::{Block, LeftRows, ProductOutput, STEP, part_of, product_block};
 use std::ops::Range;
 
 /// Maximum number of packed elements of rows that a worker multiplies by panel after panel: 384 KiB, which stay in an L2 cache of
@@ -34,12 +34,12 @@ const TERMS: usize = 1536;
 const TASKS: usize = 4;
 
 /// Computes `a b`, packing b.
-pub(super) fn product(code: Code, a: Lines, b: RightFactor, mut out: Output) {
-    product_to(code, a, b, out.target(b.shape().1));
+pub(super) fn product(features: TargetFeatures, a: Lines, b: RightFactor, mut out: Output) {
+    product_to(features, a, b, out.target(b.shape().1));
 }
 
 /// Does [`product`]: all elements of an output that is not added to are written, and none is read.
-pub(super) fn product_to(code: Code, a: Lines, b: RightFactor, target: ProductOutput) {
+pub(super) fn product_to(features: TargetFeatures, a: Lines, b: RightFactor, target: ProductOutput) {
     let (m, n, k) = (a.vectors, b.shape().1, a.terms);
     if m == 0 || n == 0 {
         return;
@@ -52,26 +52,26 @@ pub(super) fn product_to(code: Code, a: Lines, b: RightFactor, target: ProductOu
         && m <= dots::ROWS
         && a.along()
     {
-        return few_rows(code, threads, Dots { a, b, out: target });
+        return few_rows(features, threads, Dots { a, b, out: target });
     }
-    let panels = Panels::new(code, n);
+    let panels = Panels::new(features, n);
     let most = if target.holds_sums() { terms_at_once(k) } else { k };
-    let panel = code.lanes() * most.div_ceil(code.pair());
+    let panel = features.lanes() * most.div_ceil(features.pair());
     let blocks = panels.count().div_ceil((MOST_PACKED / panel).max(LEAST_COLUMNS));
-    let buffers = Pool::default();
+    let buffers = BufferPool::default();
     for from in (0..k).step_by(most) {
         let terms = from..k.min(from + most);
         let out = if from == 0 { target } else { target.more() };
         for block in 0..blocks {
             let block = part(&(0..panels.count()), block, blocks);
-            let packed = b.pack(code, threads, &terms, (panels, &block));
-            multiply(code, threads, a, &terms, (panels, &block), &packed, (out, &buffers));
+            let packed = b.pack(features, threads, &terms, (panels, &block));
+            multiply(features, threads, a, &terms, (panels, &block), &packed, (out, &buffers));
         }
     }
 }
 
 /// Computes `a b`, where b is packed already.
-pub(super) fn product_packed(code: Code, a: Lines, panels: Panels, packed: &[f32], mut out: Output) {
+pub(super) fn product_packed(features: TargetFeatures, a: Lines, panels: Panels, packed: &[f32], mut out: Output) {
     let n = panels.all_columns();
     if a.vectors == 0 || n == 0 {
         return;
@@ -80,8 +80,8 @@ pub(super) fn product_packed(code: Code, a: Lines, panels: Panels, packed: &[f32
         return no_terms(a.vectors, out.target(n));
     }
     let threads = threads([a.vectors, n, a.terms]);
-    let out = (out.target(n), &Pool::default());
-    multiply(code, threads, a, &(0..a.terms), (panels, &(0..panels.count())), packed, out);
+    let out = (out.target(n), &BufferPool::default());
+    multiply(features, threads, a, &(0..a.terms), (panels, &(0..panels.count())), packed, out);
 }
 
 /// Writes a product without terms, whose sums are 0.
@@ -102,37 +102,37 @@ fn terms_at_once(k: usize) -> usize {
 
 /// Multiplies some terms of all rows by the packed columns of some panels.
 fn multiply(
-    code: Code,
+    features: TargetFeatures,
     threads: usize,
     a: Lines,
     terms: &Range<usize>,
     (panels, some): (Panels, &Range<usize>),
     packed: &[f32],
-    (out, buffers): (ProductOutput, &Pool),
+    (out, buffers): (ProductOutput, &BufferPool),
 ) {
-    let (depth, pair) = (terms.len().div_ceil(code.pair()), code.pair());
-    let row_panels = a.vectors.div_ceil(code.rows());
-    let most = (ROWS / (code.rows() * depth)).clamp(LEAST_ROWS, MOST_ROWS);
+    let (depth, pair) = (terms.len().div_ceil(features.pair()), features.pair());
+    let row_panels = a.vectors.div_ceil(features.rows());
+    let most = (ROWS / (features.rows() * depth)).clamp(LEAST_ROWS, MOST_ROWS);
     let row_blocks = row_panels.div_ceil(most).next_multiple_of(threads).min(row_panels);
     let groups = if threads == 1 { 1 } else { (TASKS * threads).div_ceil(row_blocks).min(some.len()) };
-    let most_rows = row_panels.div_ceil(row_blocks) * code.rows();
+    let most_rows = row_panels.div_ceil(row_blocks) * features.rows();
     let in_place = a.readable() && pair == 1 && some.len() <= FEW_COLUMNS;
     share(threads, row_blocks * groups, |tasks| {
         let mut rows_packed = buffers.take(if in_place { 0 } else { most_rows * depth });
-        let mut sums = buffers.take(most_rows * code.lanes());
+        let mut sums = buffers.take(most_rows * features.lanes());
         for task in tasks {
             let row_panels = part(&(0..row_panels), task / groups, row_blocks);
-            let rows = row_panels.start * code.rows()..a.vectors.min(row_panels.end * code.rows());
+            let rows = row_panels.start * features.rows()..a.vectors.min(row_panels.end * features.rows());
             let left = if in_place {
-                Rows::InPlace(a, terms.start)
+                LeftRows::InPlace(a, terms.start)
             } else {
                 for from in (0..depth).step_by(STEP) {
                     let part = part_of(terms, from, pair);
-                    let to = &mut rows_packed[from * row_panels.len() * code.rows()..];
+                    let to = &mut rows_packed[from * row_panels.len() * features.rows()..];
                     // SAFETY: there is room for the rows of a block with all their terms.
-                    unsafe { product_rows(code, &a, rows.clone(), part, to) };
+                    unsafe { product_rows(features, &a, rows.clone(), part, to) };
                 }
-                Rows::Packed(&rows_packed)
+                LeftRows::Packed(&rows_packed)
             };
             let block = Block { a: left, rows, depth, out };
             let panel = |panel: usize| {
@@ -143,7 +143,7 @@ fn multiply(
                 // SAFETY: the rows are packed, a panel has as many vectors as the code takes, there is room for the sums of
                 // all rows with it, and no other task has these rows and columns.
                 unsafe {
-                    product_block(code, &block, panel(index), panel(index + 1), panels.columns(index), &mut sums)
+                    product_block(features, &block, panel(index), panel(index + 1), panels.columns(index), &mut sums)
                 };
             }
         }
@@ -153,16 +153,16 @@ fn multiply(
 }
 
 /// Multiplies a few rows by all columns.
-fn few_rows(code: Code, threads: usize, dots: Dots) {
+fn few_rows(features: TargetFeatures, threads: usize, dots: Dots) {
     /// Minimum number of columns in a task, to be worth preparing the rows.
     const LEAST: usize = 64;
     let columns = dots.b.vectors;
     let tasks = if threads == 1 { 1 } else { (TASKS * threads).min(columns.div_ceil(LEAST)) };
     share(threads, tasks, |some| {
-        let mut scratch = Aligned::zeros(dots::scratch(dots.a.terms.div_ceil(code.pair()), code.vector()));
+        let mut scratch = Aligned::zeros(dots::scratch(dots.a.terms.div_ceil(features.pair()), features.vector()));
         for task in some {
             // SAFETY: no other task has these columns.
-            unsafe { product_dots(code, &dots, part(&(0..columns), task, tasks), &mut scratch) };
+            unsafe { product_dots(features, &dots, part(&(0..columns), task, tasks), &mut scratch) };
         }
     });
 }

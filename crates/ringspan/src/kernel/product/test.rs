@@ -342,7 +342,7 @@ fn rows_where_they_are_and_packed_rows_give_the_same_bits() {
     let (few, many, terms) = (33, 500, 333);
     let b = values(terms * many, 2);
     for arithmetic in Arithmetic::available() {
-        let panels = |columns: usize| Panels::new(arithmetic.code::<f32, f32>(), columns).count();
+        let panels = |columns: usize| Panels::new(arithmetic.features::<f32, f32>(), columns).count();
         assert!(panels(few) <= run::FEW_COLUMNS && panels(many) > run::FEW_COLUMNS, "{arithmetic}");
         // All numbers of rows behind the last whole panel.
         for rows in 5..=21 {

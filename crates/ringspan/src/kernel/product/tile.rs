@@ -111,7 +111,7 @@ impl ProductOutput<'_> {
 
 /// The rows of the left factor.
 #[derive(Clone, Copy)]
-pub(super) enum Rows<'a> {
+pub(super) enum LeftRows<'a> {
     /// `[depth / STEP][rows / R][STEP][R]`
     Packed(&'a [f32]),
     /// The rows from this term on, where they are. Their elements are f32, and a product takes one at once.
@@ -127,7 +127,7 @@ struct PanelPart<'a> {
 
 /// Rows of the left factor, which are multiplied by one panel of columns after the other.
 pub(super) struct Block<'a> {
-    pub(super) a: Rows<'a>,
+    pub(super) a: LeftRows<'a>,
     /// The rows in the output.
     pub(super) rows: Range<usize>,
     pub(super) depth: usize,
@@ -196,7 +196,7 @@ impl Block<'_> {
                 }
                 let sums = &mut sums[r * R * width..];
                 match self.a {
-                    Rows::Packed(a) => {
+                    LeftRows::Packed(a) => {
                         assert!(a.len() >= count * R * self.depth);
                         // SAFETY: the rows have the asserted size, and there is room for their sums.
                         unsafe {
@@ -210,7 +210,7 @@ impl Block<'_> {
                             }
                         }
                     }
-                    Rows::InPlace(lines, first) => {
+                    LeftRows::InPlace(lines, first) => {
                         let row = self.rows.start + r * R;
                         let terms = first + from..first + from + depth;
                         let end = self.rows.end.min(row + R);
@@ -324,5 +324,5 @@ dispatch!(
     Block<'_>,
     multiply<[8, 3], [4, 3], [4, PORTABLE_COLUMNS]>
     (panel: &[f32], next: &[f32], columns: Range<usize>, sums: &mut [f32]),
-    "Calls [`Block::multiply`] compiled for the instruction set of `code`."
+    "Calls [`Block::multiply`] compiled for the instruction set of `features`."
 );

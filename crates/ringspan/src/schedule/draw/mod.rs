@@ -13,7 +13,7 @@ mod test;
 
 pub use cell::Cell;
 
-use super::{HeadShare, Pass, Schedule, Sizes};
+use super::{HeadShare, Pass, Schedule, TensorSizes};
 use crate::error::{Error, Result};
 use panel::Panel;
 use square::Square;
@@ -39,12 +39,12 @@ impl Schedule {
     /// straight lines.
     ///
     /// ```
-    /// use ringspan::schedule::Sizes;
+    /// use ringspan::schedule::TensorSizes;
     /// use ringspan::{Documents, Layout, LayoutKind, Mask, Schedule, StrategyKind};
     ///
     /// let layout = Layout::new(LayoutKind::Zigzag, &Documents::batch(1, 1 << 20), 4)?;
     /// let schedule = Schedule::new(StrategyKind::Ring, &layout, &layout, &Mask::causal(), (4, 1))?;
-    /// let sizes = Sizes { heads: 32, kv_heads: 8, dim: 128, v_dim: 128, wire: 2, bias_heads: 0 };
+    /// let sizes = TensorSizes { heads: 32, kv_heads: 8, dim: 128, v_dim: 128, wire: 2, bias_heads: 0 };
     /// let svg = schedule.draw(&sizes)?;
     /// assert!(svg.starts_with("<svg") && svg.len() < 30_000);
     /// # Ok::<_, ringspan::Error>(())
@@ -52,7 +52,7 @@ impl Schedule {
     ///
     /// # Errors
     /// More ranks or cells than a picture can show, no tokens, or heads that do not fit the grid.
-    pub fn draw(&self, sizes: &Sizes) -> Result<String> {
+    pub fn draw(&self, sizes: &TensorSizes) -> Result<String> {
         let ranks = self.grid().ring;
         if ranks > MOST_RANKS {
             let problem = format!("{ranks} ring ranks, and a picture tells at most {MOST_RANKS} apart");
@@ -94,13 +94,13 @@ impl Schedule {
     }
 
     /// The explanation below the picture.
-    fn caption(&self, panel: &Panel, sizes: &Sizes) -> Result<Vec<String>> {
+    fn caption(&self, panel: &Panel, sizes: &TensorSizes) -> Result<Vec<String>> {
         let most = |pass| -> Result<u64> {
             let sent = (0..self.query().ranks()).map(|rank| self.bytes_sent(pass, rank, sizes));
             Ok(sent.collect::<Result<Vec<_>>>()?.into_iter().max().unwrap_or(0))
         };
         let (forward, backward) = (most(Pass::Forward)?, most(Pass::Backward)?);
-        let Sizes { heads, kv_heads, dim, wire, .. } = *sizes;
+        let TensorSizes { heads, kv_heads, dim, wire, .. } = *sizes;
         let exchange = match self.grid().ulysses {
             1 => "",
             _ => ", the exchange of heads inside a ring rank included, which the steps leave out",
@@ -128,11 +128,11 @@ impl Schedule {
     }
 
     /// The head counts of the Ulysses rank with the most heads, and the widths in `sizes`.
-    fn largest_share(&self, sizes: &Sizes) -> Result<Sizes> {
+    fn largest_share(&self, sizes: &TensorSizes) -> Result<TensorSizes> {
         let shares = HeadShare::all(sizes.heads, sizes.kv_heads, self.grid())?;
         let most = shares.iter().max_by_key(|share| (share.kv.len(), share.query.len()));
         let (heads, kv_heads) = most.map_or((1, 1), |share| (share.query.len(), share.kv.len()));
-        Ok(Sizes { heads, kv_heads, ..*sizes })
+        Ok(TensorSizes { heads, kv_heads, ..*sizes })
     }
 }
 

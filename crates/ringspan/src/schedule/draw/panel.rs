@@ -3,7 +3,7 @@
 use super::svg::{Anchor, INK, LINE, MUTED, Svg, UNSEEN, colours};
 use super::{Point, digits, grouped, unit};
 use crate::error::Result;
-use crate::schedule::{Pass, Schedule, Sizes, Step};
+use crate::schedule::{Pass, Schedule, Step, TensorSizes};
 
 pub(super) const WIDTH: f64 = 580.0;
 /// Right end of the names of the passes; the steps begin at [`STEPS`].
@@ -35,7 +35,7 @@ struct Rank {
 }
 
 impl Panel {
-    pub(super) fn new(schedule: &Schedule, sizes: &Sizes) -> Result<Self> {
+    pub(super) fn new(schedule: &Schedule, sizes: &TensorSizes) -> Result<Self> {
         let sizes = schedule.largest_share(sizes)?;
         let keys = schedule.key().documents().row_len();
         let pass_steps = |pass: Pass, rank: usize| -> PassSteps {

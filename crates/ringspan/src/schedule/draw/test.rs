@@ -7,7 +7,7 @@ use crate::schedule::test::{documents, kinds, masks, strategies, visible_pairs};
 use proptest::prelude::*;
 use std::collections::HashSet;
 
-const SIZES: Sizes = Sizes { heads: 8, kv_heads: 2, dim: 64, v_dim: 64, wire: 2, bias_heads: 0 };
+const SIZES: TensorSizes = TensorSizes { heads: 8, kv_heads: 2, dim: 64, v_dim: 64, wire: 2, bias_heads: 0 };
 
 type Point = (f64, f64);
 

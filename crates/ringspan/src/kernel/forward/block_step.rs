@@ -9,7 +9,7 @@ use super::{BlockState, BlockTask, Forward};
 use std::ops::Range;
 
 /// A block of queries and a block of keys.
-pub(super) struct Pair<'a> {
+pub(super) struct BlockStep<'a> {
     pub(super) task: BlockTask,
     pub(super) part: &'a TilePart,
     /// Packed rows of the block of keys, at most KEY_BLOCK; their start and number are multiples of R.
@@ -33,22 +33,22 @@ pub(super) struct Buffers<'s> {
 }
 
 impl Forward<'_> {
-    /// Adds the keys of a pair to the outputs and the softmax state of its queries.
+    /// Adds the keys of a step to the outputs and the softmax state of its queries.
     ///
     /// # Safety
-    /// The keys and values of the pair's head have been packed into its slot, and the buffers are those of its block.
+    /// The keys and values of the step's head have been packed into its slot, and the buffers are those of its block.
     #[inline(always)]
-    pub(super) unsafe fn pair<S: Simd, const R: usize, const N: usize>(
+    pub(super) unsafe fn step<S: Simd, const R: usize, const N: usize>(
         &self,
         simd: S,
-        pair: &Pair,
+        step: &BlockStep,
         at: &mut Buffers,
         state: &mut BlockState<S::V, N>,
     ) {
-        let (keys, lanes) = (pair.keys.len(), N * S::LANES);
+        let (keys, lanes) = (step.keys.len(), N * S::LANES);
         let mut visible = VisibleKeys::<N>::all(keys);
-        if pair.border {
-            visible.find_bounds(self.plan, pair.task.block, pair.part, pair.base, keys, lanes);
+        if step.border {
+            visible.find_bounds(self.plan, step.task.block, step.part, step.base, keys, lanes);
             // Score terms read all products.
             if self.terms.is_none() {
                 visible.skip_hidden(S::LANES, R);
@@ -57,10 +57,10 @@ impl Forward<'_> {
         let mut max = [simd.splat(f32::NEG_INFINITY); N];
         // SAFETY: the contract of the caller, which is that of each of these.
         unsafe {
-            self.multiply_common::<S, R, N>(simd, pair, &visible, at, &mut max);
-            self.multiply_border::<S, R, N>(simd, pair, &visible, at, &mut max);
+            self.multiply_common::<S, R, N>(simd, step, &visible, at, &mut max);
+            self.multiply_border::<S, R, N>(simd, step, &visible, at, &mut max);
             let terms = self.terms.map(|terms| {
-                let (block_terms, maxima) = self.apply_terms::<S, N>(simd, terms, pair, &visible, at);
+                let (block_terms, maxima) = self.apply_terms::<S, N>(simd, terms, step, &visible, at);
                 max = maxima;
                 (terms, block_terms)
             });
@@ -71,7 +71,7 @@ impl Forward<'_> {
                 terms.apply_dropout(block_terms, lanes, at.p);
                 self.pair_weights::<S, N>(simd, keys, at.p);
             }
-            self.add_values::<S, R, N>(simd, pair, &visible, &rescale, at);
+            self.add_values::<S, R, N>(simd, step, &visible, &rescale, at);
         }
     }
 
@@ -79,28 +79,28 @@ impl Forward<'_> {
     /// terms, and updates their maxima.
     ///
     /// # Safety
-    /// As for [`pair`](Self::pair).
+    /// As for [`step`](Self::step).
     #[inline(always)]
     unsafe fn multiply_common<S: Simd, const R: usize, const N: usize>(
         &self,
         simd: S,
-        pair: &Pair,
+        step: &BlockStep,
         visible: &VisibleKeys<N>,
         at: &mut Buffers,
         max: &mut [S::V; N],
     ) {
-        let (part, lanes, depth) = (pair.part, N * S::LANES, self.q.dim.div_ceil(S::PAIR));
-        let mask = pair.border && self.terms.is_none();
+        let (part, lanes, depth) = (step.part, N * S::LANES, self.q.dim.div_ceil(S::PAIR));
+        let mask = step.border && self.terms.is_none();
         let (low, high) = &visible.bounds;
         // SAFETY: the head has been packed, by contract.
-        let panels = unsafe { self.keys.keys(pair.task.slot, pair.keys.start) };
+        let panels = unsafe { self.keys.keys(step.task.slot, step.keys.start) };
         for row in visible.common.clone().step_by(R) {
             let zero = [[simd.splat(0.0); N]; R];
             // SAFETY: the panel is [D][R], q is [D][lanes]; low and high have 64 lanes; p has KEY_BLOCK rows.
             unsafe {
                 let panel = panels.as_ptr().add(row * depth);
                 let mut s = multiply::<S, R, N>(simd, depth, panel, 1, R, at.q.as_ptr(), lanes, zero);
-                if mask && (pair.base + row < part.all.start || pair.base + row + R > part.all.end) {
+                if mask && (step.base + row < part.all.start || step.base + row + R > part.all.end) {
                     for (i, s) in s.iter_mut().enumerate() {
                         let (index, hidden) = (simd.splat((row + i) as f32), simd.splat(f32::NEG_INFINITY));
                         for (v, s) in s.iter_mut().enumerate() {
@@ -124,12 +124,12 @@ impl Forward<'_> {
     /// updates their maxima.
     ///
     /// # Safety
-    /// As for [`pair`](Self::pair).
+    /// As for [`step`](Self::step).
     #[inline(always)]
     unsafe fn multiply_border<S: Simd, const R: usize, const N: usize>(
         &self,
         simd: S,
-        pair: &Pair,
+        step: &BlockStep,
         visible: &VisibleKeys<N>,
         at: &mut Buffers,
         max: &mut [S::V; N],
@@ -137,8 +137,8 @@ impl Forward<'_> {
         let (lanes, depth) = (N * S::LANES, self.q.dim.div_ceil(S::PAIR));
         let VisibleKeys { bounds: (low, high), spans, common } = visible;
         // SAFETY: the head has been packed, by contract.
-        let panels = unsafe { self.keys.keys(pair.task.slot, pair.keys.start) };
-        for row in (0..common.start).chain(common.end..pair.keys.len()).step_by(R) {
+        let panels = unsafe { self.keys.keys(step.task.slot, step.keys.start) };
+        for row in (0..common.start).chain(common.end..step.keys.len()).step_by(R) {
             for v in 0..N {
                 let hidden = simd.splat(f32::NEG_INFINITY);
                 let mut s = [[hidden]; R];
@@ -163,20 +163,20 @@ impl Forward<'_> {
     /// Turns products into scores with all terms, masked; returns the terms and the maxima of the scores.
     ///
     /// # Safety
-    /// As for [`pair`](Self::pair); `p` holds the products of all keys.
+    /// As for [`step`](Self::step); `p` holds the products of all keys.
     #[inline(always)]
     unsafe fn apply_terms<S: Simd, const N: usize>(
         &self,
         simd: S,
         terms: &ScoreTerms,
-        pair: &Pair,
+        step: &BlockStep,
         visible: &VisibleKeys<N>,
         at: &mut Buffers,
     ) -> (BlockTerms, [S::V; N]) {
-        let block_pair = self.plan.block_pair(pair.task.block, pair.part, pair.base);
-        let block_terms = terms.prepare(simd, block_pair, pair.task.head, pair.keys.len(), N * S::LANES, at.bias);
+        let block_pair = self.plan.block_pair(step.task.block, step.part, step.base);
+        let block_terms = terms.prepare(simd, block_pair, step.task.head, step.keys.len(), N * S::LANES, at.bias);
         let mut max = [simd.splat(f32::NEG_INFINITY); N];
-        let bounds = pair.border.then_some(&visible.bounds);
+        let bounds = step.border.then_some(&visible.bounds);
         // SAFETY: p and bias are [KEY_BLOCK][lanes].
         unsafe {
             terms.scores::<S, N>(
@@ -281,12 +281,12 @@ impl Forward<'_> {
     /// Rescales the outputs and adds the values, multiplied by their weights.
     ///
     /// # Safety
-    /// As for [`pair`](Self::pair); `p` holds the weights.
+    /// As for [`step`](Self::step); `p` holds the weights.
     #[inline(always)]
     unsafe fn add_values<S: Simd, const R: usize, const N: usize>(
         &self,
         simd: S,
-        pair: &Pair,
+        step: &BlockStep,
         visible: &VisibleKeys<N>,
         rescale: &[S::V; N],
         at: &mut Buffers,
@@ -294,10 +294,10 @@ impl Forward<'_> {
         let (lanes, p) = (N * S::LANES, at.p.as_ptr());
         let VisibleKeys { bounds: (low, high), spans, common } = visible;
         // Multiplying by a weight of 0 does not hide NaN and infinities.
-        let mask_products = pair.border && self.keys.has_non_finite(pair.task.slot, &pair.keys);
+        let mask_products = step.border && self.keys.has_non_finite(step.task.slot, &step.keys);
         for column in (0..self.v_dim).step_by(R) {
             // SAFETY: the head has been packed, by contract.
-            let values = unsafe { self.keys.values::<R>(pair.task.slot, column, pair.keys.start) }.as_ptr();
+            let values = unsafe { self.keys.values::<R>(step.task.slot, column, step.keys.start) }.as_ptr();
             // SAFETY: values are [keys][R], p [keys][lanes], either may be pairs, and out has whole panels of R columns.
             unsafe {
                 let out = at.out.as_mut_ptr().add(column * lanes);
@@ -308,7 +308,7 @@ impl Forward<'_> {
                     }
                 }
                 if mask_products {
-                    let depth = pair.keys.len() / S::PAIR;
+                    let depth = step.keys.len() / S::PAIR;
                     acc = multiply_masked::<S, R, N>(simd, depth, values, R, p, lanes, (low, high), acc);
                 } else {
                     // Products are added in the order of the keys, as where they are masked: so queries that see only

@@ -8,12 +8,12 @@ use super::super::terms::{Bounds, ScoreTerms, TermSums};
 use super::super::vector::{Simd, exp, prefetch_far};
 use super::super::view::Data;
 use super::super::visible::VisibleKeys;
-use super::buffers::{KeyBlock, QueryBlock, Sizes};
+use super::buffers::{BufferSizes, KeyBlock, QueryBlock};
 use super::{Backward, ROWS};
 use std::ops::Range;
 
 /// A block of queries and a block of keys.
-pub(super) struct Pair<'a> {
+pub(super) struct BlockStep<'a> {
     pub(super) head: usize,
     pub(super) block: usize,
     pub(super) part: &'a TilePart,
@@ -34,20 +34,20 @@ impl Backward<'_> {
     /// # Safety
     /// `queries` and `at` are packed blocks of `sizes`, which are for S, R and N.
     #[inline(always)]
-    pub(super) unsafe fn pair<S: Simd, const R: usize, const N: usize>(
+    pub(super) unsafe fn step<S: Simd, const R: usize, const N: usize>(
         &self,
         simd: S,
-        sizes: Sizes,
-        pair: &Pair,
+        sizes: BufferSizes,
+        step: &BlockStep,
         queries: &mut QueryBlock,
         at: &mut KeyBlock,
     ) {
-        let Pair { block, part, .. } = *pair;
-        let (lanes, keys, first) = (N * S::LANES, pair.keys.len(), pair.base + pair.keys.start);
+        let BlockStep { block, part, .. } = *step;
+        let (lanes, keys, first) = (N * S::LANES, step.keys.len(), step.base + step.keys.start);
         let border = part.hides_some(first..first + keys);
         // If operands may be NaN, multiplying by a weight of 0 is not enough to hide them from lanes or keys that do not
         // see them.
-        let mask_products = pair.has_non_finite && (border || self.plan.rows(block).len() < lanes);
+        let mask_products = step.has_non_finite && (border || self.plan.rows(block).len() < lanes);
         let mut visible = VisibleKeys::<N>::all(keys);
         if border || mask_products {
             visible.find_bounds(self.plan, block, part, first, keys, lanes);
@@ -58,20 +58,20 @@ impl Backward<'_> {
         }
         // SAFETY: the contract of the caller, which is that of each of these.
         unsafe {
-            self.multiply_common::<S, R, N>(simd, sizes, pair, &visible, queries, at);
-            self.multiply_border::<S, R, N>(simd, sizes, pair, &visible, queries, at);
+            self.multiply_common::<S, R, N>(simd, sizes, step, &visible, queries, at);
+            self.multiply_border::<S, R, N>(simd, sizes, step, &visible, queries, at);
             if let Some(terms) = self.terms {
                 let bounds = (border || mask_products).then_some(&visible.bounds);
-                self.apply_terms::<S, N>(simd, terms, pair, bounds, queries, at);
+                self.apply_terms::<S, N>(simd, terms, step, bounds, queries, at);
             }
             if mask_products {
-                return self.add_seen(simd, sizes, pair, &visible.bounds, queries, at);
+                return self.add_seen(simd, sizes, step, &visible.bounds, queries, at);
             }
             if S::PAIR > 1 {
-                self.round::<S, N>(simd, sizes, pair.keys.clone(), at);
+                self.round::<S, N>(simd, sizes, step.keys.clone(), at);
             }
-            self.add_key_gradients::<S, R, N>(simd, sizes, pair, &visible, queries, at);
-            self.add_query_gradients::<S, N>(simd, sizes, pair, &visible, queries, at);
+            self.add_key_gradients::<S, R, N>(simd, sizes, step, &visible, queries, at);
+            self.add_query_gradients::<S, N>(simd, sizes, step, &visible, queries, at);
         }
     }
 
@@ -79,25 +79,25 @@ impl Backward<'_> {
     /// products in their places if there are score terms.
     ///
     /// # Safety
-    /// As for [`pair`](Self::pair).
+    /// As for [`step`](Self::step).
     #[inline(always)]
     unsafe fn multiply_common<S: Simd, const R: usize, const N: usize>(
         &self,
         simd: S,
-        sizes: Sizes,
-        pair: &Pair,
+        sizes: BufferSizes,
+        step: &BlockStep,
         visible: &VisibleKeys<N>,
         queries: &QueryBlock,
         at: &mut KeyBlock,
     ) {
-        let Pair { part, base, .. } = *pair;
-        let (lanes, keys, common) = (N * S::LANES, &pair.keys, &visible.common);
+        let BlockStep { part, base, .. } = *step;
+        let (lanes, keys, common) = (N * S::LANES, &step.keys, &visible.common);
         let (low, high) = &visible.bounds;
         let factor = simd.splat(self.scaling.products);
         let zero = [[simd.splat(0.0); N]; R];
         // Prefetches are spread over the products, because a processor can only wait for a few cache lines at a time.
-        let lines = (pair.next.len() * R).div_ceil(2 * KEY_BLOCK * LINE).max(1);
-        let mut next = pair.next.chunks(lines * LINE);
+        let lines = (step.next.len() * R).div_ceil(2 * KEY_BLOCK * LINE).max(1);
+        let mut next = step.next.chunks(lines * LINE);
         for row in (keys.start + common.start..keys.start + common.end).step_by(R) {
             next.next().into_iter().for_each(prefetch_far);
             // SAFETY: panels are [D or Dv][R], Q^T and dO^T [D or Dv][lanes], p and ds [KEY_BLOCK][lanes], statistics
@@ -148,18 +148,18 @@ impl Backward<'_> {
     /// Computes P^T and dS^T, masked, of the keys at the border that only some vectors of queries see.
     ///
     /// # Safety
-    /// As for [`pair`](Self::pair).
+    /// As for [`step`](Self::step).
     #[inline(always)]
     unsafe fn multiply_border<S: Simd, const R: usize, const N: usize>(
         &self,
         simd: S,
-        sizes: Sizes,
-        pair: &Pair,
+        sizes: BufferSizes,
+        step: &BlockStep,
         visible: &VisibleKeys<N>,
         queries: &QueryBlock,
         at: &mut KeyBlock,
     ) {
-        let (lanes, keys, factor) = (N * S::LANES, &pair.keys, simd.splat(self.scaling.products));
+        let (lanes, keys, factor) = (N * S::LANES, &step.keys, simd.splat(self.scaling.products));
         let VisibleKeys { bounds: (low, high), spans, common } = visible;
         for row in (0..common.start).chain(common.end..keys.len()).step_by(R) {
             for v in (0..N).filter(|&v| spans[v].contains(&row)) {
@@ -193,18 +193,18 @@ impl Backward<'_> {
     /// Adds P^T dO to dV and dS^T Q to dK. Consecutive keys that the same vectors of queries see are one product.
     ///
     /// # Safety
-    /// As for [`pair`](Self::pair); P^T and dS^T are computed, and rounded if products take pairs.
+    /// As for [`step`](Self::step); P^T and dS^T are computed, and rounded if products take pairs.
     #[inline(always)]
     unsafe fn add_key_gradients<S: Simd, const R: usize, const N: usize>(
         &self,
         simd: S,
-        sizes: Sizes,
-        pair: &Pair,
+        sizes: BufferSizes,
+        step: &BlockStep,
         visible: &VisibleKeys<N>,
         queries: &QueryBlock,
         at: &mut KeyBlock,
     ) {
-        let (wide, v_wide, keys) = (sizes.wide, sizes.v_wide, &pair.keys);
+        let (wide, v_wide, keys) = (sizes.wide, sizes.v_wide, &step.keys);
         let (p, ds, row) = match S::PAIR {
             1 => (at.p.as_ptr(), at.ds.as_ptr(), N * S::LANES),
             _ => (at.p_halves.as_ptr(), at.ds_halves.as_ptr(), sizes.half_row),
@@ -237,13 +237,13 @@ impl Backward<'_> {
     unsafe fn add_query_gradients<S: Simd, const N: usize>(
         &self,
         simd: S,
-        sizes: Sizes,
-        pair: &Pair,
+        sizes: BufferSizes,
+        step: &BlockStep,
         visible: &VisibleKeys<N>,
         queries: &mut QueryBlock,
         at: &KeyBlock,
     ) {
-        let (lanes, wide, keys) = (N * S::LANES, sizes.wide, &pair.keys);
+        let (lanes, wide, keys) = (N * S::LANES, sizes.wide, &step.keys);
         let ds = if S::PAIR == 1 { at.ds.as_ptr() } else { at.ds_pairs.as_ptr() };
         let step = if visible.common == (0..keys.len()) { N } else { 1 };
         for v in (0..N).step_by(step) {
@@ -261,19 +261,19 @@ impl Backward<'_> {
     /// Turns products into P^T and dS^T with all score terms, and adds the gradients of these terms.
     ///
     /// # Safety
-    /// As for [`pair`](Self::pair); P^T and dS^T hold the products.
+    /// As for [`step`](Self::step); P^T and dS^T hold the products.
     #[inline(always)]
     unsafe fn apply_terms<S: Simd, const N: usize>(
         &self,
         simd: S,
         terms: &ScoreTerms,
-        pair: &Pair,
+        step: &BlockStep,
         bounds: Option<&Bounds>,
         queries: &QueryBlock,
         at: &mut KeyBlock,
     ) {
-        let (lanes, keys, head) = (N * S::LANES, pair.keys.clone(), pair.head);
-        let block_pair = self.plan.block_pair(pair.block, pair.part, pair.base + keys.start);
+        let (lanes, keys, head) = (N * S::LANES, step.keys.clone(), step.head);
+        let block_pair = self.plan.block_pair(step.block, step.part, step.base + keys.start);
         let block_terms = terms.prepare(simd, block_pair, head, keys.len(), lanes, at.bias);
         let (max, rest) = queries.statistics.split_at(lanes);
         let (inverse_sum, delta) = rest.split_at(lanes);
@@ -304,9 +304,15 @@ impl Backward<'_> {
     /// Rounds P^T, and dS^T times the scale, to bf16 pairs: along the lanes, and dS^T also along the keys.
     ///
     /// # Safety
-    /// As for [`pair`](Self::pair).
+    /// As for [`step`](Self::step).
     #[inline(always)]
-    unsafe fn round<S: Simd, const N: usize>(&self, simd: S, sizes: Sizes, keys: Range<usize>, at: &mut KeyBlock) {
+    unsafe fn round<S: Simd, const N: usize>(
+        &self,
+        simd: S,
+        sizes: BufferSizes,
+        keys: Range<usize>,
+        at: &mut KeyBlock,
+    ) {
         let (lanes, half_row, scale) = (N * S::LANES, sizes.half_row, simd.splat(self.scale));
         let zero = simd.splat(0.0);
         for row in keys.step_by(2) {
@@ -340,20 +346,20 @@ impl Backward<'_> {
     fn add_seen<S: Simd>(
         &self,
         _simd: S,
-        sizes: Sizes,
-        pair: &Pair,
+        sizes: BufferSizes,
+        step: &BlockStep,
         (low, high): &Bounds,
         queries: &mut QueryBlock,
         at: &mut KeyBlock,
     ) {
-        let (first, kv) = (self.plan.rows(pair.block).start, self.heads.kv_of(pair.head));
-        for key in pair.keys.clone() {
-            let index = (key - pair.keys.start) as f32;
+        let (first, kv) = (self.plan.rows(step.block).start, self.heads.kv_of(step.head));
+        for key in step.keys.clone() {
+            let index = (key - step.keys.start) as f32;
             for lane in (0..sizes.lanes).filter(|&lane| low[lane] <= index && index < high[lane]) {
                 let (p, ds) = (at.p[key * sizes.lanes + lane], at.ds[key * sizes.lanes + lane] * self.scale);
-                add_product(&mut at.dv[key * sizes.v_wide..], p, self.d_out.at(first + lane, pair.head));
-                add_product(&mut at.dk[key * sizes.wide..], ds, self.q.at(first + lane, pair.head));
-                add_product(&mut queries.dq[lane * sizes.wide..], ds, self.k.at(pair.base + key, kv));
+                add_product(&mut at.dv[key * sizes.v_wide..], p, self.d_out.at(first + lane, step.head));
+                add_product(&mut at.dk[key * sizes.wide..], ds, self.q.at(first + lane, step.head));
+                add_product(&mut queries.dq[lane * sizes.wide..], ds, self.k.at(step.base + key, kv));
             }
         }
     }
