@@ -1,6 +1,6 @@
 //! One rank's pages of the KV cache.
 
-use super::cache_memory::{CacheMemory, PIECE};
+use super::cache_memory::{CacheMemory, PrefaultBudget};
 use super::elements::{Elements, of_message};
 use super::kv_dtype::KvDtype;
 use super::layer_kind::{LayerKind, LayerPages, PerKind, window_lookback};
@@ -30,6 +30,7 @@ pub struct PagedCache {
     first_layer: usize,
     /// The largest number of tokens before its own that a token sees in layers with a window.
     lookback: Option<usize>,
+    prefault_budget: PrefaultBudget,
 }
 
 #[derive(Debug)]
@@ -108,7 +109,19 @@ impl PagedCache {
         let max_length = model.decoder().config().max_position_embeddings;
         let first_layer = model.layer_range().start;
         let (computed, lookback) = (model.computed_in(), window_lookback(model));
-        Ok(Self { layers, shape, dtype, computed, pages, page_size, max_length, first_layer, lookback })
+        let prefault_budget = PrefaultBudget::default();
+        Ok(Self {
+            layers,
+            shape,
+            dtype,
+            computed,
+            pages,
+            page_size,
+            max_length,
+            first_layer,
+            lookback,
+            prefault_budget,
+        })
     }
 
     /// Sets the most tokens that a sequence may have. Rotary embeddings that depend on a length are made for this one, so that a
@@ -262,16 +275,13 @@ impl PagedCache {
         *self.kinds().of(kind)
     }
 
-    /// Makes memory exist that will be written next: about as much as `tokens` tokens take, but only behind what is written in each
-    /// layer. Called after each step with the number of its tokens, it keeps steps from waiting for much new memory.
+    /// Makes memory exist that will be written next, behind what is written in each layer. Called after each step with the number of its
+    /// tokens, it keeps steps from waiting for much new memory.
     pub(crate) fn prefault(&mut self, tokens: usize) {
         let of_token = self.layers.len() * self.shape.widths().iter().sum::<usize>();
-        let mut pieces = 1 + tokens.saturating_mul(of_token) / PIECE;
-        for memory in self.layers.iter_mut().flat_map(|layer| [&mut layer.keys, &mut layer.values]) {
-            while pieces > 0 && memory.prefault_piece() {
-                pieces -= 1;
-            }
-        }
+        self.prefault_budget.add_written(tokens.saturating_mul(of_token));
+        let memories = self.layers.iter_mut().flat_map(|layer| [&mut layer.keys, &mut layer.values]);
+        self.prefault_budget.spend(memories);
     }
 
     /// Executes the copies of this rank's pages.

@@ -6,7 +6,7 @@ use ringspan::kernel::Data;
 use std::ops::Range;
 
 /// Numbers whose memory is made to exist at once: two megabytes in f32.
-pub(super) const PIECE: usize = 1 << 19;
+const PIECE: usize = 1 << 19;
 
 /// Numbers that are zeros until they are written.
 ///
@@ -53,7 +53,7 @@ impl CacheMemory {
     }
 
     /// Makes the memory of a piece exist that is probably written next. Returns whether there was one.
-    pub(super) fn prefault_piece(&mut self) -> bool {
+    fn prefault_piece(&mut self) -> bool {
         while let Some(piece) = self.next.pop() {
             if self.exist.get(piece) == Some(&false) {
                 let end = self.data().len().min((piece + 1) * PIECE);
@@ -66,9 +66,65 @@ impl CacheMemory {
     }
 }
 
+/// How much memory may be made to exist by now. It follows what is written: after a prompt, the next piece of every layer is missing, but is
+/// written only thousands of tokens later, so these pieces come into being one by one while tokens are generated.
+#[derive(Debug, Default)]
+pub(super) struct PrefaultBudget {
+    numbers: usize,
+}
+
+impl PrefaultBudget {
+    /// Adds what is due after so many numbers have been written: half as many again, so that memory exists before it is needed.
+    pub(super) fn add_written(&mut self, numbers: usize) {
+        self.numbers = self.numbers.saturating_add(numbers.saturating_add(numbers / 2));
+    }
+
+    /// Makes as many pieces exist as the budget allows. If fewer are missing, the rest of the budget is lost.
+    pub(super) fn spend<'m>(&mut self, memories: impl Iterator<Item = &'m mut CacheMemory>) {
+        for memory in memories {
+            while self.numbers >= PIECE && memory.prefault_piece() {
+                self.numbers -= PIECE;
+            }
+        }
+        self.numbers = self.numbers.min(PIECE - 1);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Tokens are written one by one to several layers at once, as they are generated.
+    #[test]
+    fn memory_comes_into_being_before_it_is_written_and_spread_over_the_steps() {
+        let (layers, width, pieces) = (6, 4096, 4);
+        let mut memories: Vec<_> = (0..layers).map(|_| CacheMemory::zeros(KvDtype::Bf16, pieces * PIECE)).collect();
+        let mut budget = PrefaultBudget::default();
+        budget.add_written(usize::MAX);
+        budget.spend(memories.iter_mut());
+        let existing = |memories: &[CacheMemory]| -> usize {
+            memories.iter().map(|memory| memory.exist.iter().filter(|exist| **exist).count()).sum()
+        };
+        assert_eq!(existing(&memories), layers, "the first piece of each");
+        let (row, mut last) = (vec![1.0; width], 0);
+        for token in 0..pieces * PIECE / width {
+            let before = existing(&memories);
+            for memory in &mut memories {
+                assert!(memory.exist[token * width / PIECE], "token {token} waits for memory");
+                memory.write(token * width, Data::F32(&row));
+            }
+            budget.add_written(layers * width);
+            budget.spend(memories.iter_mut());
+            let new = existing(&memories) - before;
+            // A piece is as much as 128 tokens write to one of six layers, so one is due after 14 tokens.
+            assert!(
+                new == 0 || new == 1 && (token - last >= 14 || last == 0),
+                "token {token}: {new} pieces after {last}"
+            );
+            last = if new > 0 { token } else { last };
+        }
+        assert_eq!(existing(&memories), layers * pieces);
+    }
 
     const WIDTH: usize = 96;
 
