@@ -10,6 +10,7 @@ use axum::http::{HeaderValue, Method, StatusCode, Uri};
 use axum::middleware::{self, Next};
 use axum::response::Response;
 use axum::routing::{MethodRouter, get, post};
+use axum::serve::ListenerExt as _;
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
 use std::sync::Arc;
 use std::time::Duration;
@@ -158,6 +159,11 @@ impl Server {
                 // A sender that is gone has stopped as well.
                 let _ = is_stopping.wait_for(|stopping| *stopping).await;
             };
+            // Each event of a stream leaves at once, instead of waiting until the client has acknowledged those before it.
+            let listener = listener.tap_io(|connection| {
+                // A connection without it works, too.
+                let _ = connection.set_nodelay(true);
+            });
             let serving = axum::serve(listener, router).with_graceful_shutdown(graceful);
             let end = async {
                 while !stopped() {

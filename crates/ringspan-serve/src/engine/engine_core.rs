@@ -65,6 +65,10 @@ impl<'a> EngineCore<'a> {
         loop {
             let wait = self.heartbeat.saturating_sub(ranks.since_command());
             let (commands, ending) = self.shared.commands(idle.then_some(wait));
+            if commands > 0 || ending.is_some() {
+                // A command may take long.
+                self.scheduler.send_events();
+            }
             for _ in 0..commands {
                 // One at a time: if it fails, the commands after it are still in the queue, and are answered with the reason.
                 let Some(command) = self.shared.next_command() else { break };
@@ -81,6 +85,7 @@ impl<'a> EngineCore<'a> {
                 return Ok(());
             }
             let Some(scheduled) = self.scheduler.next() else {
+                self.scheduler.send_events();
                 if !idle {
                     // What the last steps sent would be missing until the next request.
                     self.count(ranks)?;
@@ -255,7 +260,11 @@ impl<'a> EngineCore<'a> {
             |rows: &&[LogitRow]| LogitBlock { rows: rows.len(), only_most_likely: rows[0].only_most_likely() };
         let command =
             RankCommand::Compute { step: scheduled.step.clone(), blocks: blocks.iter().map(of_block).collect() };
-        let Outcome::Computed(hidden) = ranks.command(&command)? else { return Err(ranks.unexpected("hidden states")) };
+        ranks.announce(&command)?;
+        self.scheduler.send_events();
+        let Outcome::Computed(hidden) = ranks.carry_out(&command)? else {
+            return Err(ranks.unexpected("hidden states"));
+        };
         self.steps += 1;
         self.scheduler.commit_step(scheduled);
         let mut drawn = DrawnTokens::new();

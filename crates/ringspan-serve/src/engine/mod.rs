@@ -21,6 +21,7 @@ mod logprobs;
 mod model_executor;
 mod model_shards;
 mod options;
+mod outbox;
 mod page_plan;
 mod page_pool;
 mod prefill_budget;

@@ -123,12 +123,19 @@ impl<'a> EngineRank<'a> {
     /// Sends a command to all ranks, and carries it out on this one, which is rank 0. The logits of a command to compute are up to
     /// the caller.
     pub(super) fn command(&mut self, command: &RankCommand) -> Result<Outcome> {
-        self.groups.broadcast(Some(command.to_buffer()))?;
-        self.commanded = Instant::now();
+        self.announce(command)?;
         self.carry_out(command)
     }
 
-    fn carry_out(&mut self, command: &RankCommand) -> Result<Outcome> {
+    /// Sends a command to all ranks; rank 0 calls this, and then [`carry_out`](Self::carry_out).
+    pub(super) fn announce(&mut self, command: &RankCommand) -> Result<()> {
+        self.groups.broadcast(Some(command.to_buffer()))?;
+        self.commanded = Instant::now();
+        Ok(())
+    }
+
+    /// Carries out a command that all ranks have.
+    pub(super) fn carry_out(&mut self, command: &RankCommand) -> Result<Outcome> {
         match command {
             RankCommand::Heartbeat | RankCommand::Shutdown => Ok(Outcome::Done),
             // Rank 0 deals with its own pages where it gives these commands.

@@ -1,5 +1,6 @@
 //! A running or waiting request: its tokens, its pages of the cache, and the channel of its events.
 
+use super::outbox::Outbox;
 use super::prefix_tree::{AdapterSlot, Namespace, NodeId};
 use super::request::{Event, FinishReason, Pooling, Request, TokenLogprobs};
 use super::request_times::RequestTimes;
@@ -133,14 +134,14 @@ impl Sequence {
         self.events.is_closed()
     }
 
-    /// Tells the client something; it may have left.
-    pub(super) fn tell(&self, event: Event) {
-        let _ = self.events.send(event);
+    /// Tells the client something, once the events of `outbox` are sent.
+    pub(super) fn tell(&self, outbox: &mut Outbox, event: Event) {
+        outbox.add(&self.events, event);
     }
 
     /// Tells the client that the request succeeded.
-    pub(super) fn finish(&self, reason: FinishReason) {
-        self.tell(Event::Finished { reason });
+    pub(super) fn finish(&self, outbox: &mut Outbox, reason: FinishReason) {
+        self.tell(outbox, Event::Finished { reason });
     }
 
     /// Number of tokens that are not computed yet.

@@ -15,6 +15,7 @@ mod placement;
 mod results;
 
 use super::histogram::EngineHistograms;
+use super::outbox::Outbox;
 use super::prefill_budget::PrefillBudget;
 use super::prefix_cache::PrefixCache;
 use super::prefix_tree::AdapterSlot;
@@ -55,6 +56,7 @@ pub(super) struct Scheduler {
     histograms: EngineHistograms,
     /// Tokens of prompts that the last step has read, and tokens that were drawn after it.
     step_tokens: usize,
+    outbox: Outbox,
 }
 
 /// Counters since the start of the scheduler.
@@ -113,6 +115,7 @@ impl Scheduler {
             counts: Counts::default(),
             histograms: EngineHistograms::default(),
             step_tokens: 0,
+            outbox: Outbox::default(),
         }
     }
 
@@ -183,8 +186,14 @@ impl Scheduler {
     /// Ends every request with a failure.
     pub(super) fn fail_all(&mut self, problem: &str) {
         for sequence in self.running.drain(..).chain(self.waiting.drain(..)) {
-            sequence.tell(Event::Failed(problem.to_owned()));
+            sequence.tell(&mut self.outbox, Event::Failed(problem.to_owned()));
         }
+        self.outbox.send();
+    }
+
+    /// Sends clients what has happened to their requests since the last call.
+    pub(super) fn send_events(&mut self) {
+        self.outbox.send();
     }
 
     /// Makes the next step; `None` if there is nothing to compute.
@@ -314,7 +323,7 @@ impl Scheduler {
         if sequence.cached_tokens.is_none() {
             sequence.cached_tokens = Some(found);
             sequence.times.start();
-            sequence.tell(Event::Started { cached_tokens: found });
+            sequence.tell(&mut self.outbox, Event::Started { cached_tokens: found });
             self.counts.prefix_hits += found as u64;
             self.counts.prefix_queries += if sequence.needs_whole_prompt() { 0 } else { sequence.prompt_len as u64 };
         }

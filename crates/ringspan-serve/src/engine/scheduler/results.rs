@@ -64,10 +64,10 @@ impl Scheduler {
         if sequence.generated() == 0 {
             self.counts.prompt_tokens += sequence.prompt_len as u64;
             for event in sequence.prompt_results.report(sequence.prompt_len) {
-                sequence.tell(event);
+                sequence.tell(&mut self.outbox, event);
             }
             if sequence.max_len <= sequence.prompt_len {
-                sequence.finish(FinishReason::Length);
+                sequence.finish(&mut self.outbox, FinishReason::Length);
                 self.end(index);
                 return true;
             }
@@ -81,11 +81,11 @@ impl Scheduler {
         let sequence = &mut self.running[index];
         let end = match drawn {
             Err(problem) => {
-                sequence.tell(Event::Failed(problem));
+                sequence.tell(&mut self.outbox, Event::Failed(problem));
                 true
             }
             Ok(drawn) if sequence.stop_token_ids.contains(&drawn.token) => {
-                sequence.finish(FinishReason::Stop { token: Some(drawn.token) });
+                sequence.finish(&mut self.outbox, FinishReason::Stop { token: Some(drawn.token) });
                 true
             }
             Ok(drawn) => {
@@ -101,11 +101,11 @@ impl Scheduler {
                     }
                     false => sequence.drafts.clear(),
                 }
-                sequence.tell(Event::Token(drawn.token, drawn.logprobs));
+                sequence.tell(&mut self.outbox, Event::Token(drawn.token, drawn.logprobs));
                 if drawn.ends {
-                    sequence.finish(FinishReason::Stop { token: None });
+                    sequence.finish(&mut self.outbox, FinishReason::Stop { token: None });
                 } else if sequence.tokens.len() >= sequence.max_len {
-                    sequence.finish(FinishReason::Length);
+                    sequence.finish(&mut self.outbox, FinishReason::Length);
                 }
                 drawn.ends || sequence.tokens.len() >= sequence.max_len
             }

@@ -284,6 +284,7 @@ impl Harness {
     }
 
     pub(super) fn collect(&mut self) {
+        self.scheduler.send_events();
         for client in &mut self.clients {
             loop {
                 match client.events.as_mut().map(Events::try_recv) {

@@ -6,6 +6,7 @@ use crate::comm::Buffer;
 use crate::comm::group::failure::Failure;
 use crate::comm::group::mailbox::{Address, GroupId, Mailbox};
 use crate::comm::group::operation::{Operation, listing};
+use crate::comm::group::part::CollectivePart;
 use crate::error::Result;
 use crate::sync::thread::{self, ThreadId};
 use std::collections::{HashMap, VecDeque};
@@ -128,6 +129,16 @@ impl Shared {
             self.mailboxes.remove(&address);
         }
         result
+    }
+
+    /// Takes what the ranks of a collective sent to rank `index` of their group; the last rank to leave removes the collective.
+    pub(super) fn leave_round(&mut self, key: &(GroupId, u64), index: usize) -> Vec<CollectivePart> {
+        let Some(round) = self.rounds.get_mut(key) else { return Vec::new() };
+        let received = round.collect(index);
+        if round.is_over() {
+            self.rounds.remove(key);
+        }
+        received
     }
 
     /// The ranks that still have to send what is waited for.

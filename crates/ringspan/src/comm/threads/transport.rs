@@ -272,17 +272,20 @@ impl Transport for ThreadTransport {
                 round.delay(own, to, due);
             }
         }
+        let awaited = Awaited::Round { group: key.0.clone(), number };
+        if complete && shared.under_way(own, &awaited).is_none() {
+            // The last rank to join has nothing to wait for.
+            let received = shared.leave_round(&key, index);
+            drop(shared);
+            members.iter().filter(|&&member| member != own).for_each(|&member| self.ranks[member].notify());
+            return Ok(received);
+        }
         drop(shared);
         if complete {
             members.iter().for_each(|&member| self.ranks[member].notify());
         }
-        let mut shared = self.wait(own, operation, Awaited::Round { group: key.0.clone(), number })?;
-        let Some(round) = shared.rounds.get_mut(&key) else { return Ok(Vec::new()) };
-        let received = round.collect(index);
-        if round.is_over() {
-            shared.rounds.remove(&key);
-        }
-        Ok(received)
+        let mut shared = self.wait(own, operation, awaited)?;
+        Ok(shared.leave_round(&key, index))
     }
 
     fn progress(&self) {}
