@@ -12,6 +12,9 @@ what counts is the ratio, round by round. A depth of 0 is a prompt of 16 tokens,
 `--ours NAME=FLAGS` (repeatable) also times the same server with other flags, such as `--ours "two ranks=--ring 2 --threads 1"`.
 `--torch` also times a model of Hugging Face on PyTorch, in f32, which answers one request at a time; it needs
 tools/requirements.txt too.
+`--turns N` compares decoding alone, and more closely: all servers run at once, and answer the same prompts N times in turn, while the
+others wait. All but the first answer find their prompt in the prefix cache. Each turn takes seconds, so machines drift less between the
+sides of a ratio, and the middle half of the ratios is printed, too.
 `--streams N` also sends N prompts of 16 tokens at once, and reports how many tokens a second all get together. With
 `--alone`, only this server is timed. `--tiny` in place of a model takes a random one, alone, whose speed says nothing, to see that the
 script works.
@@ -150,6 +153,29 @@ def measure(url: str, arguments: argparse.Namespace, seed: int) -> dict[str, flo
     return result
 
 
+def decode_in_turn(sides: dict, arguments: argparse.Namespace) -> None:
+    """Prints the speed of decoding behind each depth, of servers that answer the same prompts in turn."""
+    with contextlib.ExitStack() as stack:
+        urls = {name: stack.enter_context(start()) for name, start in sides.items()}
+        reference = PEER if PEER in sides else "ringspan"
+        print("tokens a second, medians; after them, as a multiple of", reference, "in each turn: lower quartile, median, upper quartile")
+        for depth in arguments.depths:
+            tokens = prompt(max(depth, SHORT), depth, arguments.tiny)
+            for url in urls.values():
+                complete(url, tokens, 8)
+            speeds: dict[str, list[float]] = {name: [] for name in urls}
+            for turn in range(arguments.turns):
+                # Each side comes first in every other turn.
+                for name in list(urls)[:: -1 if turn % 2 else 1]:
+                    speeds[name].append(1 / complete(urls[name], tokens, arguments.tokens)[1])
+            print(f"decode at {depth}")
+            for name, own in speeds.items():
+                ratios = [mine / its for mine, its in zip(own, speeds[reference])]
+                quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+                shown = "" if name == reference else "  " + " ".join(f"{ratio:.2f}" for ratio in quartiles)
+                print(f"    {name:>12} {statistics.median(own):>8.1f}{shown}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("program")
@@ -159,6 +185,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--streams", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=0)
     parser.add_argument("--flags", default="", help="further flags of `ringspan serve`")
     parser.add_argument("--ours", action="append", default=[], metavar="NAME=FLAGS")
     parser.add_argument("--alone", action="store_true")
@@ -187,6 +214,8 @@ def compare(arguments: argparse.Namespace) -> None:
         sides[PEER] = lambda: peer(arguments, PEER)
     if arguments.torch:
         sides[TORCH] = lambda: peer(arguments, TORCH)
+    if arguments.turns:
+        return decode_in_turn(sides, arguments)
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     for turn in range(arguments.rounds):
         for name, start in sides.items():
