@@ -171,7 +171,7 @@ def decode_in_turn(sides: dict, arguments: argparse.Namespace) -> None:
             print(f"decode at {depth}")
             for name, own in speeds.items():
                 ratios = [mine / its for mine, its in zip(own, speeds[reference])]
-                quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+                quartiles = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
                 shown = "" if name == reference else "  " + " ".join(f"{ratio:.2f}" for ratio in quartiles)
                 print(f"    {name:>12} {statistics.median(own):>8.1f}{shown}", flush=True)
 
@@ -183,8 +183,8 @@ def main() -> None:
     parser.add_argument("--depths", type=lambda text: [int(depth) for depth in text.split(",")], default=[0, 4096])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--streams", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--streams", type=int)
+    parser.add_argument("--rounds", type=int)
     parser.add_argument("--turns", type=int, default=0)
     parser.add_argument("--flags", default="", help="further flags of `ringspan serve`")
     parser.add_argument("--ours", action="append", default=[], metavar="NAME=FLAGS")
@@ -193,6 +193,9 @@ def main() -> None:
     parser.add_argument("--torch", action="store_true")
     parser.add_argument("--serve-peer", choices=[PEER, TORCH], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.turns and (arguments.streams or arguments.rounds):
+        parser.error("--turns has neither --streams nor --rounds")
+    arguments.streams, arguments.rounds = arguments.streams or 1, arguments.rounds or 2
     if arguments.serve_peer:
         return serve_peer(arguments)
     if (arguments.model is None) != arguments.tiny:

@@ -30,6 +30,7 @@ if [ "$(cat "$clients/made-of" 2>/dev/null)" != "$wanted" ]; then
   echo "$wanted" >"$clients/made-of"
 fi
 "$python" tools/bench_serving.py "$ringspan" --tiny --torch --depths 0,64 --tokens 4 --streams 3 --rounds 1 --ours "two ranks=--ring 2 --threads 1"
+"$python" tools/bench_serving.py "$ringspan" --tiny --depths 0,64 --tokens 4 --turns 2 --ours "two ranks=--ring 2 --threads 1"
 python3 tools/bench_gaps.py "$ringspan" --tiny --streams 1,2 --prompt 2000 --seconds 0.1
 python3 tools/check_load.py "$ringspan" --seconds 20 --longest-prompt 1000
 python3 tools/check_load.py "$ringspan" --seconds 20 --longest-prompt 1000 -- --ring 2 --num-speculative-tokens 4
