@@ -54,7 +54,7 @@ impl<'a> ModelExecutor<'a> {
         let pages = PerKind { full: limits.pages_per_rank, window: limits.window_pages_per_rank };
         let cache = PagedCache::with_dtype(&model, pages, limits.page_size, kv_dtype)?;
         let mut cache = cache.with_max_length(limits.max_model_len);
-        cache.prefault(usize::MAX);
+        cache.prefault_first();
         let own = share(limits.vocabulary, groups, groups.rank());
         let head = model.head_rows(groups.rank(), own)?;
         let head = StoredWeights::from([(model.decoder().head_name().to_owned(), head)]);
@@ -152,7 +152,7 @@ impl Executor for ModelExecutor<'_> {
     fn execute(&mut self, step: &Step) -> Result<Option<Tensor>> {
         let model = &self.model_for(step)?;
         let hidden = execute(self.groups, model, &mut self.cache, step)?;
-        self.cache.prefault(step.sequences.iter().map(|sequence| sequence.tokens.len()).sum());
+        self.cache.prefault();
         let normed = |hidden| Ok::<_, Error>(model.decoder().norm(model.weights(self.groups.rank()), &hidden)?);
         let hidden = hidden.map(normed).transpose()?;
         match self.groups.stages() {

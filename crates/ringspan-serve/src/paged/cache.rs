@@ -40,6 +40,12 @@ struct Layer {
     values: CacheMemory,
 }
 
+impl Layer {
+    fn memories(&mut self) -> [&mut CacheMemory; 2] {
+        [&mut self.keys, &mut self.values]
+    }
+}
+
 /// The sizes of a token's keys and values in a layer.
 #[derive(Debug, Clone, Copy)]
 struct Shape {
@@ -275,13 +281,18 @@ impl PagedCache {
         *self.kinds().of(kind)
     }
 
-    /// Makes memory exist that will be written next, behind what is written in each layer. Called after each step with the number of its
-    /// tokens, it keeps steps from waiting for much new memory.
-    pub(crate) fn prefault(&mut self, tokens: usize) {
-        let of_token = self.layers.len() * self.shape.widths().iter().sum::<usize>();
-        self.prefault_budget.add_written(tokens.saturating_mul(of_token));
-        let memories = self.layers.iter_mut().flat_map(|layer| [&mut layer.keys, &mut layer.values]);
-        self.prefault_budget.spend(memories);
+    /// Makes the first memory of each layer exist, which the first step writes.
+    pub(crate) fn prefault_first(&mut self) {
+        for memory in self.layers.iter_mut().flat_map(Layer::memories) {
+            memory.prefault_piece();
+        }
+    }
+
+    /// Makes memory exist that will be written next, behind what is written in each layer. Called after each step, it keeps later steps
+    /// from waiting for much new memory.
+    pub(crate) fn prefault(&mut self) {
+        let mut memories: Vec<_> = self.layers.iter_mut().flat_map(Layer::memories).collect();
+        self.prefault_budget.spend(&mut memories);
     }
 
     /// Executes the copies of this rank's pages.

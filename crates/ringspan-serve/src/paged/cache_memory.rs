@@ -20,11 +20,18 @@ pub(super) struct CacheMemory {
     exist: Vec<bool>,
     /// The pieces that are written next: those behind pieces in which something was written.
     next: Vec<usize>,
+    /// Numbers written since a budget last counted them.
+    written: usize,
 }
 
 impl CacheMemory {
     pub(super) fn zeros(dtype: KvDtype, len: usize) -> Self {
-        Self { elements: Elements::zeros(dtype, len), exist: vec![false; len.div_ceil(PIECE)], next: vec![0] }
+        Self {
+            elements: Elements::zeros(dtype, len),
+            exist: vec![false; len.div_ceil(PIECE)],
+            next: vec![0],
+            written: 0,
+        }
     }
 
     pub(super) fn data(&self) -> Data<'_> {
@@ -44,6 +51,7 @@ impl CacheMemory {
     }
 
     fn mark_written(&mut self, numbers: Range<usize>) {
+        self.written += numbers.len();
         for piece in numbers.start / PIECE..numbers.end.div_ceil(PIECE) {
             self.exist[piece] = true;
             if self.exist.get(piece + 1) == Some(&false) && !self.next.contains(&(piece + 1)) {
@@ -53,7 +61,7 @@ impl CacheMemory {
     }
 
     /// Makes the memory of a piece exist that is probably written next. Returns whether there was one.
-    fn prefault_piece(&mut self) -> bool {
+    pub(super) fn prefault_piece(&mut self) -> bool {
         while let Some(piece) = self.next.pop() {
             if self.exist.get(piece) == Some(&false) {
                 let end = self.data().len().min((piece + 1) * PIECE);
@@ -74,13 +82,11 @@ pub(super) struct PrefaultBudget {
 }
 
 impl PrefaultBudget {
-    /// Adds what is due after so many numbers have been written: half as many again, so that memory exists before it is needed.
-    pub(super) fn add_written(&mut self, numbers: usize) {
-        self.numbers = self.numbers.saturating_add(numbers.saturating_add(numbers / 2));
-    }
-
-    /// Makes as many pieces exist as the budget allows. If fewer are missing, the rest of the budget is lost.
-    pub(super) fn spend<'m>(&mut self, memories: impl Iterator<Item = &'m mut CacheMemory>) {
+    /// Makes as many pieces exist as are due after what was written since the last call: half as much again, so that memory exists before
+    /// it is needed. If fewer pieces are missing, the rest of the budget is lost.
+    pub(super) fn spend(&mut self, memories: &mut [&mut CacheMemory]) {
+        let written: usize = memories.iter_mut().map(|memory| std::mem::take(&mut memory.written)).sum();
+        self.numbers += written + written / 2;
         for memory in memories {
             while self.numbers >= PIECE && memory.prefault_piece() {
                 self.numbers -= PIECE;
@@ -100,28 +106,25 @@ mod tests {
         let (layers, width, pieces) = (6, 4096, 4);
         let mut memories: Vec<_> = (0..layers).map(|_| CacheMemory::zeros(KvDtype::Bf16, pieces * PIECE)).collect();
         let mut budget = PrefaultBudget::default();
-        budget.add_written(usize::MAX);
-        budget.spend(memories.iter_mut());
         let existing = |memories: &[CacheMemory]| -> usize {
             memories.iter().map(|memory| memory.exist.iter().filter(|exist| **exist).count()).sum()
         };
-        assert_eq!(existing(&memories), layers, "the first piece of each");
-        let (row, mut last) = (vec![1.0; width], 0);
+        memories.iter_mut().for_each(|memory| assert!(memory.prefault_piece()));
+        let (row, mut last): (_, Option<usize>) = (vec![1.0; width], None);
         for token in 0..pieces * PIECE / width {
             let before = existing(&memories);
             for memory in &mut memories {
                 assert!(memory.exist[token * width / PIECE], "token {token} waits for memory");
                 memory.write(token * width, Data::F32(&row));
             }
-            budget.add_written(layers * width);
-            budget.spend(memories.iter_mut());
-            let new = existing(&memories) - before;
-            // A piece is as much as 128 tokens write to one of six layers, so one is due after 14 tokens.
-            assert!(
-                new == 0 || new == 1 && (token - last >= 14 || last == 0),
-                "token {token}: {new} pieces after {last}"
-            );
-            last = if new > 0 { token } else { last };
+            budget.spend(&mut memories.iter_mut().collect::<Vec<_>>());
+            match existing(&memories) - before {
+                0 => continue,
+                // A piece is what 128 tokens write to one of six layers, so one is due after 14 tokens.
+                1 => assert!(last.is_none_or(|last| token - last >= 14), "pieces at tokens {last:?} and {token}"),
+                new => panic!("token {token} makes {new} pieces exist"),
+            }
+            last = Some(token);
         }
         assert_eq!(existing(&memories), layers * pieces);
     }
