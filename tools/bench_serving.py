@@ -13,7 +13,7 @@ what counts is the ratio, round by round. A depth of 0 is a prompt of 16 tokens,
 `--torch` also times a model of Hugging Face on PyTorch, in f32, which answers one request at a time; it needs
 tools/requirements.txt too.
 `--turns N` compares decoding alone, and more closely: all servers run at once, and answer the same prompts N times in turn, while the
-others wait. All but the first answer find their prompt in the prefix cache. Each turn takes seconds, so machines drift less between the
+others wait. All but the first answer find their prompt in the prefix cache (PyTorch's server has none, and reads it again). Each turn takes seconds, so machines drift less between the
 sides of a ratio, and the middle half of the ratios is printed, too.
 `--streams N` also sends N prompts of 16 tokens at once, and reports how many tokens a second all get together. With
 `--alone`, only this server is timed. `--tiny` in place of a model takes a random one, alone, whose speed says nothing, to see that the

@@ -1,9 +1,9 @@
-//! What two ranks of one thread can reach of one rank of two threads where they exchange nothing: ranks have fixed shares of each layer and
-//! meet after it, while the threads of one rank take parts as they become free. Where the processors of a machine are not equally fast at
-//! every moment, as those of virtual machines with neighbours, fixed shares take longer.
+//! Compares two ranks of one thread that exchange nothing with one rank of two threads. Ranks divide the work of a layer statically, each has
+//! its share, and they meet after the layer; the threads of one rank divide it dynamically, and take parts as they become free. Where the
+//! processors of a machine are not equally fast at every moment, as those of virtual machines with neighbours, static shares take longer.
 //!
-//! `cargo bench --bench static_split` alternately computes some layers in both ways, and prints the time of a pass (median and fastest tenth)
-//! and the ratio of both ways: for `reading` a cache of keys and values, and for `attention` of one query to them. `tokens=16384 heads=4
+//! `cargo bench --bench static_split` alternately computes some layers in both ways, and prints the time of a pass (median, and the time that a
+//! tenth of the passes do not exceed) and the speed of static shares as a multiple of that of dynamic parts: for `reading` a cache of keys and values, and for `attention` of one query to them. `tokens=16384 heads=4
 //! kv_heads=1 dim=256 layers=3` are the sizes, `threads=2` the number of threads, or of ranks, and `rounds=300` the passes in each way.
 
 use half::bf16;
@@ -17,7 +17,7 @@ use std::time::Instant;
 
 /// The arguments that have an effect.
 const NAMES: [&str; 7] = ["tokens", "heads", "kv_heads", "dim", "layers", "threads", "rounds"];
-/// Parts of a layer for each thread, where threads take parts as they become free.
+/// Number of dynamic parts of a layer for each thread.
 const PARTS: usize = 8;
 
 fn number(name: &str, default: usize) -> usize {
@@ -26,15 +26,15 @@ fn number(name: &str, default: usize) -> usize {
     given.map_or(default, value).max(1)
 }
 
-/// Threads that meet without sleeping, as ranks do after a layer.
-struct Meeting {
+/// A barrier at which threads do not sleep, as ranks after a layer.
+struct SpinBarrier {
     threads: usize,
     arrived: AtomicUsize,
 }
 
-impl Meeting {
+impl SpinBarrier {
     /// Waits until all threads have called this as often as the calling thread, whose calls `turn` counts.
-    fn meet(&self, turn: &mut usize) {
+    fn wait(&self, turn: &mut usize) {
         *turn += 1;
         self.arrived.fetch_add(1, Ordering::AcqRel);
         while self.arrived.load(Ordering::Acquire) < *turn * self.threads {
@@ -43,7 +43,7 @@ impl Meeting {
     }
 }
 
-/// The keys and values of a layer, and a query of all its heads.
+/// The keys and values of some layers, and a query with all its heads.
 struct Layers {
     tokens: usize,
     kv_heads: usize,
@@ -86,9 +86,9 @@ fn share(all: usize, rank: usize, ranks: usize) -> Range<usize> {
     all * rank / ranks..all * (rank + 1) / ranks
 }
 
-/// Seconds of each pass in both ways, with fixed shares and with parts for whoever is free, of reading and of attention.
+/// Seconds of each pass, with static shares and with dynamic parts, of reading and of attention.
 fn passes(layers: &Layers, threads: usize, rounds: usize) -> [[Vec<f64>; 2]; 2] {
-    let (meeting, asleep) = (Meeting { threads, arrived: AtomicUsize::new(0) }, Barrier::new(threads));
+    let (spinning, sleeping) = (SpinBarrier { threads, arrived: AtomicUsize::new(0) }, Barrier::new(threads));
     let all = Kernel::new(threads);
     let taken: Vec<AtomicUsize> = layers.cache.iter().map(|_| AtomicUsize::new(0)).collect();
     let of_rank = |rank: usize| {
@@ -98,29 +98,29 @@ fn passes(layers: &Layers, threads: usize, rounds: usize) -> [[Vec<f64>; 2]; 2] 
         let tokens = share(layers.tokens, rank, threads);
         for _ in 0..rounds {
             for (kind, seconds) in seconds.iter_mut().enumerate() {
-                asleep.wait();
-                meeting.meet(&mut turn);
+                sleeping.wait();
+                spinning.wait(&mut turn);
                 let began = Instant::now();
                 for layer in 0..layers.cache.len() {
                     match kind {
                         0 => layers.read(layer, tokens.clone()),
                         _ => layers.attend(&own, layer, tokens.clone(), &mut state),
                     }
-                    meeting.meet(&mut turn);
+                    spinning.wait(&mut turn);
                 }
                 seconds[0].push(began.elapsed().as_secs_f64());
                 taken.iter().for_each(|taken| taken.store(0, Ordering::Relaxed));
-                asleep.wait();
+                sleeping.wait();
                 let began = Instant::now();
                 match (kind, rank) {
                     (0, _) => {
-                        meeting.meet(&mut turn);
+                        spinning.wait(&mut turn);
                         for (layer, taken) in taken.iter().enumerate() {
                             let parts = threads * PARTS;
                             let next = || Some(taken.fetch_add(1, Ordering::Relaxed)).filter(|part| *part < parts);
                             std::iter::from_fn(next)
                                 .for_each(|part| layers.read(layer, share(layers.tokens, part, parts)));
-                            meeting.meet(&mut turn);
+                            spinning.wait(&mut turn);
                         }
                     }
                     // The others sleep meanwhile: the kernel has threads of its own.
@@ -130,7 +130,7 @@ fn passes(layers: &Layers, threads: usize, rounds: usize) -> [[Vec<f64>; 2]; 2] 
                     _ => (),
                 }
                 seconds[1].push(began.elapsed().as_secs_f64());
-                asleep.wait();
+                sleeping.wait();
             }
         }
         seconds
@@ -168,19 +168,20 @@ fn main() {
         cache: (0..number("layers", 3)).map(|_| of_layer()).collect(),
     };
     println!("S={tokens} H={heads} G={kv_heads} D={dim}, {} layers, bf16, {threads} threads", layers.cache.len());
-    println!("{:10} {:>21} {:>21} {:>17}", "ms", "parts for the free", "fixed shares", "ratio");
-    for (name, [fixed, free]) in
+    println!("{:10} {:>21} {:>21} {:>17}", "ms", "dynamic parts", "static shares", "ratio");
+    for (name, [of_shares, of_parts]) in
         ["reading", "attention"].into_iter().zip(passes(&layers, threads, number("rounds", 300)))
     {
-        let ([fixed, fastest_fixed], [free, fastest_free]) = (median_and_fastest(fixed), median_and_fastest(free));
+        let ([of_shares, fastest_of_shares], [of_parts, fastest_of_parts]) =
+            (median_and_fastest(of_shares), median_and_fastest(of_parts));
         println!(
             "{name:10} {:9.3} ({:9.3}) {:9.3} ({:9.3}) {:8.2} ({:6.2})",
-            free * 1e3,
-            fastest_free * 1e3,
-            fixed * 1e3,
-            fastest_fixed * 1e3,
-            free / fixed,
-            fastest_free / fastest_fixed
+            of_parts * 1e3,
+            fastest_of_parts * 1e3,
+            of_shares * 1e3,
+            fastest_of_shares * 1e3,
+            of_parts / of_shares,
+            fastest_of_parts / fastest_of_shares
         );
     }
 }
