@@ -7,8 +7,8 @@ pub(crate) use std::sync::atomic::AtomicU64;
 pub(crate) use std::sync::{Condvar, Mutex, MutexGuard};
 pub(crate) use std::thread;
 
-/// How long a thread spins for what is likely to come soon, before it sleeps. Ranks that compute the same layer seldom wait longer, and
-/// a rank that sleeps resumes a tenth of a millisecond late on a virtual processor.
+/// How long a thread spins for what is likely to come soon, before it sleeps: waking takes longer than most waits of ranks that compute the
+/// same layer, also where a virtual machine's neighbours slow down one of them for a moment.
 const SPIN_TIME: std::time::Duration = std::time::Duration::from_micros(500);
 
 /// Threads that compute at the same time; more than that should not spin.

@@ -56,7 +56,7 @@ impl Format {
         Self::Mxfp4,
     ];
 
-    const fn entry(self) -> FormatConstants {
+    const fn constants(self) -> FormatConstants {
         let (ggml, name, block_len, block_bytes, candle) = match self {
             Self::F16 => (1, "F16", 1, 2, Some(GgmlDType::F16)),
             Self::BF16 => (30, "BF16", 1, 2, Some(GgmlDType::BF16)),
@@ -75,25 +75,25 @@ impl Format {
     /// The format with this number in GGUF files; `None` for numbers of other formats.
     #[must_use]
     pub fn from_ggml(number: u32) -> Option<Self> {
-        Self::ALL.into_iter().find(|format| format.entry().ggml == number)
+        Self::ALL.into_iter().find(|format| format.constants().ggml == number)
     }
 
     /// The format that candle calls `kind`; `None` for other formats.
     #[must_use]
     pub fn from_candle(kind: GgmlDType) -> Option<Self> {
-        Self::ALL.into_iter().find(|format| format.entry().candle == Some(kind))
+        Self::ALL.into_iter().find(|format| format.constants().candle == Some(kind))
     }
 
     /// The number of the format in GGUF files.
     #[must_use]
     pub fn ggml(self) -> u32 {
-        self.entry().ggml
+        self.constants().ggml
     }
 
     /// Candle's name of the format, if it has one.
     #[must_use]
     pub fn candle(self) -> Option<GgmlDType> {
-        self.entry().candle
+        self.constants().candle
     }
 
     /// Whether the numbers are integers times scales, which can be multiplied with rounded activations
@@ -106,13 +106,13 @@ impl Format {
     /// Count of numbers in a block.
     #[must_use]
     pub fn block_len(self) -> usize {
-        self.entry().block_len
+        self.constants().block_len
     }
 
     /// Bytes of a block.
     #[must_use]
     pub fn block_bytes(self) -> usize {
-        self.entry().block_bytes
+        self.constants().block_bytes
     }
 
     /// Bytes of a matrix of this size.
@@ -120,7 +120,7 @@ impl Format {
     /// # Errors
     /// Rows that are not whole blocks, and a size whose bytes overflow `usize`.
     pub fn bytes(self, rows: usize, columns: usize) -> Result<usize> {
-        let FormatConstants { block_len, block_bytes, .. } = self.entry();
+        let FormatConstants { block_len, block_bytes, .. } = self.constants();
         if !columns.is_multiple_of(block_len) {
             bail!("{self} stores blocks of {block_len} numbers, and rows of {columns} columns are not whole blocks");
         }
@@ -133,6 +133,6 @@ impl Format {
 
 impl Display for Format {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        f.pad(self.entry().name)
+        f.pad(self.constants().name)
     }
 }

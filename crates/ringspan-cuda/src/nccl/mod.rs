@@ -291,17 +291,17 @@ impl Channel for NcclChannel {
         self.advance()
     }
 
-    fn landed(&mut self) -> Result<usize> {
+    fn take_ended(&mut self) -> Result<usize> {
         self.advance()?;
-        let mut landed = 0;
+        let mut ended = 0;
         while let Some(flight) = self.started.front() {
             if !flight.end.try_is_complete().map_err(self.cuda.gpu().failed("move blocks"))? {
                 break;
             }
             self.started.pop_front();
-            landed += 1;
+            ended += 1;
         }
-        Ok(landed)
+        Ok(ended)
     }
 
     fn abort(&mut self) {

@@ -90,7 +90,7 @@ pub(super) struct TargetFeatures {
 }
 
 impl TargetFeatures {
-    /// The code for an instruction set that this machine has.
+    /// The features of an instruction set that this machine has, without products of bf16.
     pub(super) fn new(isa: Isa) -> Self {
         #[cfg(target_arch = "x86_64")]
         let avx = is_x86_feature_detected!("avx");

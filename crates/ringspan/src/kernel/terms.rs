@@ -7,7 +7,7 @@
 use super::dropout::{column, keeps};
 use super::pack::columns;
 use super::plan::BlockPair;
-use super::relative::RelativeTerms;
+use super::relative_bias::RelativeTerms;
 use super::vector::{Simd, exp, tanh};
 use super::{Buckets, Dropout, KEY_BLOCK, RelativeBias, Score, View};
 

@@ -53,7 +53,7 @@ pub(crate) struct Hub(Mutex<Vec<Device>>);
 #[derive(Default)]
 struct Device {
     flights: VecDeque<Flight>,
-    landed: usize,
+    ended: usize,
     /// Number of polls since a flight ended whose end has not been reported.
     questions: usize,
     aborted: bool,
@@ -115,7 +115,7 @@ fn settle(devices: &mut [Device]) {
         for device in devices.iter_mut() {
             while device.flights.front().is_some_and(|flight| flight.iter().all(Option::is_none)) {
                 device.flights.pop_front();
-                device.landed += 1;
+                device.ended += 1;
                 moved = true;
             }
         }
@@ -140,17 +140,17 @@ impl Channel for Plane {
         Ok(())
     }
 
-    fn landed(&mut self) -> Result<usize, Error> {
+    fn take_ended(&mut self) -> Result<usize, Error> {
         let mut devices = self.hub.0.lock().expect("no panic under it");
         settle(&mut devices);
         // Ranks see the end of a flight at different times: higher ranks see it later.
         let device = &mut devices[self.rank];
-        device.questions += usize::from(device.landed > 0);
+        device.questions += usize::from(device.ended > 0);
         if device.questions < 30 * self.rank {
             return Ok(0);
         }
         device.questions = 0;
-        Ok(std::mem::take(&mut device.landed))
+        Ok(std::mem::take(&mut device.ended))
     }
 
     fn abort(&mut self) {

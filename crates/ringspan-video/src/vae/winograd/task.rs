@@ -109,8 +109,8 @@ impl WithSimd for OutputTask<'_, '_> {
             let grid = Grid { data, row: PATCH * distance, col: distance };
             let col = tile * TILE;
             let first = col * all + channels.start;
-            let mut places = TileOutput { rows, add: &add, cols: (cols - col).min(TILE), first, position: all };
-            transform::outputs(simd, grid, &bias[channels.clone()], &mut places);
+            let mut output = TileOutput { rows, add: &add, cols: (cols - col).min(TILE), first, position: all };
+            transform::outputs(simd, grid, &bias[channels.clone()], &mut output);
         }
     }
 }

@@ -197,7 +197,7 @@ pub(super) fn weights<S: Simd>(simd: S, weights: Grid, outputs: usize, to: &mut 
     }
 }
 
-/// The places of a tile's sums, of some output channels.
+/// Where the sums of a tile are written, of some output channels.
 pub(super) struct TileOutput<'a, 'b, 'c> {
     /// The tile's rows of the output; the last tiles have less than four.
     pub(super) rows: &'a mut [&'b mut [f32]],
@@ -213,8 +213,8 @@ pub(super) struct TileOutput<'a, 'b, 'c> {
 
 /// Transforms the products of output channels, 6 x 6 of each, and writes the sums to their places, with the bias.
 #[inline(always)]
-pub(super) fn outputs<S: Simd>(simd: S, products: Grid, bias: &[f32], places: &mut TileOutput) {
-    let TileOutput { rows, add, cols, first, position } = places;
+pub(super) fn outputs<S: Simd>(simd: S, products: Grid, bias: &[f32], output: &mut TileOutput) {
+    let TileOutput { rows, add, cols, first, position } = output;
     let outputs = bias.len();
     for from in (0..outputs).step_by(S::F32_LANES) {
         let bias = Lanes::load(simd, &bias[from..]);

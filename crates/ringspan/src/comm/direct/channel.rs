@@ -58,7 +58,7 @@ pub trait Channel: Send {
     ///
     /// # Errors
     /// Like those of [`start`](Self::start).
-    fn landed(&mut self) -> Result<usize>;
+    fn take_ended(&mut self) -> Result<usize>;
     /// Ends all flights, whatever they carry. The channel moves nothing more.
     fn abort(&mut self);
 }

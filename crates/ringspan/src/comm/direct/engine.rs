@@ -170,8 +170,8 @@ impl Engine {
                 moved = true;
             }
         }
-        self.depart()?;
-        for _ in 0..self.channel.landed()? {
+        self.start_flights()?;
+        for _ in 0..self.channel.take_ended()? {
             self.complete_flight();
             moved = true;
         }
@@ -263,7 +263,7 @@ impl Engine {
     }
 
     /// Starts flights. None may start while an answer is missing, because the block in question could belong to it.
-    fn depart(&mut self) -> Result<()> {
+    fn start_flights(&mut self) -> Result<()> {
         while self.unanswered == 0
             && let Some((flight, transfers)) = self.open_flights.pop_first()
         {

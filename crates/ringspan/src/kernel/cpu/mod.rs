@@ -22,7 +22,7 @@ const SEGMENT: usize = 4096;
 /// The threads and buffers of a rank, and the instruction set they use.
 pub(super) struct Cpu {
     pub(super) workers: Workers,
-    /// The code of the kernels for products that are not in bf16.
+    /// What kernels are compiled for where products are not in bf16.
     pub(super) features: TargetFeatures,
     pool: BufferPool,
     pub(super) hook: ProgressHook,
@@ -41,7 +41,7 @@ impl Cpu {
         }
     }
 
-    /// The code for these inputs, with products of bf16 where they allow them.
+    /// What kernels are compiled for with these inputs: with products of bf16 where they allow them.
     fn features_for(&self, inputs: &Inputs) -> TargetFeatures {
         self.features.with_pairs(inputs.multiplies_in_bf16())
     }
