@@ -2,9 +2,10 @@
 
 use crate::mesh::MeshArgs;
 use crate::model::{ModelArgs, ModelAxes};
-use crate::session::Session;
+use crate::session::{self, Session};
 use crate::{interrupt, model, output};
 use anyhow::{Context, Result, anyhow, ensure};
+use clap::builder::NonEmptyStringValueParser;
 use ringspan::comm::process_group::ProcessGroup;
 use ringspan_candle::DeviceName;
 use ringspan_http::{ServedModel, Server, Settings};
@@ -32,7 +33,7 @@ pub(crate) struct ServeArgs {
     #[command(flatten)]
     model: ModelArgs,
     /// The name by which clients ask for the model [default: the name of the folder or file]
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = NonEmptyStringValueParser::new())]
     model_name: Option<String>,
     /// Address to listen on; 0.0.0.0 for all of this machine
     #[arg(long, default_value = "127.0.0.1", value_name = "ADDRESS", help_heading = "Server")]
@@ -86,8 +87,8 @@ pub(crate) struct ServeArgs {
     /// faster
     #[arg(long, default_value_t = 0, value_name = "N", value_parser = speculative_tokens, help_heading = "Engine")]
     num_speculative_tokens: usize,
-    /// Save the cached keys and values to this folder when the server ends, and restore them when it starts, on any mesh; a
-    /// session of another model is left out, with a message
+    /// Save the cached keys and values to this folder when the server ends, and restore them when it starts, on any mesh; each
+    /// model has a file of its own
     #[arg(long, value_name = "DIR", conflicts_with = "no_prefix_cache", help_heading = "Engine")]
     session_dir: Option<PathBuf>,
     /// A LoRA adapter (a PEFT folder) and the name by which clients ask for it; may be given more than once
@@ -127,6 +128,14 @@ pub(crate) fn run(args: &ServeArgs, processes: &ProcessGroup) -> Result<()> {
         drain: Duration::from_secs(args.drain),
         ..Settings::default()
     };
+    // These are found before the model is loaded, which may take minutes.
+    if processes.lead() {
+        Server::check_address(&settings)?;
+        args.session_dir.as_deref().map(session::create_folder).transpose()?;
+    }
+    for (adapter, folder) in &args.lora {
+        ensure!(folder.is_dir(), "--lora {adapter}={}: there is no such folder", folder.display());
+    }
     let path = &args.model.path;
     let axes = ModelAxes { tp: args.tp, ep: args.ep, pp: args.pp, attn_dp: args.attn_dp };
     let mesh = model::mesh_sharing_model(&args.mesh, axes, &args.model, processes)?;
@@ -153,8 +162,8 @@ pub(crate) fn run(args: &ServeArgs, processes: &ProcessGroup) -> Result<()> {
         client.load_adapter(adapter, folder).with_context(|| format!("--lora {adapter}={}", folder.display()))?;
     }
     let new_session = |folder: &PathBuf| Session::new(folder, &args.model, limits.max_model_len, args.kv_dtype);
-    let session = args.session_dir.as_ref().map(new_session).transpose()?;
-    session.iter().for_each(|session| session.restore(&client));
+    let mut session = args.session_dir.as_ref().map(new_session).transpose()?;
+    session.iter_mut().for_each(|session| session.restore(&client));
     if template.is_none() {
         output::note("the model has no chat template: texts can be continued, but there is no chat");
     }
@@ -267,7 +276,7 @@ pub(crate) fn bytes(text: &str) -> Result<u64> {
     let split = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
     let (number, unit) = text.split_at(split);
     let number: f64 = number.trim().parse().with_context(|| format!("`{text}` is no number of bytes"))?;
-    let unit = match unit.to_ascii_lowercase().as_str() {
+    let scale = match unit.to_ascii_lowercase().as_str() {
         "" | "b" => 1.0,
         "kb" | "k" => 1e3,
         "mb" | "m" => 1e6,
@@ -275,10 +284,12 @@ pub(crate) fn bytes(text: &str) -> Result<u64> {
         "kib" => 1024.0,
         "mib" => 1024.0 * 1024.0,
         "gib" => 1024.0 * 1024.0 * 1024.0,
-        other => return Err(anyhow!("`{other}` is no unit; there are B, kB, MB, GB, KiB, MiB and GiB")),
+        "tb" | "t" => 1e12,
+        "tib" => 1024.0 * 1024.0 * 1024.0 * 1024.0,
+        _ => return Err(anyhow!("`{unit}` is no unit; there are B, kB, MB, GB, TB, KiB, MiB, GiB and TiB")),
     };
-    ensure!(number >= 1.0 / unit && number * unit < 1e18, "`{text}` is less than a byte, or more than there can be");
-    Ok((number * unit) as u64)
+    ensure!(number >= 1.0 / scale && number * scale < 1e18, "`{text}` is less than a byte, or more than there can be");
+    Ok((number * scale) as u64)
 }
 
 #[cfg(test)]

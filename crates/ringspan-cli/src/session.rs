@@ -1,56 +1,133 @@
 //! The folder of `--session-dir`, to which `ringspan serve` saves its cache, and from which it restores it.
+//!
+//! Each model, and each way in which it computes, has a file of its own, so that a server with other settings does not replace what it
+//! cannot read. A file from which something was left out, such as texts of adapters that are not loaded, stays as well: what is cached is
+//! saved to another one.
 
 use crate::model::ModelArgs;
 use crate::output;
 use anyhow::{Context, Result};
 use ringspan_serve::engine::{Client, SessionSize};
 use ringspan_serve::paged::KvDtype;
-use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
-/// The file of a session, and the model that it is of.
+/// The sessions in a folder that are of a model.
 pub(crate) struct Session {
-    file: PathBuf,
+    folder: PathBuf,
     model: String,
+    /// The files that were restored as a whole: the first is replaced when the session is saved, and the others, which it contains, removed.
+    restored: Vec<PathBuf>,
+}
+
+/// Makes the folder of sessions, if there is none.
+pub(crate) fn create_folder(folder: &Path) -> Result<()> {
+    std::fs::create_dir_all(folder).with_context(|| format!("--session-dir {}", folder.display()))
+}
+
+/// The name of the file with a number; the first has none in its name.
+fn file_name(number: usize) -> String {
+    if number == 0 { "session.safetensors".to_owned() } else { format!("session-{number}.safetensors") }
+}
+
+/// The number of a file with such a name.
+fn number_of(name: &str) -> Option<usize> {
+    let number = match name.strip_suffix(".safetensors")?.strip_prefix("session")? {
+        "" => 0,
+        number => number.strip_prefix('-')?.parse().ok()?,
+    };
+    (file_name(number) == name).then_some(number)
 }
 
 impl Session {
-    /// The session in `folder`, which is made if there is none. Sequences may have up to `max_model_len` tokens, whose keys and values
-    /// are in `kv_dtype`, or in the model's type.
+    /// The sessions in `folder`. Sequences may have up to `max_model_len` tokens, whose keys and values are in `kv_dtype`, or in the
+    /// model's type.
     pub(crate) fn new(
         folder: &Path,
         model: &ModelArgs,
         max_model_len: usize,
         kv_dtype: Option<KvDtype>,
     ) -> Result<Self> {
-        let flag = || format!("--session-dir {}", folder.display());
-        std::fs::create_dir_all(folder).with_context(flag)?;
         let mut model = model.fingerprint(max_model_len)?;
         if let Some(dtype) = kv_dtype {
             model += &format!(", cached in {dtype:?}");
         }
-        Ok(Self { file: folder.join("session.safetensors"), model })
+        Ok(Self { folder: folder.to_owned(), model, restored: Vec::new() })
     }
 
-    /// Restores the session, if there is one; says what it did.
-    pub(crate) fn restore(&self, client: &Client) {
-        if self.file.exists() {
-            self.report("restored", "the server begins without it", client.restore_session(&self.file, &self.model));
+    /// Restores all sessions of this model; says what it did.
+    pub(crate) fn restore(&mut self, client: &Client) {
+        for number in self.numbers() {
+            let file = self.folder.join(file_name(number));
+            let shown = file.display();
+            match client.restore_session(&file, &self.model) {
+                Ok(SessionSize { tokens, bytes, left_out: 0 }) => {
+                    output::note(format!(
+                        "restored a session of {tokens} tokens ({:.1} MB): {shown}",
+                        bytes as f64 / 1e6
+                    ));
+                    self.restored.push(file);
+                }
+                Ok(SessionSize { tokens, bytes, left_out }) => output::note(format!(
+                    "restored {tokens} tokens ({:.1} MB) of a session: {shown}; the file stays, since {left_out} tokens are of adapters that \
+                     are not loaded",
+                    bytes as f64 / 1e6
+                )),
+                Err(problem) => {
+                    output::note(format!("the session in {shown} is not restored, and stays there: {problem}"))
+                }
+            }
         }
     }
 
     /// Saves the session; says what it did.
     pub(crate) fn save(&self, client: &Client) {
-        self.report("saved", "what was cached is lost", client.save_session(&self.file, &self.model));
+        let free = || self.folder.join(file_name(self.numbers().last().map_or(0, |last| last + 1)));
+        let file = self.restored.first().cloned().unwrap_or_else(free);
+        let shown = file.display();
+        match client.save_session(&file, &self.model) {
+            Ok(SessionSize { tokens: 0, .. }) if self.restored.is_empty() => {
+                output::note("no session is saved, since nothing is cached");
+                remove(&file);
+            }
+            Ok(SessionSize { tokens, bytes, .. }) => {
+                output::note(format!("saved a session of {tokens} tokens ({:.1} MB): {shown}", bytes as f64 / 1e6));
+                self.restored.iter().skip(1).for_each(|contained| remove(contained));
+            }
+            Err(problem) => {
+                output::note(format!("the session in {shown} is not saved, what was cached is lost: {problem}"))
+            }
+        }
     }
 
-    fn report(&self, done: &str, otherwise: &str, result: Result<SessionSize, impl Display>) {
-        let file = self.file.display();
-        match result {
-            Ok(SessionSize { tokens, bytes }) => {
-                output::note(format!("{done} a session of {tokens} tokens ({:.1} MB): {file}", bytes as f64 / 1e6));
-            }
-            Err(problem) => output::note(format!("the session in {file} is not {done}, {otherwise}: {problem}")),
+    /// The numbers of the files in the folder, in ascending order.
+    fn numbers(&self) -> Vec<usize> {
+        // A folder that cannot be read is reported when the session is saved.
+        let entries = std::fs::read_dir(&self.folder).into_iter().flatten().flatten();
+        let mut numbers: Vec<usize> = entries.filter_map(|entry| number_of(entry.file_name().to_str()?)).collect();
+        numbers.sort_unstable();
+        numbers
+    }
+}
+
+fn remove(file: &Path) {
+    if let Err(problem) = std::fs::remove_file(file) {
+        output::note(format!("{} cannot be removed: {problem}", file.display()));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_of_sessions_are_found_by_their_names() {
+        for number in [0, 1, 12] {
+            assert_eq!(number_of(&file_name(number)), Some(number));
+        }
+        for other in
+            ["session-0.safetensors", "session-01.safetensors", "session-a.safetensors", "session.safetensors.tmp", "a"]
+        {
+            assert_eq!(number_of(other), None, "{other}");
         }
     }
 }

@@ -109,13 +109,17 @@ fn a_session_outlives_the_server() {
         (cached, body["choices"][0]["text"].clone(), logprobs)
     };
     let mut expected = None;
+    let other = &["--dtype", "bf16"][..];
     for (flags, found) in [
         (&["--ring", "3"][..], false),
         (&["--ring", "2", "--ulysses", "2", "--page", "7", "--num-speculative-tokens", "3"], true),
         (&["--page", "64"], true),
         (&["--tp", "2", "--ring", "2"], true),
         (&["--pp", "2"], true),
-        (&["--dtype", "bf16"], false),
+        // Its own session is saved beside the other, which it cannot read; both are there afterwards.
+        (other, false),
+        (&["--ring", "2"], true),
+        (other, true),
     ] {
         let mut served = Served::start(&bench, &[flags, &["--session-dir", folder]].concat());
         let (cached, text, logprobs) = answer(&served);
@@ -128,6 +132,10 @@ fn a_session_outlives_the_server() {
         }
         assert_eq!(served.end("-TERM"), Some(0));
     }
+    let mut files: Vec<_> =
+        std::fs::read_dir(folder).expect("a folder").map(|file| file.expect("a file").file_name()).collect();
+    files.sort();
+    assert_eq!(files, ["session-1.safetensors", "session.safetensors"]);
 }
 
 #[test]
@@ -160,6 +168,11 @@ fn flags_that_cannot_be_are_refused() {
     assert!(refusal("--kv-cache 1KiB").contains("page"));
     assert!(refusal("--lora model=model").contains("the model itself"));
     assert!(refusal("--lora a=nowhere").contains("--lora a=nowhere"));
+    assert!(refusal("--model-name=").contains("--model-name"));
+    for origin in ["a", "http://a/", "http://a/b", "http://a?b"] {
+        assert!(refusal(&format!("--allow-origin {origin}")).contains(&format!("`{origin}` is no origin")));
+    }
+    assert!(refusal("--host nowhere.invalid").contains("nowhere.invalid"));
     assert!(refusal("--session-dir model/config.json").contains("--session-dir model/config.json"));
     assert!(refusal("--num-speculative-tokens 65").contains("0 (none) to 64"));
     assert!(refusal("--api-key-file nowhere").contains("nowhere"));

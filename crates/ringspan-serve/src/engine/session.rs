@@ -18,6 +18,8 @@ pub struct SessionSize {
     pub tokens: usize,
     /// Bytes of their keys and values.
     pub bytes: u64,
+    /// Tokens in the file that were not restored, because they are of adapters that are not loaded.
+    pub left_out: usize,
 }
 
 /// The form of the rows in the file and on all ranks, if sessions are possible.
@@ -95,7 +97,7 @@ pub(super) fn save(
     }
     let tokens = places.iter().map(|(.., rows)| rows).sum();
     let bytes = index.numbers(&format) * format.dtype.size_in_bytes() as u64;
-    Ok(writer.finish().map(|()| SessionSize { tokens, bytes }).map_err(failed))
+    Ok(writer.finish().map(|()| SessionSize { tokens, bytes, left_out: 0 }).map_err(failed))
 }
 
 /// Restores a session, the text that was used last at the end, so that it stays longest. The inner error is a sentence; the outer
@@ -115,7 +117,7 @@ pub(super) fn restore(
         Ok(opened) => opened,
         Err(problem) => return Ok(Err(problem)),
     };
-    let mut restored = SessionSize::default();
+    let mut restored = SessionSize { left_out: left_out(&reader.index, adapters), ..SessionSize::default() };
     for leaf in leaves(&reader.index) {
         match restore_text(leaf, &mut reader, caches, adapters, (ranks, &parts))? {
             Ok(text) => {
@@ -126,6 +128,13 @@ pub(super) fn restore(
         }
     }
     Ok(Ok(restored))
+}
+
+/// The number of tokens of adapters that are not loaded.
+fn left_out(index: &SessionIndex, adapters: &BTreeMap<u64, String>) -> usize {
+    let is_loaded = |of: usize| adapters.values().any(|identity| *identity == index.adapters[of]);
+    let pages = index.pages.iter().filter(|page| page.adapter.is_some_and(|of| !is_loaded(of)));
+    pages.map(|page| page.tokens.len()).sum()
 }
 
 /// The last pages of texts, the one that was used last at the end.

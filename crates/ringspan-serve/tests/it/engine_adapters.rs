@@ -200,7 +200,8 @@ fn texts_of_an_adapter_are_restored_for_the_same_weights_only() {
     for (own, restored) in [(0, saved.tokens), (1, 0)] {
         let engine = start(2);
         engine.client().load_adapter("stories", folders[own].path()).expect("loaded");
-        assert_eq!(engine.client().restore_session(&file, "model").expect("restored").tokens, restored);
+        let size = engine.client().restore_session(&file, "model").expect("restored");
+        assert_eq!((size.tokens, size.left_out), (restored, saved.tokens - restored));
         let answer = text(engine.client().submit(request(&prompt, Some("stories"))).expect("taken"));
         assert_eq!(answer, recomputed(&models[own], &prompt, 10));
         let hits = engine.client().metrics().prefix_cache_hits;
