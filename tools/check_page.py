@@ -1,5 +1,6 @@
 """Uses the page of `ringspan serve` at `/` in a headless Chromium as a person would: enters the API key, chats, and starts a new chat;
-checks the texts, the list of models, the engine's numbers, the tokens per second, and the cache's pages of each rank.
+checks the texts, the list of models, the engine's numbers, the tokens per second, and the cache's pages of each rank. A model without a
+chat template continues texts.
 
     check_page.py PROGRAM        needs chromium and chromedriver
 """
@@ -8,6 +9,7 @@ import argparse
 import shutil
 import sys
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 
 from openai import OpenAI
@@ -24,6 +26,7 @@ FLAGS = [
 ]  # fmt: skip
 
 
+@contextmanager
 def browser(folder):
     driver, chromium = shutil.which("chromedriver"), shutil.which("chromium")
     if not driver or not chromium:
@@ -33,7 +36,13 @@ def browser(folder):
     for flag in [*FLAGS, f"--user-data-dir={folder}"]:
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    return webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    opened = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    try:
+        yield opened
+        severe = [entry for entry in opened.get_log("browser") if entry["level"] == "SEVERE" and "401" not in entry["message"]]
+        assert not severe, severe
+    finally:
+        opened.quit()
 
 
 class Page:
@@ -65,8 +74,7 @@ class Page:
         self.at("text").send_keys(text + Keys.ENTER)
 
 
-def check(page, url, client):
-    page.driver.get(url)
+def check_chat(page, client):
     page.until("without a key the page says what is missing", lambda: "needs an API key" in page.at("state").text)
     page.at("key").send_keys("secret" + Keys.TAB)
     page.until("the models are listed", lambda: [o.text for o in Select(page.at("model")).options] == ["tiny"])
@@ -99,31 +107,50 @@ def check(page, url, client):
     page.at("clear").click()
     assert page.messages() == []
 
-    severe = [entry for entry in page.driver.get_log("browser") if entry["level"] == "SEVERE" and "401" not in entry["message"]]
-    assert not severe, severe
+
+def check_text(page, client):
+    page.until("the page says that there is no chat", lambda: "no chat template" in page.at("text").get_attribute("placeholder"))
+    assert page.at("clear").text == "New text"
+    page.say(" Once")
+    page.until("a text is continued", lambda: page.is_idle() and len(page.messages()) == 2)
+    written = lambda: "".join(text for _, text in page.messages())
+    continued = lambda text: text + client.completions.create(model="tiny", prompt=text, max_tokens=256).choices[0].text
+    text = continued(" Once")
+    assert written() == text, (page.messages(), text)
+    page.say("")
+    page.until("it goes on", lambda: page.is_idle() and len(page.messages()) == 3)
+    text = continued(text)
+    assert written() == text, (page.messages(), text)
+    page.say("upon")
+    page.until("it goes on behind further words", lambda: page.is_idle() and len(page.messages()) == 5)
+    assert written() == continued(text + "upon"), page.messages()
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
     parser.add_argument("program")
     args = parser.parse_args()
+    for check, chat in [(check_chat, True), (check_text, False)]:
+        check_page(args.program, check, chat)
+    print("the page answers as expected")
+
+
+def check_page(program, check, chat):
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         model = Path(folder) / "model"
         model.mkdir()
         # Sliding-window layers have pages of their own, which the page shows as well.
-        write_model(model, window=256)
+        write_model(model, window=256, chat=chat)
         (model / "generation_config.json").write_text('{"do_sample": false, "temperature": 0, "max_new_tokens": 24}')
-        keys = Path(folder) / "keys"
-        keys.write_text("secret\n")
-        command = [args.program, "serve", "--model", str(model), "--model-name", "tiny", "--port", "0", "--ring", "2", "--threads", "1"]
-        command += ["--kv-cache", "4MiB", "--api-key-file", str(keys)]
-        with server(command) as (url, _):
-            driver = browser(folder + "/browser")
-            try:
-                check(Page(driver), url, OpenAI(base_url=url + "/v1", api_key="secret", max_retries=0))
-            finally:
-                driver.quit()
-    print("the page answers as expected")
+        command = [program, "serve", "--model", str(model), "--model-name", "tiny", "--port", "0", "--ring", "2", "--threads", "1"]
+        command += ["--kv-cache", "4MiB"]
+        if chat:
+            keys = Path(folder) / "keys"
+            keys.write_text("secret\n")
+            command += ["--api-key-file", str(keys)]
+        with server(command) as (url, _), browser(folder + "/browser") as driver:
+            driver.get(url)
+            check(Page(driver), OpenAI(base_url=url + "/v1", api_key="secret", max_retries=0))
 
 
 if __name__ == "__main__":

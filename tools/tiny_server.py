@@ -1,4 +1,4 @@
-"""A tiny random model with a chat template, and a server as a process, for the scripts that check servers."""
+"""A tiny random model, and a server as a process, for the scripts that check servers."""
 
 import json
 import random
@@ -14,9 +14,9 @@ TEMPLATE = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% endif %}"""
 
 
-def write_model(folder, positions=4096, window=None):
+def write_model(folder, positions=4096, window=None, chat=True):
     """Writes a tiny Llama, or, with a `window` of tokens, a Mistral with random weights for sequences of up to `positions` tokens, a
-    tokenizer whose tokens are bytes, and a chat template."""
+    tokenizer whose tokens are bytes, and, for a `chat`, a template."""
     hidden, width, heads, groups, head, layers, vocabulary = 32, 48, 4, 2, 8, 2, 259
     config = {
         "model_type": "mistral" if window else "llama", "sliding_window": window, "vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": width,
@@ -47,7 +47,8 @@ def write_model(folder, positions=4096, window=None):
     head_bytes = json.dumps(header).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(head_bytes)) + head_bytes + data)
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    if chat:
+        (folder / "chat_template.jinja").write_text(TEMPLATE)
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = iter(range(0x100, 0x200))
     alphabet = {chr(byte if byte in printable else next(rest)): byte for byte in range(256)}

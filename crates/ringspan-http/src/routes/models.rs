@@ -10,7 +10,7 @@ use std::sync::Arc;
 fn model(app: &App, name: &str) -> Value {
     let parent = (name != app.name).then_some(&app.name);
     json!({"id": name, "object": "model", "created": app.created, "owned_by": "ringspan", "root": name, "parent": parent,
-        "max_model_len": app.engine.limits().max_model_len})
+        "max_model_len": app.engine.limits().max_model_len, "capabilities": {"completion_chat": app.template.is_some()}})
 }
 
 pub(crate) async fn list(State(app): State<Arc<App>>) -> Json<Value> {
