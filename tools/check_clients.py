@@ -1,5 +1,5 @@
-"""Checks a server with third-party clients: the official `openai` client over every endpoint, streamed and not, with errors;
-schemathesis over `/openapi.json`; and compatcanary, which judges how compatible a server is with OpenAI's interface.
+"""Checks a server with third-party clients: the official `openai` client over every endpoint, streamed and not, with errors; the
+official `anthropic` client; schemathesis over `/openapi.json`; and compatcanary, which judges how compatible a server is with OpenAI's interface.
 
     check_clients.py --scripted PROGRAM              the example `scripted_engine`, whose every answer is known
     check_clients.py --ringspan PROGRAM              `ringspan serve` with a tiny random model, whose answers are any
@@ -16,7 +16,9 @@ import tempfile
 import time
 from pathlib import Path
 
+import anthropic
 import openai
+from anthropic import Anthropic
 from openai import OpenAI
 from tiny_server import server, write_model
 
@@ -188,6 +190,41 @@ def check_scripted(client, model):
         assert "rank 1" in str(error)
 
 
+def check_anthropic(client, model):
+    """Checks of Anthropic's interface that hold with any model."""
+    # This client does not know of temperatures any more.
+    asked = {"model": model, "messages": user("Say something."), "max_tokens": 8, "extra_body": {"temperature": 0}}
+    message = client.messages.create(**asked, system="Be brief.")
+    assert (message.role, message.type, message.content[0].type) == ("assistant", "message", "text"), message
+    assert message.stop_reason in ("end_turn", "max_tokens") and message.usage.output_tokens <= 8, message
+    with client.messages.stream(**asked, system="Be brief.") as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert text == final.content[0].text == message.content[0].text, (text, message)
+    assert final.usage.output_tokens == message.usage.output_tokens
+    counted = client.messages.count_tokens(model=model, messages=asked["messages"], system="Be brief.")
+    cached = message.usage.cache_read_input_tokens or 0
+    assert counted.input_tokens == message.usage.input_tokens + cached, (counted, message.usage)
+    # A message of the assistant at the end is continued.
+    begun = [*user("Say something."), {"role": "assistant", "content": text[:3] or "a"}]
+    longer = client.messages.count_tokens(model=model, messages=begun).input_tokens
+    assert longer < client.messages.count_tokens(model=model, messages=[*begun, *user("x")]).input_tokens
+    assert client.messages.create(**asked | {"messages": begun}).content is not None
+    tools = [{"name": "weather", "input_schema": TOOLS[0]["function"]["parameters"]}]
+    forced = client.messages.create(**asked | {"max_tokens": 999}, tools=tools, tool_choice={"type": "tool", "name": "weather"})
+    called = next(block for block in forced.content if block.type == "tool_use")
+    assert (called.name, called.input, forced.stop_reason) == ("weather", {"place": "Ulm"}, "tool_use"), forced
+    result = [{"type": "tool_result", "tool_use_id": called.id, "content": "sunny"}]
+    history = [*asked["messages"], {"role": "assistant", "content": forced.content}, {"role": "user", "content": result}]
+    assert client.messages.create(**asked | {"messages": history}, tools=tools).content is not None
+    for error, status, wrong in [
+        (anthropic.BadRequestError, 400, {"messages": []}),
+        (anthropic.BadRequestError, 400, {"max_tokens": 0}),
+        (anthropic.NotFoundError, 404, {"model": "nothing"}),
+    ]:
+        expect(error, status, lambda wrong=wrong: client.messages.create(**asked | wrong))
+
+
 def run_schemathesis(url):
     """Sends requests made from the description, valid and not; an answer that the description does not have is an error."""
     checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
@@ -218,7 +255,8 @@ def main():
             client = OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
             check_any(client, "scripted")
             check_scripted(client, "scripted")
-            print("openai: the scripted engine answers as expected")
+            check_anthropic(Anthropic(base_url=url, api_key="none", max_retries=0), "scripted")
+            print("openai and anthropic: the scripted engine answers as expected")
             if args.schemathesis:
                 run_schemathesis(url)
     if args.ringspan:
@@ -232,7 +270,10 @@ def main():
                 check_any(client, "tiny")
                 stranger = OpenAI(base_url=url + "/v1", api_key="wrong", max_retries=0)
                 expect(openai.AuthenticationError, 401, lambda: stranger.models.list(), code="invalid_api_key")
-                print("openai: ringspan serve answers as expected")
+                check_anthropic(Anthropic(base_url=url, api_key="secret", max_retries=0), "tiny")
+                strange = Anthropic(base_url=url, api_key="wrong", max_retries=0)
+                expect(anthropic.AuthenticationError, 401, lambda: strange.models.list())
+                print("openai and anthropic: ringspan serve answers as expected")
                 if args.compatcanary:
                     run_compatcanary(args.compatcanary, url, "tiny", "secret")
 

@@ -16,7 +16,7 @@ use std::hash::{BuildHasher, RandomState};
 use std::sync::{Arc, OnceLock};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use tokenizers::Tokenizer;
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, watch};
 
 /// A model to serve.
 pub struct ServedModel {
@@ -114,6 +114,8 @@ pub(crate) struct App {
     processors: Arc<Semaphore>,
     /// Makes ids of responses, which no client can guess.
     ids: RandomState,
+    /// Whether requests that run are to end.
+    cut: watch::Sender<bool>,
 }
 
 impl std::fmt::Debug for App {
@@ -150,7 +152,19 @@ impl App {
             grammars: OnceLock::new(),
             processors: Arc::new(Semaphore::new(std::thread::available_parallelism().map_or(1, usize::from))),
             ids: RandomState::new(),
+            cut: watch::Sender::new(false),
         }))
+    }
+
+    /// Ends the requests that run, each with an error.
+    pub(crate) fn cut_requests(&self) {
+        self.cut.send_replace(true);
+    }
+
+    /// Returns once the requests that run are to end.
+    pub(crate) async fn cut(&self) {
+        // The sender lives as long as `self`.
+        let _ = self.cut.subscribe().wait_for(|cut| *cut).await;
     }
 
     /// The names that requests may ask for: the model's, and those of its adapters.
@@ -180,6 +194,25 @@ impl App {
         Ok(if special { self.special.begin(tokens) } else { tokens })
     }
 
+    /// The tokens of a prompt. One that is far too long is refused before it is encoded, which would take seconds and gigabytes.
+    ///
+    /// # Errors
+    /// A text that cannot be encoded, or certainly has more tokens than a sequence may have.
+    pub(crate) fn encode_prompt(&self, text: &str) -> Result<Vec<u32>> {
+        let longest = self.engine.limits().max_model_len;
+        let fewest = self.vocabulary.fewest_tokens(text);
+        if fewest > longest {
+            return Err(ApiError {
+                code: Some("context_length_exceeded"),
+                ..ApiError::invalid(format!(
+                    "the prompt has {} bytes, so at least {fewest} tokens, but the longest sequence has {longest} tokens",
+                    text.len()
+                ))
+            });
+        }
+        self.encode(text, false)
+    }
+
     /// The text of tokens, with or without their special tokens.
     pub(crate) fn decode(&self, tokens: &[u32], skip_special: bool) -> Result<String> {
         let size = self.vocabulary.size();
@@ -197,7 +230,10 @@ impl App {
     pub(crate) fn constraint(&self, grammar: &Grammar) -> Result<Box<dyn TokenConstraint>> {
         let grammars = self.grammars.get_or_init(|| Grammars::new(&self.vocabulary, &self.end_tokens));
         let constraint = grammars.as_ref().map_err(Clone::clone).and_then(|grammars| grammars.constraint(grammar));
-        constraint.map_err(|problem| ApiError::invalid(format!("the answer's grammar is impossible: {problem}")))
+        constraint.map_err(|problem| ApiError {
+            param: Some(grammar.field.clone()),
+            ..ApiError::invalid(format!("the answer's grammar is impossible: {problem}"))
+        })
     }
 
     /// An id with a prefix, such as `chatcmpl-`.

@@ -3,7 +3,8 @@
 use crate::error::ApiError;
 use axum::body::Bytes;
 use axum::extract::{FromRequest, Request, rejection::BytesRejection};
-use axum::http::{StatusCode, header::CONTENT_TYPE, header::ORIGIN};
+use axum::http::StatusCode;
+use axum::http::header::{CONTENT_ENCODING, CONTENT_TYPE, ORIGIN};
 use serde_json::{Map, Value};
 use std::error::Error;
 use tower_http::timeout::TimeoutError;
@@ -23,6 +24,13 @@ impl<S: Send + Sync> FromRequest<S> for Body {
             && !is_json(&kind)
         {
             let message = format!("the body must be application/json, not {kind}");
+            return Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, message));
+        }
+        let encoding = request.headers().get(CONTENT_ENCODING).map(|encoding| encoding.to_str().unwrap_or("?"));
+        if let Some(encoding) = encoding
+            && !encoding.eq_ignore_ascii_case("identity")
+        {
+            let message = format!("the body is encoded as {encoding}; send it without Content-Encoding");
             return Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, message));
         }
         let bytes = Bytes::from_request(request, state).await.map_err(|rejection| refused(&rejection))?;

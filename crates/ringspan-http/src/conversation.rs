@@ -4,13 +4,16 @@ use crate::app::{App, Target};
 use crate::error::{ApiError, Result};
 use crate::fields::{Fields, kind};
 use crate::generation;
-use crate::grammar::Grammar;
+use crate::grammar::{Grammar, Syntax};
 use crate::reply::Reply;
 use crate::sampling::Sampling;
-use crate::tools::{Definitions, ToolFormat, ToolMode, ToolParser};
+use crate::tools::{Definitions, ToolFormat, ToolMode, ToolParser, arguments_schema, calls_schema, check_function};
 use ringspan_models::chat_template::Conversation as Rendered;
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
+
+/// The variable of templates that says how long the model should think. Unlike other variables, it has fields of its own.
+const EFFORT: &str = "reasoning_effort";
 
 /// A conversation whose next message is asked for.
 #[derive(Debug, Clone, Default)]
@@ -104,7 +107,7 @@ impl Conversation {
     /// # Errors
     /// A model without a template, what the template itself raises, and tools that it does not know.
     pub(crate) fn prompt(&self, app: &App) -> Result<Vec<u32>> {
-        app.encode(&self.text(app)?, false)
+        app.encode_prompt(&self.text(app)?)
     }
 
     fn text(&self, app: &App) -> Result<String> {
@@ -118,8 +121,8 @@ impl Conversation {
             return Err(ApiError::field("tools", "the model's chat template knows none, so it would ignore them"));
         }
         if let Some(name) = self.variables.keys().find(|name| !template.mentions(name)) {
-            let message = format!("the model's chat template does not read `{name}`, so it would change nothing");
-            return Err(ApiError::field("chat_template_kwargs", message));
+            let field = if name == EFFORT { EFFORT } else { "chat_template_kwargs" };
+            return Err(unread(field, name));
         }
         let tools = match self.tools.is_empty() || self.choice == ToolChoice::None {
             true => Value::Null,
@@ -151,10 +154,6 @@ impl Conversation {
 
     /// How the model may call tools in its text, and the grammar that enforces it.
     fn tool_mode(&self, app: &App) -> Result<(ToolMode, Option<Grammar>)> {
-        let parameters = |tool: &Value| match tool["function"].get("parameters") {
-            Some(schema @ Value::Object(_)) => schema.clone(),
-            _ => json!({"type": "object"}),
-        };
         let without_calls = match app.tool_format {
             Some(ToolFormat::Harmony) => ToolMode::Channels,
             _ => ToolMode::None,
@@ -174,21 +173,20 @@ impl Conversation {
                 )),
             },
             ToolChoice::Required => {
-                let call = |tool: &Value| {
-                    json!({"type": "object", "properties": {"name": {"const": tool["function"]["name"]},
-                        "parameters": parameters(tool)}, "required": ["name", "parameters"], "additionalProperties": false})
-                };
-                let calls: Vec<Value> = self.tools.iter().map(call).collect();
-                let mut schema = json!({"type": "array", "minItems": 1, "items": {"anyOf": calls}});
+                let mut schema = calls_schema(&self.tools);
                 if !self.parallel_calls {
                     schema["maxItems"] = json!(1);
                 }
-                Ok((ToolMode::Required, Some(Grammar::JsonSchema(schema))))
+                Ok((ToolMode::Required, Some(Grammar::new("tools", Syntax::JsonSchema(schema)))))
             }
-            ToolChoice::Named(name) => match self.tools.iter().find(|tool| tool["function"]["name"] == name.as_str()) {
-                Some(tool) => Ok((ToolMode::Named(name.clone()), Some(Grammar::JsonSchema(parameters(tool))))),
-                None => Err(ApiError::field("tool_choice", format!("there is no tool `{name}`"))),
-            },
+            ToolChoice::Named(name) => {
+                let index = self.tools.iter().position(|tool| tool["function"]["name"] == name.as_str());
+                let Some(index) = index else {
+                    return Err(ApiError::field("tool_choice", format!("there is no tool `{name}`")));
+                };
+                let schema = Syntax::JsonSchema(arguments_schema(&self.tools[index]));
+                Ok((ToolMode::Named(name.clone()), Some(Grammar::new(format!("tools[{index}]"), schema))))
+            }
         }
     }
 
@@ -298,16 +296,14 @@ pub(crate) fn text_content(content: Value) -> std::result::Result<String, (Strin
 /// Reads tools in OpenAI's form.
 ///
 /// # Errors
-/// Tools that are no functions, functions without a name.
+/// Tools that are no functions, and those of [`check_function`].
 pub(crate) fn tools(list: Vec<Value>) -> Result<Vec<Value>> {
     for (index, tool) in list.iter().enumerate() {
         let path = format!("tools[{index}]");
         if tool["type"] != "function" {
             return Err(ApiError::field(path, "must have the type `function`; this server has no tools of its own"));
         }
-        if !tool["function"]["name"].is_string() {
-            return Err(ApiError::field(format!("{path}.function.name"), "must be a string"));
-        }
+        check_function(&format!("{path}.function"), &tool["function"])?;
     }
     Ok(list)
 }
@@ -341,8 +337,26 @@ pub(crate) fn variables(fields: &mut Fields) -> Result<Map<String, Value>> {
             return Err(ApiError::field("chat_template_kwargs", format!("cannot replace `{own}`")));
         }
     }
-    if let Some(effort) = fields.string("reasoning_effort")? {
-        variables.insert("reasoning_effort".into(), effort.into());
+    if let Some(effort) = fields.string(EFFORT)? {
+        variables.insert(EFFORT.into(), effort.into());
     }
     Ok(variables)
+}
+
+/// Sets the effort that a request has at `field` as a variable of the template.
+///
+/// # Errors
+/// A template that does not read it.
+pub(crate) fn set_effort(app: &App, variables: &mut Map<String, Value>, field: &str, effort: String) -> Result<()> {
+    if app.template.as_ref().is_some_and(|template| !template.mentions(EFFORT)) {
+        return Err(unread(field, EFFORT));
+    }
+    variables.insert(EFFORT.into(), effort.into());
+    Ok(())
+}
+
+/// The error of a field with a variable that the model's chat template does not read.
+fn unread(field: &str, name: &str) -> ApiError {
+    let message = format!("the model's chat template does not read `{name}`, so it would change nothing");
+    ApiError::field(field, message)
 }

@@ -20,6 +20,9 @@ const WITHOUT_EFFECT: [&str; 9] = [
     "request_id",
 ];
 
+/// Most bytes of an unknown name that is compared with the known ones, which takes longer the longer it is.
+const LONGEST_MISSPELLED: usize = 64;
+
 /// A JSON object that is being read.
 #[derive(Debug)]
 pub(crate) struct Fields {
@@ -116,23 +119,23 @@ impl Fields {
     /// Takes an integer within a range; floats without a fraction count, as clients of dynamic languages send them.
     pub(crate) fn integer(&mut self, field: &str, range: RangeInclusive<i64>) -> Result<Option<i64>> {
         let Some(value) = self.value(field) else { return Ok(None) };
-        let float = value.as_f64().filter(|x| x.fract() == 0.0 && x.abs() < 9e15).map(|x| x as i64);
-        match value.as_i64().or(float) {
-            Some(integer) if range.contains(&integer) => Ok(Some(integer)),
-            Some(integer) => Err(outside(self.name(field), integer, range.start(), range.end())),
-            None => self.wrong(field, "an integer", &value),
+        let Some(whole) = whole(&value) else { return self.wrong(field, "an integer", &value) };
+        match i64::try_from(whole) {
+            Ok(integer) if range.contains(&integer) => Ok(Some(integer)),
+            _ => Err(outside(self.name(field), value, range.start(), range.end())),
         }
     }
 
     /// Takes a count: an integer of at least `least`.
     pub(crate) fn count(&mut self, field: &str, least: usize) -> Result<Option<usize>> {
-        let value = self.integer(field, i64::MIN..=i64::MAX)?;
-        match value.map(|value| (usize::try_from(value), value)) {
-            None => Ok(None),
-            Some((Ok(count), _)) if count >= least => Ok(Some(count)),
-            Some((_, value)) => {
-                Err(ApiError::field(self.name(field), format!("must be at least {least}, and is {value}")))
-            }
+        let Some(value) = self.value(field) else { return Ok(None) };
+        let Some(whole) = whole(&value) else { return self.wrong(field, "an integer", &value) };
+        if whole < least as i128 {
+            return Err(ApiError::field(self.name(field), format!("must be at least {least}, and is {value}")));
+        }
+        match usize::try_from(whole) {
+            Ok(count) => Ok(Some(count)),
+            Err(_) => Err(outside(self.name(field), value, &least, &usize::MAX)),
         }
     }
 
@@ -186,7 +189,9 @@ impl Fields {
         self.neutral.push(field.to_owned());
         match self.value(field) {
             Some(value) if !neutral.contains(&value) => {
-                Err(ApiError::field(self.name(field), format!("{} is not supported: {reason}", shown(&value))))
+                // Of a long value only its kind could be said, as if another kind were supported.
+                let value = short(&value).map(|value| format!("{value} ")).unwrap_or_default();
+                Err(ApiError::field(self.name(field), format!("{value}is not supported: {reason}")))
             }
             _ => Ok(()),
         }
@@ -203,16 +208,17 @@ impl Fields {
     pub(crate) fn finish(self) -> Result<()> {
         let Self { map, path, known, neutral } = self;
         let Some((name, _)) = map.iter().find(|(_, value)| !value.is_null()) else { return Ok(()) };
-        let listed = |names: Vec<&String>| {
-            let unique: BTreeSet<&str> = names.into_iter().map(String::as_str).collect();
-            unique.into_iter().collect::<Vec<_>>().join(", ")
-        };
-        let possible = listed(known.iter().filter(|name| !neutral.contains(name)).collect());
-        let neutral = listed(neutral.iter().collect());
+        let possible: BTreeSet<&str> =
+            known.iter().filter(|name| !neutral.contains(name)).map(String::as_str).collect();
+        let neutral: BTreeSet<&str> = neutral.iter().map(String::as_str).collect();
         let mut message = "is not supported here, and might change the result".to_owned();
+        if let Some(nearest) = nearest(name, &possible) {
+            message = format!("did you mean `{nearest}`? `{name}` {message}");
+        }
         for (which, names) in [("possible are ", possible), ("with the value that changes nothing: ", neutral)] {
             if !names.is_empty() {
-                message.push_str(&format!("; {which}{names}"));
+                let names: Vec<&str> = names.into_iter().collect();
+                message.push_str(&format!("; {which}{}", names.join(", ")));
             }
         }
         Err(ApiError { code: Some("unknown_parameter"), ..ApiError::field(format!("{path}{name}"), message) })
@@ -224,7 +230,23 @@ pub(crate) fn token_ids(list: &[Value]) -> Option<Vec<u32>> {
     list.iter().map(|id| id.as_u64().and_then(|id| u32::try_from(id).ok())).collect()
 }
 
-fn outside<T: Display>(name: String, value: T, least: &T, most: &T) -> ApiError {
+/// A number without a fraction, which may be too large for an integer of the machine.
+fn whole(value: &Value) -> Option<i128> {
+    let float = value.as_f64().filter(|x| x.fract() == 0.0).map(|x| x as i128);
+    value.as_i64().map(i128::from).or(value.as_u64().map(i128::from)).or(float)
+}
+
+/// The one of `names` that `name` is probably a misspelling of: a third of its characters may differ.
+fn nearest<'a>(name: &str, names: &BTreeSet<&'a str>) -> Option<&'a str> {
+    if name.len() > LONGEST_MISSPELLED {
+        return None;
+    }
+    let name = name.to_ascii_lowercase();
+    let (distance, nearest) = names.iter().map(|known| (strsim::osa_distance(&name, known), *known)).min()?;
+    (distance <= name.chars().count() / 3).then_some(nearest)
+}
+
+fn outside<T: Display>(name: String, value: impl Display, least: &T, most: &T) -> ApiError {
     ApiError::field(name, format!("must be between {least} and {most}, and is {value}"))
 }
 
@@ -242,9 +264,14 @@ pub(crate) fn kind(value: &Value) -> &'static str {
 
 /// A value for a message: itself where it is short.
 fn shown(value: &Value) -> String {
+    short(value).unwrap_or_else(|| kind(value).to_owned())
+}
+
+/// A value as it is written, where that is short.
+fn short(value: &Value) -> Option<String> {
     match value {
-        Value::Array(_) | Value::Object(_) => kind(value).to_owned(),
-        Value::String(text) if text.chars().count() > 40 => kind(value).to_owned(),
-        short => short.to_string(),
+        Value::Array(_) | Value::Object(_) => None,
+        Value::String(text) if text.chars().count() > 40 => None,
+        short => Some(short.to_string()),
     }
 }

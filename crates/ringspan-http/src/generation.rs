@@ -1,12 +1,11 @@
-//! Runs requests on the engine, and decodes their tokens to text that no later token can change.
+//! Runs requests on the engine.
 
 use crate::app::{App, Target};
 use crate::error::{ApiError, Result};
+use crate::output::{DetokenizedOutput, Finish, OutputChunk};
 use crate::sampling::Sampling;
-use crate::vocabulary::Vocabulary;
-use ringspan_serve::engine::request::{Event, Events, FinishReason, Pooling, Request, TokenLogprobs};
-use ringspan_serve::{Detokenize, TextStream};
-use std::collections::VecDeque;
+use axum::http::StatusCode;
+use ringspan_serve::engine::request::{Event, Events, FinishReason, Pooling, Request};
 use std::sync::Arc;
 use std::time::Instant;
 use tokio::sync::mpsc;
@@ -14,62 +13,38 @@ use tokio::sync::mpsc;
 /// Number of chunks that wait for a client that reads slowly.
 const WAITING_CHUNKS: usize = 64;
 
-/// A chunk of a choice's output. They come in this order: the prompt, texts, the finish or a failure.
-#[derive(Debug, Clone, PartialEq)]
-pub(crate) enum OutputChunk {
-    /// Log-probabilities of the prompt's tokens; the first has none.
-    Prompt(Vec<Option<TokenLogprobs>>),
-    /// Text that is certain, and the tokens that it came from.
-    Text {
-        /// Whole characters; may be empty.
-        text: String,
-        /// The tokens, with log-probabilities if they were asked for.
-        tokens: Vec<(u32, Option<TokenLogprobs>)>,
-        /// The number of tokens generated so far, also of those whose text is held back.
-        generated: usize,
-    },
-    /// The text has ended.
-    Finish(Finish),
-    /// The engine has failed: a sentence that says why.
-    Failed(String),
-}
-
-/// How a text ended.
-#[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Finish {
-    /// Whether it ended because it was as long as allowed.
-    pub(crate) length: bool,
-    /// The stop string that ended it.
-    pub(crate) stop_string: Option<String>,
-    /// The stop token that ended it, if it is not the model's own end token.
-    pub(crate) stop_token: Option<u32>,
-    /// Number of generated tokens, with the one that ended the text.
-    pub(crate) tokens: usize,
-    /// Number of the prompt's tokens whose keys and values were cached.
-    pub(crate) cached_tokens: usize,
-}
-
 /// The output of all choices of a request, as it arrives.
 #[derive(Debug)]
 pub(crate) struct OutputStream {
+    app: Arc<App>,
     receiver: mpsc::Receiver<(usize, OutputChunk)>,
     /// Number of texts that have not ended.
     open: usize,
+    /// For each prompt, the number of its texts that have not ended, and the tokens of the longest that has.
+    prompts: Vec<(usize, usize)>,
+    /// Texts of each prompt.
+    n: usize,
 }
 
 impl OutputStream {
     /// The next chunk, with the index of its choice; `None` once all choices have finished.
     ///
     /// # Errors
-    /// A failure of the engine.
+    /// A failure of the engine, or the end of the server.
     pub(crate) async fn next(&mut self) -> Result<Option<(usize, OutputChunk)>> {
         if self.open == 0 {
             return Ok(None);
         }
         match self.receiver.recv().await {
-            Some((_, OutputChunk::Failed(message))) => Err(ApiError::failed(message)),
+            Some((_, OutputChunk::Failed(error))) => Err(error),
             Some((index, OutputChunk::Finish(end))) => {
                 self.open -= 1;
+                let (open, longest) = &mut self.prompts[index / self.n];
+                *open -= 1;
+                *longest = end.tokens.max(*longest);
+                if *open == 0 {
+                    self.app.metrics.longest_text(*longest);
+                }
                 Ok(Some((index, OutputChunk::Finish(end))))
             }
             Some(part) => Ok(Some(part)),
@@ -81,7 +56,7 @@ impl OutputStream {
 /// Queues `n` texts for each prompt, and returns them: text `i * n + j` is the j-th text of prompt i.
 ///
 /// # Errors
-/// A prompt that is too long, a grammar that is impossible, a refusal of the engine; then no text is computed.
+/// A prompt that is too long, more texts than may wait, a grammar that is impossible, a refusal of the engine; then no text is computed.
 pub(crate) fn start(
     app: &Arc<App>,
     target: &Target,
@@ -90,8 +65,17 @@ pub(crate) fn start(
 ) -> Result<OutputStream> {
     let max_tokens: Vec<usize> =
         prompts.iter().map(|prompt| max_tokens(app, prompt, sampling)).collect::<Result<_>>()?;
+    let (texts, most) = (prompts.len().saturating_mul(sampling.n), app.engine.limits().max_waiting);
+    if texts > most {
+        // They would be refused as too many at any time, so it would not help to try again.
+        return Err(ApiError::invalid(format!(
+            "the request asks for {texts} texts ({} prompts with n = {}), but at most {most} may wait for the engine",
+            prompts.len(),
+            sampling.n
+        )));
+    }
     let mut queued = Vec::new();
-    for (prompt, max_tokens) in prompts.iter().zip(max_tokens) {
+    for (prompt, &max_tokens) in prompts.iter().zip(&max_tokens) {
         for choice in 0..sampling.n {
             let constraint = sampling.grammar.as_ref().map(|grammar| app.constraint(grammar)).transpose()?;
             let request = Request {
@@ -116,6 +100,7 @@ pub(crate) fn start(
         let text =
             RunningChoice { app: app.clone(), target: target.clone(), sampling: sampling.clone(), prompt, index };
         let sender = sender.clone();
+        app.metrics.asked(sampling.n, max_tokens[index / sampling.n]);
         tokio::spawn(async move {
             if let Err(error) = text.run(events, &sender).await {
                 text.app.metrics.finished("error", text.target.arrived);
@@ -124,7 +109,8 @@ pub(crate) fn start(
             }
         });
     }
-    Ok(OutputStream { receiver, open })
+    let prompts = vec![(sampling.n, 0); prompts.len()];
+    Ok(OutputStream { app: app.clone(), receiver, open, prompts, n: sampling.n })
 }
 
 /// The vector of a prompt, not normalized.
@@ -141,7 +127,12 @@ pub(crate) async fn embed(app: &Arc<App>, target: &Target, prompt: Vec<u32>, poo
     };
     let mut events = app.engine.submit(request)?;
     let mut vector = None;
-    while let Some(event) = events.recv().await {
+    loop {
+        let event = tokio::select! {
+            () = app.cut() => return Err(cut()),
+            event = events.recv() => event,
+        };
+        let Some(event) = event else { break };
         match event {
             Event::Embedding(values) => vector = Some(values),
             Event::Finished { .. } => break,
@@ -150,6 +141,12 @@ pub(crate) async fn embed(app: &Arc<App>, target: &Target, prompt: Vec<u32>, poo
         }
     }
     vector.ok_or_else(|| ApiError::failed("the engine ended without a vector"))
+}
+
+/// The error of requests that run longer than an ending server waits.
+fn cut() -> ApiError {
+    let message = "the server ends, and the time that requests had to finish is over";
+    ApiError::new(StatusCode::SERVICE_UNAVAILABLE, message)
 }
 
 /// The number of tokens that a text may have.
@@ -174,7 +171,7 @@ fn max_tokens(app: &App, prompt: &[u32], sampling: &Sampling) -> Result<usize> {
         ))
     };
     let max_tokens = match sampling.max_tokens {
-        Some(asked) if asked > left => return Err(too_long(asked)),
+        Some(asked) if asked > left || prompt.len() > longest => return Err(too_long(asked)),
         Some(asked) => asked,
         None if left == 0 => return Err(too_long(1)),
         None => left,
@@ -204,24 +201,21 @@ struct RunningChoice {
 
 impl RunningChoice {
     /// Sends the parts of the text until it has ended or the client has disconnected.
-    async fn run(
-        &self,
-        mut events: Events,
-        sender: &mpsc::Sender<(usize, OutputChunk)>,
-    ) -> std::result::Result<(), String> {
+    async fn run(&self, mut events: Events, sender: &mpsc::Sender<(usize, OutputChunk)>) -> Result<()> {
         let vocabulary = &self.app.vocabulary;
         let decoder = vocabulary.decoder(self.sampling.skip_special_tokens);
-        let mut stream = DetokenizedOutput::new(self, vocabulary, &decoder)?;
+        let mut stream = DetokenizedOutput::new(&self.prompt, &self.sampling, vocabulary, &decoder)?;
         let mut clock = TokenClock { app: &self.app, arrived: self.target.arrived, last: None };
         let mut cached_tokens = 0;
         loop {
             let event = tokio::select! {
                 // Dropping the events ends the request.
                 () = sender.closed() => {
-                    self.app.metrics.finished("abort", self.target.arrived);
+                    self.record_end("abort", stream.tokens);
                     return Ok(());
                 }
-                event = events.recv() => event.ok_or("the engine ended without an answer")?,
+                () = self.app.cut() => return Err(cut()),
+                event = events.recv() => event.ok_or_else(|| ApiError::failed("the engine ended without an answer"))?,
             };
             let part = match event {
                 Event::Prompt(logprobs) => OutputChunk::Prompt(logprobs),
@@ -230,7 +224,7 @@ impl RunningChoice {
                     continue;
                 }
                 Event::Embedding(_) => continue,
-                Event::Failed(message) => return Err(message),
+                Event::Failed(message) => return Err(ApiError::failed(message)),
                 Event::Token(token, logprob) => {
                     clock.token();
                     match stream.push(token, logprob)? {
@@ -250,7 +244,7 @@ impl RunningChoice {
                 return self.send_end(sender, part, end).await;
             }
             if sender.send((self.index, part)).await.is_err() {
-                self.app.metrics.finished("abort", self.target.arrived);
+                self.record_end("abort", stream.tokens);
                 return Ok(());
             }
         }
@@ -272,98 +266,22 @@ impl RunningChoice {
         }
     }
 
+    fn record_end(&self, reason: &'static str, generated: usize) {
+        self.app.metrics.finished(reason, self.target.arrived);
+        self.app.metrics.sizes(self.prompt.len(), generated);
+    }
+
     async fn send_end(
         &self,
         sender: &mpsc::Sender<(usize, OutputChunk)>,
         rest: OutputChunk,
         end: Finish,
-    ) -> std::result::Result<(), String> {
-        self.app.metrics.finished(if end.length { "length" } else { "stop" }, self.target.arrived);
+    ) -> Result<()> {
+        self.record_end(if end.length { "length" } else { "stop" }, end.tokens);
         // A client that has left needs no answer.
         let _ = sender.send((self.index, rest)).await;
         let _ = sender.send((self.index, OutputChunk::Finish(end))).await;
         Ok(())
-    }
-}
-
-/// Text that is certain, with the tokens whose text has been released.
-struct DetokenizedOutput<'a> {
-    stream: TextStream<'a>,
-    vocabulary: &'a Vocabulary,
-    skip_special: bool,
-    /// Whether the client asked for tokens.
-    reports_tokens: bool,
-    /// Tokens whose text is held back, with the byte of the text at which each begins.
-    held: VecDeque<(usize, (u32, Option<TokenLogprobs>))>,
-    /// Bytes of all tokens so far.
-    bytes: usize,
-    /// Bytes of the text that was released.
-    released: usize,
-    tokens: usize,
-}
-
-impl<'a> DetokenizedOutput<'a> {
-    fn new(
-        text: &'a RunningChoice,
-        vocabulary: &'a Vocabulary,
-        decoder: &'a dyn Detokenize,
-    ) -> std::result::Result<Self, String> {
-        let sampling = &text.sampling;
-        let stream = TextStream::new(decoder, &text.prompt, &sampling.stop).map_err(|error| error.to_string())?;
-        Ok(Self {
-            stream,
-            vocabulary,
-            skip_special: sampling.skip_special_tokens,
-            reports_tokens: sampling.logprobs.is_some() || sampling.return_token_ids,
-            held: VecDeque::new(),
-            bytes: 0,
-            released: 0,
-            tokens: 0,
-        })
-    }
-
-    fn stopped(&self) -> bool {
-        self.stream.stopped()
-    }
-
-    fn stop_string(&self) -> Option<String> {
-        self.stream.stop_string().map(str::to_owned)
-    }
-
-    /// Adds a token; returns what became certain by it, if anything did.
-    fn push(&mut self, token: u32, logprob: Option<TokenLogprobs>) -> std::result::Result<Option<OutputChunk>, String> {
-        self.tokens += 1;
-        if self.reports_tokens {
-            self.held.push_back((self.bytes, (token, logprob)));
-        }
-        if !(self.skip_special && self.vocabulary.is_special(token)) {
-            self.bytes += self.vocabulary.bytes(token).len();
-        }
-        let text = self.stream.push(token).map_err(|error| error.to_string())?;
-        self.released += text.len();
-        let tokens = self.release();
-        Ok((!text.is_empty() || !tokens.is_empty()).then_some(OutputChunk::Text {
-            text,
-            tokens,
-            generated: self.tokens,
-        }))
-    }
-
-    /// Ends the text; returns what was held back.
-    fn finish(&mut self) -> std::result::Result<OutputChunk, String> {
-        let text = self.stream.finish().map_err(|error| error.to_string())?;
-        self.released += text.len();
-        let tokens = match self.stopped() {
-            true => self.release(),
-            false => self.held.drain(..).map(|(_, token)| token).collect(),
-        };
-        Ok(OutputChunk::Text { text, tokens, generated: self.tokens })
-    }
-
-    /// The tokens that begin in the released text. Those of a stop string begin after it.
-    fn release(&mut self) -> Vec<(u32, Option<TokenLogprobs>)> {
-        let begun = self.held.iter().take_while(|(start, _)| *start < self.released).count();
-        self.held.drain(..begun).map(|(_, token)| token).collect()
     }
 }
 

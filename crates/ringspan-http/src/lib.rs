@@ -12,6 +12,7 @@ mod generation;
 mod grammar;
 mod logprobs;
 mod metrics;
+mod output;
 mod reply;
 mod response_store;
 mod routes;

@@ -29,30 +29,24 @@ pub(crate) struct LegacyLogprobs {
     token_logprobs: Vec<Option<f32>>,
     top_logprobs: Vec<Option<Map<String, Value>>>,
     text_offset: Vec<usize>,
-    /// Characters of the tokens so far.
+    /// Characters of the text so far, without an unfinished one.
     offset: usize,
     /// Bytes of an unfinished character.
     unfinished: Vec<u8>,
 }
 
 impl LegacyLogprobs {
-    /// Adds a token; the first token of a prompt has no log-probability.
-    pub(crate) fn push(&mut self, vocabulary: &Vocabulary, token: u32, logprobs: Option<&TokenLogprobs>) {
+    /// Adds a token, and whether the text shows it; the first token of a prompt has no log-probability.
+    pub(crate) fn push(
+        &mut self,
+        vocabulary: &Vocabulary,
+        (token, shown): (u32, bool),
+        logprobs: Option<&TokenLogprobs>,
+    ) {
         self.tokens.push(vocabulary.text(token));
-        self.text_offset.push(self.offset);
-        if !vocabulary.is_special(token) {
-            self.unfinished.extend_from_slice(vocabulary.bytes(token));
-        }
-        let whole = match std::str::from_utf8(&self.unfinished) {
-            Ok(text) => text.chars().count(),
-            // An unfinished character counts with the token that finishes it.
-            Err(error) if error.error_len().is_none() => 0,
-            Err(_) => String::from_utf8_lossy(&self.unfinished).chars().count(),
-        };
-        if whole > 0 {
-            self.offset += whole;
-            self.unfinished.clear();
-        }
+        let bytes = if shown { vocabulary.bytes(token) } else { &[] };
+        let offset = self.advance(bytes);
+        self.text_offset.push(offset);
         self.token_logprobs.push(logprobs.map(|logprobs| finite(logprobs.logprob)));
         self.top_logprobs.push(logprobs.map(|logprobs| {
             let own = (logprobs.token, logprobs.logprob);
@@ -63,6 +57,30 @@ impl LegacyLogprobs {
             }
             top
         }));
+    }
+
+    /// Adds bytes to the text; returns the number of characters before them. Bytes that are no character become U+FFFD.
+    fn advance(&mut self, bytes: &[u8]) -> usize {
+        let (before, mut start, mut end) = (self.unfinished.len(), self.offset, 0);
+        let mut all = std::mem::take(&mut self.unfinished);
+        all.extend_from_slice(bytes);
+        for chunk in all.utf8_chunks() {
+            let invalid = chunk.invalid();
+            self.offset += chunk.valid().chars().count();
+            end += chunk.valid().len();
+            let is_last = end + invalid.len() == all.len();
+            if is_last && std::str::from_utf8(invalid).is_err_and(|error| error.error_len().is_none()) {
+                // A later token may finish this character.
+                self.unfinished = invalid.to_vec();
+            } else if !invalid.is_empty() {
+                self.offset += 1;
+                end += invalid.len();
+                if end <= before {
+                    start = self.offset;
+                }
+            }
+        }
+        start
     }
 
     /// The entries that were added since the last call, in OpenAI's shape.
@@ -85,4 +103,31 @@ pub(crate) fn prompt(vocabulary: &Vocabulary, logprobs: &[Option<TokenLogprobs>]
         Value::Object(entry)
     };
     logprobs.iter().map(|logprobs| logprobs.as_ref().map(each)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Offsets are where the tokens' texts begin in the text, whatever is cut where.
+    #[test]
+    fn offsets_count_the_characters_of_the_text() {
+        let cases: [(&[&[u8]], &[usize]); 6] = [
+            (&[b"ab", b"c", b"", b"d"], &[0, 2, 3, 3]),
+            // A character in two tokens begins with the first.
+            (&[b"a\xc3", b"\xa9b", b"c"], &[0, 1, 3]),
+            // Bytes that nothing finishes are U+FFFD, of which the next token is behind.
+            (&[b"\xc3", b"\xc3", b",", b"3"], &[0, 1, 2, 3]),
+            (&[b"\x80\x80", b"a"], &[0, 2]),
+            (&[b"\xe2\x82", b"\xac", b"x"], &[0, 0, 1]),
+            (&[b"\xe2\x82", b",", b"\xf0\x9f\x98", b"\x80", b"x"], &[0, 1, 2, 2, 3]),
+        ];
+        for (tokens, offsets) in cases {
+            let mut logprobs = LegacyLogprobs::default();
+            let found: Vec<usize> = tokens.iter().map(|token| logprobs.advance(token)).collect();
+            assert_eq!(found, offsets, "{tokens:?}");
+            let whole = String::from_utf8(tokens.concat());
+            assert!(whole.is_err() || logprobs.offset == whole.unwrap().chars().count(), "{tokens:?}");
+        }
+    }
 }

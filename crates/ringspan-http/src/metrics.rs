@@ -1,5 +1,6 @@
 //! Metrics in Prometheus' text format, under the names that dashboards of vLLM know, and those of ranks.
 
+use axum::http::{Method, StatusCode};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, prometheus_text};
 use prometheus_client::metrics::{MetricType, counter::Counter, family::Family, histogram::Histogram};
@@ -30,7 +31,16 @@ pub(crate) struct ServerMetrics {
     between_tokens: Histogram,
     whole: Histogram,
     success: Family<[(&'static str, &'static str); 1], Counter>,
+    prompt_tokens: Histogram,
+    generation_tokens: Histogram,
+    longest_text: Histogram,
+    asked_n: Histogram,
+    asked_tokens: Histogram,
+    requests: Family<RequestLabels, Counter>,
 }
+
+/// Which HTTP requests are counted together: path, method, and class of the status, such as 2xx.
+type RequestLabels = [(&'static str, String); 3];
 
 impl ServerMetrics {
     pub(crate) fn new(engine: Arc<dyn EngineClient>, model: &str) -> Self {
@@ -45,8 +55,59 @@ impl ServerMetrics {
         let help = "Seconds from the arrival of a request to the end of its text";
         registry.register("vllm:e2e_request_latency_seconds", help, whole.clone());
         registry.register("vllm:request_success", "Texts that have ended, by the reason", success.clone());
+        let longest = engine.limits().max_model_len;
+        let mut tokens = |name: &str, help: &str| {
+            let histogram = Histogram::new(token_buckets(longest));
+            registry.register(name, help, histogram.clone());
+            histogram
+        };
+        let prompt_tokens = tokens("vllm:request_prompt_tokens", "Tokens of a prompt whose text has ended");
+        let generation_tokens = tokens("vllm:request_generation_tokens", "Generated tokens of a text that has ended");
+        let help = "Generated tokens of the longest text of a prompt";
+        let longest_text = tokens("vllm:request_max_num_generation_tokens", help);
+        let asked_tokens = tokens("vllm:request_params_max_tokens", "Tokens that a text may have");
+        let asked_n = Histogram::new([1.0, 2.0, 5.0, 10.0, 20.0]);
+        registry.register("vllm:request_params_n", "Texts that a request asks for a prompt", asked_n.clone());
+        let requests = Family::default();
+        registry.register("http_requests", "HTTP requests by path, method and class of the status", requests.clone());
         registry.register_collector(Box::new(EngineMetrics { engine }));
-        Self { registry, first_token, between_tokens, whole, success }
+        Self {
+            registry,
+            first_token,
+            between_tokens,
+            whole,
+            success,
+            prompt_tokens,
+            generation_tokens,
+            longest_text,
+            asked_n,
+            asked_tokens,
+            requests,
+        }
+    }
+
+    /// Counts an HTTP request by the path of its route; `none` where there is no such route.
+    pub(crate) fn request(&self, path: &str, method: &Method, status: StatusCode) {
+        let class = format!("{}xx", status.as_u16() / 100);
+        let labels = [("handler", path.to_owned()), ("method", method.to_string()), ("status", class)];
+        self.requests.get_or_create(&labels).inc();
+    }
+
+    /// Records what a text is asked to be: one of `n`, with at most `max_tokens` tokens.
+    pub(crate) fn asked(&self, n: usize, max_tokens: usize) {
+        self.asked_n.observe(n as f64);
+        self.asked_tokens.observe(max_tokens as f64);
+    }
+
+    /// Records the tokens of a text that has ended.
+    pub(crate) fn sizes(&self, prompt: usize, generated: usize) {
+        self.prompt_tokens.observe(prompt as f64);
+        self.generation_tokens.observe(generated as f64);
+    }
+
+    /// Records the tokens of the longest text of a prompt, all of whose texts have ended.
+    pub(crate) fn longest_text(&self, tokens: usize) {
+        self.longest_text.observe(tokens as f64);
     }
 
     pub(crate) fn first_token(&self, time: Duration) {
@@ -69,6 +130,13 @@ impl ServerMetrics {
         prometheus_text::encode(&mut text, &self.registry)?;
         Ok(text)
     }
+}
+
+/// vLLM's buckets for numbers of tokens: 1, 2, 5, 10, 20, 50 and so on, up to the longest sequence.
+fn token_buckets(longest: usize) -> Vec<f64> {
+    let decades = (0..).map(|decade| 10_f64.powi(decade));
+    let buckets = decades.flat_map(|decade| [decade, 2.0 * decade, 5.0 * decade]);
+    buckets.take_while(|bucket| *bucket <= longest as f64).collect()
 }
 
 /// The engine's own counters and gauges, read at each scrape.

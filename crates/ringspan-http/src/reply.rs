@@ -1,7 +1,8 @@
 //! The answers of a conversation as they arrive: words, calls of tools, ends, and the tokens that they have cost.
 
-use crate::error::{ApiError, Result};
-use crate::generation::{Finish, OutputChunk, OutputStream};
+use crate::error::Result;
+use crate::generation::OutputStream;
+use crate::output::{Finish, OutputChunk};
 use crate::tools::{Parsed, ToolParser};
 use ringspan_serve::engine::request::TokenLogprobs;
 use serde_json::{Value, json};
@@ -78,7 +79,7 @@ impl Reply {
                     ReplyPart::Delta(rest, Vec::new())
                 }
             }
-            OutputChunk::Failed(message) => return Err(ApiError::failed(message)),
+            OutputChunk::Failed(error) => return Err(error),
         };
         Ok(Some((index, part)))
     }

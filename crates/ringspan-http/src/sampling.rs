@@ -2,7 +2,7 @@
 
 use crate::error::{ApiError, Result};
 use crate::fields::Fields;
-use crate::grammar::Grammar;
+use crate::grammar::{Grammar, Syntax};
 use ringspan_serve::engine::request::SamplingParams;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
@@ -165,7 +165,8 @@ fn logit_bias(fields: &mut Fields, vocabulary: usize) -> Result<BTreeMap<u32, f3
 
 /// Reads `response_format` (OpenAI's) or `structured_outputs` (vLLM's).
 fn grammar(fields: &mut Fields) -> Result<Option<Grammar>> {
-    let format = fields.fields("response_format")?.map(response_format).transpose()?.flatten();
+    let format = fields.fields("response_format")?;
+    let format = format.map(|format| response_format(format, "json_schema.schema")).transpose()?.flatten();
     let structured = fields.fields("structured_outputs")?.map(structured_outputs).transpose()?.flatten();
     match (format, structured) {
         (Some(_), Some(_)) => {
@@ -175,13 +176,14 @@ fn grammar(fields: &mut Fields) -> Result<Option<Grammar>> {
     }
 }
 
-/// The grammar of `response_format`.
-pub(crate) fn response_format(mut format: Fields) -> Result<Option<Grammar>> {
+/// The grammar of a format, which has its schema at `schema_field`.
+pub(crate) fn response_format(mut format: Fields, schema_field: &str) -> Result<Option<Grammar>> {
     let kind = format.string("type")?;
     let grammar = match format.required("type", kind)?.as_str() {
         "text" => None,
-        "json_object" => Some(Grammar::json_object()),
+        "json_object" => Some(Grammar::json_object(format.name("type"))),
         "json_schema" => {
+            let schema_field = format.name(schema_field);
             let mut schema = match format.fields("json_schema")? {
                 Some(inner) => inner,
                 // The Responses API has the schema's fields in the same object as the type.
@@ -192,9 +194,9 @@ pub(crate) fn response_format(mut format: Fields) -> Result<Option<Grammar>> {
                 schema.string(note)?;
             }
             schema.boolean("strict")?;
-            let value = schema.required("schema", value)?;
+            let value = value.ok_or_else(|| ApiError::field(&schema_field, "is required"))?;
             schema.finish()?;
-            Some(Grammar::JsonSchema(value))
+            Some(Grammar::new(schema_field, Syntax::JsonSchema(value)))
         }
         other => {
             let message = format!("must be text, json_object or json_schema, not {other}");
@@ -214,16 +216,20 @@ fn structured_outputs(mut fields: Fields) -> Result<Option<Grammar>> {
                 .map_err(|error| ApiError::field(fields.name("json"), format!("is no JSON: {error}")))?,
             _ => schema,
         };
-        all.push(Grammar::JsonSchema(parsed));
+        all.push(Grammar::new(fields.name("json"), Syntax::JsonSchema(parsed)));
     }
-    all.extend(fields.string("regex")?.map(Grammar::Regex));
+    if let Some(regex) = fields.string("regex")? {
+        all.push(Grammar::new(fields.name("regex"), Syntax::Regex(regex)));
+    }
     let choice = fields.strings("choice")?;
     if !choice.is_empty() {
-        all.push(Grammar::Choice(choice));
+        all.push(Grammar::new(fields.name("choice"), Syntax::Choice(choice)));
     }
-    all.extend(fields.string("grammar")?.map(Grammar::Lark));
+    if let Some(grammar) = fields.string("grammar")? {
+        all.push(Grammar::new(fields.name("grammar"), Syntax::Lark(grammar)));
+    }
     if fields.boolean("json_object")? == Some(true) {
-        all.push(Grammar::json_object());
+        all.push(Grammar::json_object(fields.name("json_object")));
     }
     fields.finish()?;
     match all.len() {
@@ -305,6 +311,18 @@ mod tests {
         );
         assert!(message(json!({"typo": 1})).starts_with("typo: is not supported here, and might change the result"));
         assert!(message(json!({"typo": 1})).contains("possible are frequency_penalty, ignore_eos,"));
+        for (typo, meant) in [("temprature", "temperature"), ("topP", "top_p"), ("stops", "stop")] {
+            let start = format!("{typo}: did you mean `{meant}`? `{typo}` is not supported here, and might");
+            assert!(message(json!({typo: 1})).starts_with(&start), "{}", message(json!({typo: 1})));
+        }
+        assert_eq!(
+            message(json!({"seed": 9_223_372_036_854_775_808u64})),
+            "seed: must be between -9223372036854775808 and 9223372036854775807, and is 9223372036854775808"
+        );
+        assert_eq!(message(json!({"seed": 1.5})), "seed: must be an integer, not 1.5");
+        assert_eq!(message(json!({"min_tokens": -1})), "min_tokens: must be at least 0, and is -1");
+        assert!(message(json!({"min_tokens": 1e30})).starts_with("min_tokens: must be between 0 and "));
+        assert_eq!(message(json!({"bad_words": ["x"]})), "bad_words: is not supported: use logit_bias");
         assert!(message(json!({"top_p": 0})).starts_with("top_p: must be more than 0"));
         assert!(message(json!({"priority": 1})).starts_with("priority: 1 is not supported"));
         assert!(message(json!({"use_beam_search": true})).starts_with("use_beam_search: true is not supported"));

@@ -5,7 +5,7 @@ use crate::auth::{self, ApiKeys};
 use crate::error::ApiError;
 use crate::routes::{adapters, chat, completions, embeddings, messages, models, operation, responses, tokens};
 use axum::Router;
-use axum::extract::{DefaultBodyLimit, Request};
+use axum::extract::{DefaultBodyLimit, MatchedPath, Request, State};
 use axum::http::{HeaderValue, Method, StatusCode, Uri};
 use axum::middleware::{self, Next};
 use axum::response::Response;
@@ -20,6 +20,9 @@ use tower_http::timeout::RequestBodyTimeoutLayer;
 
 /// Time between two checks whether the server should stop.
 const STOP_INTERVAL: Duration = Duration::from_millis(50);
+
+/// Time that clients have to read the errors of requests which did not finish in time.
+const LAST_WORDS: Duration = Duration::from_secs(2);
 
 /// Settings of a server.
 #[derive(Debug, Clone)]
@@ -113,6 +116,7 @@ pub struct Server {
     runtime: Runtime,
     listener: TcpListener,
     router: Router,
+    app: Arc<App>,
     drain: Duration,
 }
 
@@ -126,15 +130,22 @@ impl Server {
     /// # Errors
     /// A port that is taken, settings that are impossible, a model whose own files are wrong.
     pub fn bind(model: ServedModel, settings: &Settings) -> Result<Self, ServeError> {
-        let router = router(model, settings)?;
-        let refused = |source| ServeError::Listen { address: format!("{}:{}", settings.host, settings.port), source };
-        let addresses: Vec<SocketAddr> =
-            (settings.host.as_str(), settings.port).to_socket_addrs().map_err(refused)?.collect();
-        let listener = TcpListener::bind(&addresses[..]).map_err(refused)?;
+        let app = App::new(model, settings.response_store)?;
+        let router = router(app.clone(), settings)?;
+        let listener = listen(settings)?;
         listener.set_nonblocking(true)?;
         let mut runtime = tokio::runtime::Builder::new_multi_thread();
         let runtime = runtime.enable_all().max_blocking_threads(MOST_WORKERS).thread_name("http").build()?;
-        Ok(Self { runtime, listener, router, drain: settings.drain })
+        Ok(Self { runtime, listener, router, app, drain: settings.drain })
+    }
+
+    /// Checks that [`bind`](Self::bind) will be able to listen at the address of the settings, before a model is loaded for it.
+    ///
+    /// # Errors
+    /// A host that is unknown, a port that is taken, origins that are none.
+    pub fn check_address(settings: &Settings) -> Result<(), ServeError> {
+        cors(&settings.allow_origin)?;
+        listen(settings).map(drop)
     }
 
     /// The address that the server listens on.
@@ -146,12 +157,12 @@ impl Server {
     }
 
     /// Answers until `stopped`, which is asked often, says so; then takes no more connections, and ends when the requests that run
-    /// have ended, or when the time to drain is over. Returns whether all requests were finished.
+    /// have ended. When the time to drain is over, those that still run end with an error. Returns whether all requests were finished.
     ///
     /// # Errors
     /// The operating system's.
     pub fn run(self, stopped: impl Fn() -> bool) -> Result<bool, ServeError> {
-        let Self { runtime, listener, router, drain } = self;
+        let Self { runtime, listener, router, app, drain } = self;
         let drained = runtime.block_on(async {
             let listener = tokio::net::TcpListener::from_std(listener)?;
             let (stopping, mut is_stopping) = tokio::sync::watch::channel(false);
@@ -172,16 +183,27 @@ impl Server {
                 // Only a server that has ended already does not hear it.
                 let _ = stopping.send(true);
                 tokio::time::sleep(drain).await;
+                app.cut_requests();
             };
+            let mut serving = std::pin::pin!(serving.into_future());
             tokio::select! {
-                result = async { serving.await } => result.map(|()| true),
-                () = end => Ok(false),
+                result = &mut serving => return result.map(|()| true),
+                () = end => {}
             }
+            // Clients that do not read their errors are not waited for.
+            tokio::time::timeout(LAST_WORDS, serving).await.unwrap_or(Ok(())).map(|()| false)
         })?;
-        // Requests that are still running are dropped, and with them what they hold.
+        // What still runs is dropped, and with it what it holds.
         runtime.shutdown_background();
         Ok(drained)
     }
+}
+
+/// Listens at the address of the settings.
+fn listen(settings: &Settings) -> Result<TcpListener, ServeError> {
+    let refused = |source| ServeError::Listen { address: format!("{}:{}", settings.host, settings.port), source };
+    let addresses = (settings.host.as_str(), settings.port).to_socket_addrs().map_err(refused)?;
+    TcpListener::bind(&addresses.collect::<Vec<SocketAddr>>()[..]).map_err(refused)
 }
 
 /// A path, and what answers its methods.
@@ -219,7 +241,7 @@ fn public_routes() -> Vec<Route> {
     ]
 }
 
-fn router(model: ServedModel, settings: &Settings) -> Result<Router, ServeError> {
+fn router(app: Arc<App>, settings: &Settings) -> Result<Router, ServeError> {
     let keys = ApiKeys(settings.api_keys.clone().into());
     let of = |routes: Vec<Route>| {
         routes.into_iter().fold(Router::new(), |router, (path, methods)| router.route(path, methods))
@@ -232,7 +254,8 @@ fn router(model: ServedModel, settings: &Settings) -> Result<Router, ServeError>
         .layer(DefaultBodyLimit::max(settings.max_body))
         .layer(RequestBodyTimeoutLayer::new(settings.body_timeout))
         .layer(middleware::from_fn(in_shape_of_route))
-        .with_state(App::new(model, settings.response_store)?);
+        .layer(middleware::from_fn_with_state(app.clone(), count_request))
+        .with_state(app);
     Ok(match cors(&settings.allow_origin)? {
         Some(cors) => router.layer(cors),
         None => router,
@@ -251,7 +274,15 @@ fn cors(origins: &[String]) -> Result<Option<CorsLayer>, ServeError> {
         return Ok(Some(layer.allow_origin(tower_http::cors::Any)));
     }
     let header = |origin: &String| {
-        HeaderValue::from_str(origin).map_err(|_| ServeError::Settings(format!("`{origin}` is no origin")))
+        let wrong = || ServeError::Settings(format!("`{origin}` is no origin; one is like https://example.org:8080"));
+        let uri: Uri = origin.parse().map_err(|_| wrong())?;
+        match (uri.scheme_str(), uri.authority()) {
+            // Browsers send nothing behind the host and its port, so nothing else can ever match.
+            (Some(scheme), Some(host)) if *origin == format!("{scheme}://{host}") => {
+                HeaderValue::from_str(origin).map_err(|_| wrong())
+            }
+            _ => Err(wrong()),
+        }
     };
     let origins: Vec<HeaderValue> = origins.iter().map(header).collect::<Result<_, _>>()?;
     Ok(Some(layer.allow_origin(origins)))
@@ -266,6 +297,14 @@ async fn unknown_route(method: Method, uri: Uri) -> ApiError {
 
 async fn unknown_method(method: Method, uri: Uri) -> ApiError {
     ApiError::new(StatusCode::METHOD_NOT_ALLOWED, format!("{} does not answer {method}", uri.path()))
+}
+
+async fn count_request(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
+    let path = request.extensions().get::<MatchedPath>().map(|path| path.as_str().to_owned());
+    let method = request.method().clone();
+    let response = next.run(request).await;
+    app.metrics.request(path.as_deref().unwrap_or("none"), &method, response.status());
+    response
 }
 
 /// Writes errors of Anthropic's routes in Anthropic's shape, wherever they come from.

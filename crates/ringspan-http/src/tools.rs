@@ -13,7 +13,7 @@ mod mistral;
 mod phi4;
 mod qwen_coder;
 
-pub(crate) use definitions::Definitions;
+pub(crate) use definitions::{Definitions, arguments_schema, calls_schema, check_function};
 
 use marked::{Mark, MarkedCalls};
 use serde_json::Value;

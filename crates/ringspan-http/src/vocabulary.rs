@@ -2,7 +2,7 @@
 
 use ringspan_serve::{Detokenize, Error};
 use std::collections::HashMap;
-use tokenizers::{DecoderWrapper, Tokenizer};
+use tokenizers::{DecoderWrapper, ModelWrapper, Tokenizer};
 
 /// The character by which SentencePiece writes a space.
 const SPACE: char = '\u{2581}';
@@ -15,7 +15,12 @@ pub(crate) struct Vocabulary {
     bytes: Vec<Vec<u8>>,
     /// Whether a token is special, and so is left out of texts.
     special: Vec<bool>,
+    /// The most bytes of a text that a token stands for, if that is known.
+    longest: Option<usize>,
 }
+
+/// Normalization may compose characters, which makes a text at most this many times shorter.
+const COMPOSED: usize = 4;
 
 impl Vocabulary {
     /// The vocabulary of a tokenizer, of `size` ids: models may have more than their tokenizer.
@@ -36,7 +41,13 @@ impl Vocabulary {
                 special[id as usize] = token.special;
             }
         }
-        Self { tokenizer, bytes, special }
+        // Where each byte has a token, none is dropped, and no token stands for unknown words of any length.
+        let all_bytes = match tokenizer.get_model() {
+            ModelWrapper::BPE(model) => byte_level || model.byte_fallback,
+            _ => false,
+        };
+        let longest = bytes.iter().map(Vec::len).max().filter(|longest| all_bytes && *longest > 0);
+        Self { tokenizer, bytes, special, longest }
     }
 
     /// The tokenizer.
@@ -57,6 +68,12 @@ impl Vocabulary {
     /// Whether a token is special.
     pub(crate) fn is_special(&self, token: u32) -> bool {
         self.special.get(token as usize).copied().unwrap_or(false)
+    }
+
+    /// A number of tokens that the text has at least; 0 if nothing is known.
+    pub(crate) fn fewest_tokens(&self, text: &str) -> usize {
+        // Some tokenizers remove white space around a text.
+        self.longest.map_or(0, |longest| text.trim().len() / (COMPOSED * longest))
     }
 
     /// The special token with this text.

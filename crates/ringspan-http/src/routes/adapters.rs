@@ -5,6 +5,7 @@ use crate::body::Body;
 use crate::error::{ApiError, Result};
 use crate::fields::Fields;
 use axum::extract::State;
+use axum::http::StatusCode;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -16,8 +17,12 @@ pub(crate) async fn load(State(app): State<Arc<App>>, Body(body): Body) -> Resul
         let path = PathBuf::from(fields.required("lora_path", path)?);
         fields.only("load_inplace", &[false.into()], "unload the adapter first")?;
         fields.finish()?;
-        if name.is_empty() || name == app.name {
-            return Err(ApiError::field("lora_name", format!("`{name}` cannot be the name of an adapter")));
+        if name.is_empty() {
+            return Err(ApiError::field("lora_name", "must not be empty, since requests ask for the adapter by it"));
+        }
+        if name == app.name {
+            let message = format!("`{name}` is the name of the model itself; an adapter needs one of its own");
+            return Err(ApiError::field("lora_name", message));
         }
         app.engine.load_adapter(&name, &path)?;
         Ok(format!("the adapter `{name}` is loaded"))
@@ -32,8 +37,17 @@ pub(crate) async fn unload(State(app): State<Arc<App>>, Body(body): Body) -> Res
         let name = fields.required("lora_name", name)?;
         fields.integer("lora_int_id", 0..=i64::MAX)?;
         fields.finish()?;
-        if !app.engine.adapters().contains(&name) {
-            return Err(ApiError::unknown_model(&name, &app.models()));
+        let loaded = app.engine.adapters();
+        if !loaded.contains(&name) {
+            let message = match loaded.is_empty() {
+                true => format!("there is no adapter `{name}`; none is loaded"),
+                false => format!("there is no adapter `{name}`; loaded are: {}", loaded.join(", ")),
+            };
+            return Err(ApiError {
+                status: StatusCode::NOT_FOUND,
+                code: Some("model_not_found"),
+                ..ApiError::field("lora_name", message)
+            });
         }
         app.engine.unload_adapter(&name)?;
         Ok(format!("the adapter `{name}` is unloaded"))

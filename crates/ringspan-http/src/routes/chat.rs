@@ -5,7 +5,7 @@ use crate::body::Body;
 use crate::conversation::{self, Conversation, PromptEnd};
 use crate::error::{ApiError, Result};
 use crate::fields::Fields;
-use crate::generation::Finish;
+use crate::output::Finish;
 use crate::reply::{Reply, ReplyPart, StreamUsage, Usage};
 use crate::routes::begin::{ConversationRequest, begin};
 use crate::sampling::{MOST_LOGPROBS, Sampling};
@@ -55,7 +55,7 @@ impl ConversationRequest for ChatRequest {
         let (stream, usage) = streaming(&mut fields)?;
         fields.only("echo", &[json!(false)], "it belongs to /v1/completions")?;
         fields.only("add_special_tokens", &[json!(false)], "the template writes them")?;
-        fields.only("modalities", &[json!(["text"])], "this server answers with text")?;
+        fields.only("modalities", &[json!(["text"])], "answers are text: leave it out, or send [\"text\"]")?;
         fields.only("functions", &[json!([])], "use tools")?;
         fields.only("function_call", &[], "use tool_choice")?;
         fields.finish()?;

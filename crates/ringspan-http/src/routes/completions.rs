@@ -5,8 +5,9 @@ use crate::app::{App, Target, now};
 use crate::body::Body;
 use crate::error::{ApiError, Result};
 use crate::fields::{Fields, token_ids};
-use crate::generation::{self, Finish, OutputChunk, OutputStream};
+use crate::generation::{self, OutputStream};
 use crate::logprobs::{self, LegacyLogprobs};
+use crate::output::{Finish, OutputChunk};
 use crate::reply::{StreamUsage, Usage};
 use crate::sampling::{MOST_LOGPROBS, Sampling};
 use crate::sse;
@@ -27,6 +28,8 @@ pub(crate) struct Prompt {
     pub(crate) tokens: Vec<u32>,
     /// The text, if it was sent as text.
     pub(crate) text: Option<String>,
+    /// Number of special tokens that were put before such a text; all others are a part of it.
+    added: Option<usize>,
 }
 
 /// Reads a string, a list of strings, a list of token ids or a list of such lists. Texts get the special tokens that begin a text.
@@ -36,7 +39,12 @@ pub(crate) struct Prompt {
 pub(crate) fn prompts(app: &App, field: &str, value: Value, special: bool) -> Result<Vec<Prompt>> {
     let wrong =
         || ApiError::field(field, "must be a string, a list of strings, a list of token ids, or a list of such lists");
-    let text = |text: String| Ok(Prompt { tokens: app.encode(&text, special)?, text: Some(text) });
+    let text = |text: String| {
+        let tokens = app.encode_prompt(&text)?;
+        let own = tokens.len();
+        let tokens = if special { app.special.begin(tokens) } else { tokens };
+        Ok(Prompt { added: Some(tokens.len() - own), tokens, text: Some(text) })
+    };
     let list = match value {
         Value::String(one) => return Ok(vec![text(one)?]),
         Value::Array(list) => list,
@@ -46,12 +54,12 @@ pub(crate) fn prompts(app: &App, field: &str, value: Value, special: bool) -> Re
         None => Err(ApiError::field(field, "must contain at least one prompt")),
         Some(Value::Number(_)) => {
             let tokens = token_ids(&list).ok_or_else(wrong)?;
-            Ok(vec![Prompt { tokens, text: None }])
+            Ok(vec![Prompt { tokens, text: None, added: None }])
         }
         Some(_) => {
             let each = |value| match value {
                 Value::String(one) => text(one),
-                Value::Array(ids) => Ok(Prompt { tokens: token_ids(&ids).ok_or_else(wrong)?, text: None }),
+                Value::Array(ids) => Ok(Prompt { tokens: token_ids(&ids).ok_or_else(wrong)?, text: None, added: None }),
                 _ => Err(wrong()),
             };
             list.into_iter().map(each).collect()
@@ -151,6 +159,7 @@ impl Completion {
         let choice = &mut self.choices[index];
         let vocabulary = &self.app.vocabulary;
         let with_logprobs = self.request.sampling.logprobs.is_some();
+        let shows_special = !self.request.sampling.skip_special_tokens;
         if self.request.echo && !choice.echoed {
             choice.echoed = true;
             choice.text.push_str(prompt.text.as_deref().unwrap_or_default());
@@ -158,8 +167,11 @@ impl Completion {
         match part {
             OutputChunk::Prompt(all) => {
                 if self.request.echo && with_logprobs {
-                    for (token, logprobs) in prompt.tokens.iter().zip(&all) {
-                        choice.logprobs.push(vocabulary, *token, logprobs.as_ref());
+                    for (index, (token, logprobs)) in prompt.tokens.iter().zip(&all).enumerate() {
+                        // A text is repeated as it was sent, and tokens as they are decoded.
+                        let decoded = shows_special || !vocabulary.is_special(*token);
+                        let shown = prompt.added.map_or(decoded, |added| index >= added);
+                        choice.logprobs.push(vocabulary, (*token, shown), logprobs.as_ref());
                     }
                 }
                 choice.prompt_logprobs = logprobs::prompt(vocabulary, &all);
@@ -169,7 +181,8 @@ impl Completion {
                 choice.text.push_str(&text);
                 choice.generated = generated;
                 for (token, logprobs) in &tokens {
-                    choice.push(vocabulary, *token, logprobs.as_ref());
+                    let shown = shows_special || !vocabulary.is_special(*token);
+                    choice.push(vocabulary, (*token, shown), logprobs.as_ref());
                 }
                 Ok(!text.is_empty() || !tokens.is_empty())
             }
@@ -179,7 +192,7 @@ impl Completion {
                 choice.end = Some(end);
                 Ok(true)
             }
-            OutputChunk::Failed(message) => Err(ApiError::failed(message)),
+            OutputChunk::Failed(error) => Err(error),
         }
     }
 
@@ -247,10 +260,10 @@ impl Completion {
 }
 
 impl Choice {
-    fn push(&mut self, vocabulary: &Vocabulary, token: u32, logprobs: Option<&TokenLogprobs>) {
+    fn push(&mut self, vocabulary: &Vocabulary, (token, shown): (u32, bool), logprobs: Option<&TokenLogprobs>) {
         self.tokens.push(token);
         if logprobs.is_some() {
-            self.logprobs.push(vocabulary, token, logprobs);
+            self.logprobs.push(vocabulary, (token, shown), logprobs);
         }
     }
 }

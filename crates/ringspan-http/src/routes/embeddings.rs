@@ -1,6 +1,6 @@
 //! `POST /v1/embeddings`.
 
-use super::completions::prompts;
+use super::completions::{Prompt, prompts};
 use crate::app::App;
 use crate::body::Body;
 use crate::error::{ApiError, Result};
@@ -26,6 +26,7 @@ pub(crate) async fn create(State(app): State<Arc<App>>, Body(body): Body) -> Res
         let special = fields.boolean("add_special_tokens")?.unwrap_or(true);
         let input = fields.value("input");
         let inputs = prompts(app, "input", fields.required("input", input)?, special)?;
+        check_lengths(&inputs, app.engine.limits().max_model_len)?;
         let base64 = match fields.string("encoding_format")?.as_deref() {
             None | Some("float") => false,
             Some("base64") => true,
@@ -84,6 +85,17 @@ pub(crate) async fn create(State(app): State<Arc<App>>, Body(body): Body) -> Res
     let data: Vec<Value> = vectors.into_iter().enumerate().map(each).collect();
     let usage = json!({"prompt_tokens": tokens, "total_tokens": tokens});
     Ok(Json(json!({"object": "list", "data": data, "model": target.model, "usage": usage})).into_response())
+}
+
+/// Refuses inputs that are longer than the longest sequence, before any is computed.
+fn check_lengths(inputs: &[Prompt], longest: usize) -> Result<()> {
+    let Some(index) = inputs.iter().position(|input| input.tokens.len() > longest) else { return Ok(()) };
+    let field = if inputs.len() == 1 { "input".to_owned() } else { format!("input[{index}]") };
+    let tokens = inputs[index].tokens.len();
+    Err(ApiError {
+        code: Some("context_length_exceeded"),
+        ..ApiError::field(field, format!("has {tokens} tokens, but the longest sequence has {longest} tokens"))
+    })
 }
 
 /// The first `dimensions` of a vector, scaled to length 1; a vector of zeros stays.

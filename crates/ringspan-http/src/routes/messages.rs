@@ -2,10 +2,10 @@
 
 use crate::app::{App, Target};
 use crate::body::Body;
-use crate::conversation::{Conversation, ToolChoice, text_content};
+use crate::conversation::{Conversation, PromptEnd, ToolChoice, text_content};
 use crate::error::{ApiError, Result};
 use crate::fields::Fields;
-use crate::generation::Finish;
+use crate::output::Finish;
 use crate::reply::{Reply, ReplyPart, Usage};
 use crate::routes::begin::{ConversationRequest, begin};
 use crate::sampling::{Sampling, refuse_token_reports, stop_strings};
@@ -25,7 +25,7 @@ struct MessagesRequest {
 }
 
 /// Takes the fields that say what the conversation is.
-fn conversation(fields: &mut Fields) -> Result<Conversation> {
+fn conversation(app: &App, fields: &mut Fields) -> Result<Conversation> {
     let mut messages = Vec::new();
     if let Some(system) = fields.value("system") {
         let text = text_content(system).map_err(|(at, problem)| ApiError::field(format!("system{at}"), problem))?;
@@ -38,19 +38,49 @@ fn conversation(fields: &mut Fields) -> Result<Conversation> {
     let tools = fields.list("tools")?.unwrap_or_default();
     let tools = tools.into_iter().enumerate().map(tool).collect::<Result<_>>()?;
     let (choice, parallel_calls) = tool_choice(fields.fields("tool_choice")?)?;
-    if let Some(mut thinking) = fields.fields("thinking")? {
-        thinking.only("type", &[json!("disabled")], "models think as their templates say")?;
-        thinking.finish()?;
+    let mut variables = fields.object("chat_template_kwargs")?.unwrap_or_default();
+    if let Some(thinking) = fields.fields("thinking")? {
+        set_thinking(app, thinking, &mut variables)?;
     }
-    let variables = fields.object("chat_template_kwargs")?.unwrap_or_default();
-    Ok(Conversation {
-        messages: Conversation::read(messages)?,
-        tools,
-        choice,
-        parallel_calls,
-        variables,
-        ..Conversation::default()
-    })
+    let messages = Conversation::read(messages)?;
+    // The answer continues a text of the assistant at the end; calls of tools have no text to continue.
+    let is_continued = |last: &Value| last["role"] == "assistant" && last["tool_calls"].is_null();
+    let end = if messages.last().is_some_and(is_continued) { PromptEnd::FinalMessage } else { PromptEnd::default() };
+    Ok(Conversation { messages, end, tools, choice, parallel_calls, variables, ..Conversation::default() })
+}
+
+/// Sets the variable by which templates switch thinking on and off as `thinking` asks. Where a model decides itself, nothing is set.
+fn set_thinking(app: &App, mut thinking: Fields, variables: &mut Map<String, Value>) -> Result<()> {
+    const VARIABLE: &str = "enable_thinking";
+    let kind = thinking.string("type")?;
+    // This is a target and no limit in Anthropic's interface, too; `max_tokens` limits an answer with its thoughts.
+    thinking.count("budget_tokens", 1)?;
+    let field = thinking.name("type");
+    let enabled = match kind.as_deref() {
+        None | Some("adaptive") => None,
+        Some("enabled") => Some(true),
+        Some("disabled") => Some(false),
+        Some(other) => {
+            return Err(ApiError::field(field, format!("must be enabled, disabled or adaptive, not {other}")));
+        }
+    };
+    thinking.finish()?;
+    let is_read = app.template.as_ref().is_some_and(|template| template.mentions(VARIABLE));
+    match (enabled, is_read) {
+        (Some(enabled), true) => match variables.insert(VARIABLE.into(), enabled.into()) {
+            Some(other) if other != enabled => {
+                Err(ApiError::field(field, format!("contradicts chat_template_kwargs.{VARIABLE}, which is {other}")))
+            }
+            _ => Ok(()),
+        },
+        (Some(true), false) => Err(ApiError::field(
+            field,
+            format!(
+                "the model's chat template does not read `{VARIABLE}`, so it cannot be asked to think; possible are adaptive and disabled"
+            ),
+        )),
+        (Some(false) | None, _) => Ok(()),
+    }
 }
 
 /// The messages that a message of Anthropic's form stands for: results of tools are messages of their own.
@@ -139,7 +169,7 @@ impl ConversationRequest for MessagesRequest {
     fn read(app: &App, body: Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(body);
         let target = app.target(&mut fields)?.with_salt(&mut fields)?;
-        let conversation = conversation(&mut fields)?;
+        let conversation = conversation(app, &mut fields)?;
         let max_tokens = fields.count("max_tokens", 1)?;
         let max_tokens = fields.required("max_tokens", max_tokens)?;
         let stop = stop_strings(&mut fields, "stop_sequences")?;
@@ -174,7 +204,7 @@ pub(crate) async fn count_tokens(State(app): State<Arc<App>>, Body(body): Body) 
     let count = move |app: &Arc<App>| {
         let mut fields = Fields::new(body);
         app.target(&mut fields)?;
-        let conversation = conversation(&mut fields)?;
+        let conversation = conversation(app, &mut fields)?;
         fields.finish()?;
         Ok(conversation.prompt(app)?.len())
     };

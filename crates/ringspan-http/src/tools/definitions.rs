@@ -1,6 +1,8 @@
 //! The functions that a request lets the model call.
 
-use serde_json::Value;
+use crate::error::{ApiError, Result};
+use crate::fields::kind;
+use serde_json::{Map, Value, json};
 use std::sync::Arc;
 
 /// The tools of a request, in OpenAI's form.
@@ -36,6 +38,53 @@ impl Definitions {
     }
 }
 
+/// Checks the function that a request has at `path`.
+///
+/// # Errors
+/// A name that is no string, and parameters that are not the schema of an object, although arguments are one.
+pub(crate) fn check_function(path: &str, function: &Value) -> Result<()> {
+    if !function["name"].is_string() {
+        return Err(ApiError::field(format!("{path}.name"), "must be a string"));
+    }
+    let problem = match &function["parameters"] {
+        Value::Null => return Ok(()),
+        Value::Object(schema) => match schema.get("type") {
+            None | Some(Value::Null) => return Ok(()),
+            Some(kind) if kind == "object" => return Ok(()),
+            Some(kind) => format!("must be the schema of an object, so of the type \"object\", not {kind}"),
+        },
+        other => format!("must be the schema of an object, not {}", kind(other)),
+    };
+    Err(ApiError::field(format!("{path}.parameters"), problem))
+}
+
+/// The schema of the arguments of a tool, which are an object also where its parameters do not say so.
+pub(crate) fn arguments_schema(tool: &Value) -> Value {
+    let mut schema = tool["function"]["parameters"].as_object().cloned().unwrap_or_default();
+    if schema.get("type").is_none_or(Value::is_null) {
+        schema.insert("type".into(), "object".into());
+    }
+    Value::Object(schema)
+}
+
+/// The schema of a list of calls of these tools.
+pub(crate) fn calls_schema(tools: &[Value]) -> Value {
+    let call = |(index, tool): (usize, &Value)| {
+        let mut arguments = arguments_schema(tool);
+        // With an identity of its own, references such as #/$defs/Place are looked up in this schema instead of the outermost.
+        if arguments.get("$id").is_none() {
+            arguments["$id"] = format!("tool:{index}").into();
+        }
+        json!({"type": "object", "properties": {"name": {"const": tool["function"]["name"]}, "parameters": arguments},
+            "required": ["name", "parameters"], "additionalProperties": false})
+    };
+    let calls: Vec<Value> = tools.iter().enumerate().map(call).collect();
+    // Options of grammars count in the outermost schema alone.
+    let options = tools.iter().filter_map(|tool| tool["function"]["parameters"]["x-guidance"].as_object());
+    let options: Map<String, Value> = options.flatten().map(|(name, value)| (name.clone(), value.clone())).collect();
+    json!({"type": "array", "minItems": 1, "items": {"anyOf": calls}, "x-guidance": options})
+}
+
 /// Whether a schema's types and values allow this one; what else it demands makes no difference between a text and its parsed value.
 fn accepts(schema: &Value, value: &Value) -> bool {
     if let Some(Value::Array(values)) = schema.get("enum") {
@@ -67,7 +116,6 @@ fn accepts(schema: &Value, value: &Value) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
 
     #[test]
     fn schemas_tell_texts_from_what_looks_like_numbers() {

@@ -68,6 +68,47 @@ fn tools_and_their_results_are_blocks() {
     assert_eq!(message["content"][0]["text"], "done");
 }
 
+/// As in Anthropic's interface, a last message of the assistant is the beginning of the answer.
+#[test]
+fn a_last_message_of_the_assistant_is_continued() {
+    let template = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}\
+        {% if add_generation_prompt %}assistant: {% endif %}";
+    let server = start_with(Settings::default(), Some(template));
+    let messages = json!([{"role": "user", "content": "Count."}, {"role": "assistant", "content": "say:one"}]);
+    let message = server.post("/v1/messages", body("", json!({"messages": messages}))).json();
+    assert_eq!(message["content"], json!([{"type": "text", "text": "one"}]));
+    let prompt = "user: Count.;assistant: say:one";
+    assert_eq!(message["usage"]["input_tokens"], prompt.len());
+    let counted = server.post("/v1/messages/count_tokens", json!({"messages": messages})).json();
+    assert_eq!(counted["input_tokens"], prompt.len());
+}
+
+#[test]
+fn thinking_is_switched_where_the_template_reads_it() {
+    let template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking is defined %}\
+        {{ 'on' if enable_thinking else 'off' }}{% endif %}";
+    let (server, other) = (
+        start_with(Settings::default(), Some(template)),
+        start_with(Settings::default(), Some("{{ messages[0].content }}")),
+    );
+    let tokens = |thinking: Value| {
+        let asked = json!({"messages": [{"role": "user", "content": "x"}], "thinking": thinking});
+        server.post("/v1/messages/count_tokens", asked).json()["input_tokens"].as_u64().unwrap()
+    };
+    assert_eq!(tokens(json!({"type": "enabled", "budget_tokens": 1024})), "xon".len() as u64);
+    assert_eq!(tokens(json!({"type": "disabled"})), "xoff".len() as u64);
+    assert_eq!((tokens(json!({"type": "adaptive"})), tokens(json!({}))), (1, 1));
+    let both = json!({"thinking": {"type": "enabled"}, "chat_template_kwargs": {"enable_thinking": false}});
+    assert!(server.post("/v1/messages", body("x", both)).error(400)["message"].to_string().contains("contradicts"));
+    for (kind, status) in [("adaptive", 200), ("disabled", 200), ("enabled", 400)] {
+        assert_eq!(
+            other.post("/v1/messages", body("say:a", json!({"thinking": {"type": kind}}))).status,
+            status,
+            "{kind}"
+        );
+    }
+}
+
 #[test]
 fn tokens_are_counted_without_computing() {
     let server = start();
@@ -86,7 +127,7 @@ fn errors_have_anthropics_shape() {
     };
     assert_eq!(error(json!({"messages": []}), 400), "invalid_request_error");
     assert_eq!(
-        error(body("x", json!({"thinking": {"type": "enabled", "budget_tokens": 9}})), 400),
+        error(body("x", json!({"thinking": {"type": "sometimes", "budget_tokens": 9}})), 400),
         "invalid_request_error"
     );
     assert_eq!(error(body("x", json!({"model": "gpt"})), 404), "not_found_error");

@@ -2,7 +2,7 @@
 
 use crate::client::{start, start_with};
 use ringspan_http::Settings;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 #[test]
 fn an_answer_has_openais_fields() {
@@ -183,6 +183,95 @@ fn impossible_grammars_are_refused() {
         let answer = server.chat("x", json!({"structured_outputs": structured}));
         assert_eq!(answer.status, 400, "{structured}: {}", answer.body);
     }
+    let error = server.chat("x", json!({"response_format": {"type": "json_schema"}})).error(400);
+    assert_eq!(error["param"], "response_format.json_schema.schema");
+}
+
+/// Limits that the grammar library finds exceeded only in the middle of a text, where it would be a failure of the server.
+#[test]
+fn grammars_that_are_too_large_are_refused_by_name() {
+    let server = start();
+    let properties: Map<String, Value> =
+        (0..600).map(|i| (format!("p{i}"), json!({"type": "string", "pattern": "^[a-z]{1,10}$"}))).collect();
+    let large = json!({"type": "object", "properties": properties});
+    let inner = json!({"type": "object", "properties": {"inner": large}, "required": ["inner"]});
+    let format = json!({"type": "json_schema", "json_schema": {"name": "x", "schema": large}});
+    let alternatives: Vec<String> = (0..3000).map(|i| format!("\"option {i}\"")).collect();
+    let lark = format!("start: {}", alternatives.join(" | "));
+    for (field, limit, asked) in [
+        ("response_format.json_schema.schema", "max is 2000", json!({"response_format": format})),
+        ("structured_outputs.json", "max is 2000", json!({"structured_outputs": {"json": inner}})),
+        ("structured_outputs.grammar", "max is 2000", json!({"structured_outputs": {"grammar": lark}})),
+        (
+            "structured_outputs.regex",
+            "repetitions of repetitions",
+            json!({"structured_outputs": {"regex": "(((a{1,100}){1,100}){1,100}){1,100}"}}),
+        ),
+    ] {
+        let message = server.chat("x", asked).error(400)["message"].as_str().unwrap().to_owned();
+        assert!(message.contains(field) && message.contains(limit), "{message}");
+        assert!(!message.contains("verbose"), "{message}");
+    }
+}
+
+#[test]
+fn choices_may_be_many_and_mean_what_they_say() {
+    let server = start();
+    let odd = ["\"quoted\" \\n", "a.*|b", "/x/i # no", "\u{7f}é😀\t"];
+    let mut choices: Vec<String> = (0..3000).map(|i| format!("option {i}")).collect();
+    choices.extend(odd.map(str::to_owned));
+    let content = |text: &str, choices: &[String]| {
+        let answer = server.chat(&format!("say:{text}"), json!({"structured_outputs": {"choice": choices}}));
+        assert_eq!(answer.status, 200, "{}", answer.body);
+        answer.json()["choices"][0]["message"]["content"].as_str().unwrap().to_owned()
+    };
+    for text in odd.into_iter().chain(["option 17", "option 2999"]) {
+        assert_eq!(content(text, &choices), text);
+    }
+    assert_eq!(content("axb", &choices), "a.*|b", "a choice is no regular expression");
+    assert_eq!(content("A", &["a".to_owned()]), "a");
+    assert_eq!(content("x", &["\n".to_owned()]), "\n");
+}
+
+#[test]
+fn options_of_a_schema_leave_white_space_limited() {
+    let server = start();
+    let schema = json!({"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"],
+        "additionalProperties": false, "x-guidance": {"coerce_one_of": true}});
+    let choice = server.chat("x", json!({"structured_outputs": {"json": schema}, "max_tokens": 1000})).json();
+    // The test's engine likes white space.
+    assert_eq!(choice["choices"][0]["finish_reason"], "stop", "{choice}");
+}
+
+#[test]
+fn what_schemas_cannot_say_is_refused_with_what_they_can() {
+    let server = start();
+    let ask = |schema: Value| server.chat("x", json!({"structured_outputs": {"json": schema}, "max_tokens": 5}));
+    let either = json!([{"type": "string"}, {"type": "string", "minLength": 2}]);
+    let message = ask(json!({"oneOf": either})).error(400)["message"].as_str().unwrap().to_owned();
+    assert!(message.contains("\"x-guidance\": {\"coerce_one_of\": true}"), "{message}");
+    assert_eq!(ask(json!({"oneOf": either, "x-guidance": {"coerce_one_of": true}})).status, 200);
+    let message = ask(json!({"type": "array", "uniqueItems": true})).error(400)["message"].as_str().unwrap().to_owned();
+    assert!(message.contains("not supported: [\"uniqueItems\"]"), "{message}");
+    // Formats that are not known are annotations.
+    let secret = json!({"type": "object", "properties": {"format": {"type": "string", "format": "password"}}});
+    assert_eq!(ask(secret).status, 200);
+}
+
+#[test]
+fn fields_that_are_not_supported_are_refused_whatever_their_type() {
+    let server = start();
+    for (field, value) in [
+        ("functions", json!([{}])),
+        ("modalities", json!(["audio"])),
+        ("bad_words", json!(["x"])),
+        ("function_call", json!({"name": "f"})),
+    ] {
+        let message = server.chat("x", json!({field: value})).error(400)["message"].as_str().unwrap().to_owned();
+        assert!(message.starts_with(&format!("{field}: is not supported: ")), "{message}");
+    }
+    let message = server.chat("x", json!({"max_token": 1})).error(400)["message"].as_str().unwrap().to_owned();
+    assert!(message.starts_with("max_token: did you mean `max_tokens`? "), "{message}");
 }
 
 #[test]
@@ -212,8 +301,17 @@ fn variables_of_templates_are_set_if_the_template_reads_them() {
     );
     let error = server.chat("x", json!({"chat_template_kwargs": {"thinking": false}})).error(400);
     assert!(error["message"].as_str().unwrap().contains("`thinking`"), "{error}");
-    let error = server.chat("x", json!({"reasoning_effort": "high"})).error(400);
-    assert!(error["message"].as_str().unwrap().contains("reasoning_effort"), "{error}");
+    assert_eq!(error["param"], "chat_template_kwargs");
+    let messages = json!([{"role": "user", "content": "x"}]);
+    for (path, field, asked) in [
+        ("/v1/chat/completions", "reasoning_effort", json!({"messages": messages, "reasoning_effort": "low"})),
+        ("/tokenize", "reasoning_effort", json!({"messages": messages, "reasoning_effort": "low"})),
+        ("/v1/responses", "reasoning.effort", json!({"input": "x", "reasoning": {"effort": "low"}})),
+    ] {
+        let error = server.post(path, asked).error(400);
+        assert_eq!(error["param"], field, "{error}");
+        assert!(error["message"].as_str().unwrap().contains("`reasoning_effort`"), "{error}");
+    }
 }
 
 #[test]

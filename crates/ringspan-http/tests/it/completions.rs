@@ -55,6 +55,22 @@ fn echo_with_log_probabilities_scores_the_prompt() {
     assert_eq!(choice["logprobs"]["text_offset"][7], 7);
     let plain = server.complete("say:xy", json!({"echo": true})).json();
     assert_eq!(plain["choices"][0]["text"], "say:xyxy");
+    // Special tokens have their place in the text where it shows them: in a text as it was sent, and in decoded tokens if asked for.
+    let offsets = |prompt: Value, more: Value| {
+        let mut asked = json!({"echo": true, "logprobs": 0, "max_tokens": 0});
+        asked.as_object_mut().unwrap().extend(more.as_object().cloned().unwrap());
+        let choice = server.complete(prompt, asked).json()["choices"][0].clone();
+        (choice["text"].clone(), choice["logprobs"]["text_offset"].clone())
+    };
+    let tokens =
+        server.post("/tokenize", json!({"prompt": "a<|user|>b", "add_special_tokens": false})).json()["tokens"].clone();
+    assert_eq!(tokens.as_array().unwrap().len(), 3);
+    assert_eq!(offsets(json!("a<|user|>b"), json!({})), (json!("a<|user|>b"), json!([0, 1, 9])));
+    assert_eq!(
+        offsets(json!([tokens]), json!({"skip_special_tokens": false})),
+        (json!("a<|user|>b"), json!([0, 1, 9]))
+    );
+    assert_eq!(offsets(json!([tokens]), json!({})), (json!("ab"), json!([0, 1, 1])));
 }
 
 #[test]
@@ -150,6 +166,19 @@ fn embeddings_have_length_one_and_come_as_numbers_or_base64() {
         let error = server.post("/v1/embeddings", json!({"input": "a", name: value})).error(400);
         assert_eq!(error["param"], name);
     }
+}
+
+#[test]
+fn inputs_longer_than_the_model_reads_are_refused_by_name() {
+    let server = start();
+    let long = "x".repeat(4097);
+    for (input, field) in [(json!(long), "input"), (json!(["a", long]), "input[1]")] {
+        let error = server.post("/v1/embeddings", json!({"input": input})).error(400);
+        assert_eq!((&error["code"], &error["param"]), (&json!("context_length_exceeded"), &json!(field)));
+        let message = error["message"].as_str().unwrap();
+        assert!(message.contains("4097") && message.contains("4096"), "{message}");
+    }
+    assert_eq!(server.post("/v1/embeddings", json!({"input": "x".repeat(4096)})).status, 200);
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 use crate::client::{read, start, start_with};
 use ringspan_http::Settings;
+use ringspan_serve::engine::request::EngineClient;
 use serde_json::json;
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -31,6 +32,10 @@ fn bodies_are_json_objects_of_limited_size() {
     assert_eq!(post("content-type: application/json; charset=utf-8\r\n", fine).status, 200);
     assert_eq!(post("", fine).status, 200);
     post("origin: http://elsewhere.example\r\n", fine).error(415);
+    let error = post(&format!("{json}content-encoding: gzip\r\n"), b"\x1f\x8b\x08").error(415);
+    let message = "the body is encoded as gzip; send it without Content-Encoding";
+    assert_eq!(error["message"], message);
+    assert_eq!(post(&format!("{json}content-encoding: identity\r\n"), fine).status, 200);
 }
 
 /// A client that falls silent in the middle of its body is told so; one that is slow is not.
@@ -181,9 +186,36 @@ fn the_time_to_finish_has_an_end() {
     let body = json!({"prompt": "SLOW", "max_tokens": 4000, "stream": true}).to_string();
     let mut socket = server.send("POST", "/v1/completions", "content-type: application/json\r\n", body.as_bytes());
     first_bytes(&mut socket);
+    let whole = json!({"prompt": "SLOW", "max_tokens": 4000}).to_string();
+    let other = server.send("POST", "/v1/completions", "content-type: application/json\r\n", whole.as_bytes());
+    wait_until("both requests", || server.engine.live.load(Ordering::SeqCst) == 2);
     let live = server.engine.live.clone();
-    assert!(!server.join(), "a request was cut");
-    wait_until("the end of the request", || live.load(Ordering::SeqCst) == 0);
+    assert!(!server.join(), "requests were cut");
+    wait_until("the end of the requests", || live.load(Ordering::SeqCst) == 0);
+    let mut rest = String::new();
+    socket.read_to_string(&mut rest).expect("the rest");
+    assert!(rest.contains("the server ends") && rest.contains("[DONE]"), "{rest}");
+    let error = read(other).error(503);
+    assert!(error["message"].as_str().unwrap().contains("the server ends"), "{error}");
+}
+
+/// A request that could never be queued is wrong; clients would repeat one that comes at a bad time.
+#[test]
+fn more_texts_than_may_wait_are_refused_for_good() {
+    let server = start();
+    let most = server.engine.limits().max_waiting;
+    let error = server.complete("say:a", json!({"n": 128, "prompt": vec!["say:a"; most / 128 + 1]})).error(400);
+    let message = error["message"].as_str().unwrap();
+    assert!(message.contains(&format!("at most {most} may wait")) && message.contains("n = 128"), "{message}");
+}
+
+/// Encoding such a text would take seconds and gigabytes, to find what its length tells.
+#[test]
+fn prompts_far_too_long_are_refused_before_they_are_encoded() {
+    let server = start();
+    let error = server.complete("word ".repeat(200_000), json!({})).error(400);
+    assert_eq!(error["code"], "context_length_exceeded");
+    assert!(error["message"].as_str().unwrap().contains("the prompt has 1000000 bytes"), "{error}");
 }
 
 #[test]

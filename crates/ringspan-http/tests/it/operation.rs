@@ -8,6 +8,7 @@ fn metrics_have_the_names_of_dashboards() {
     let server = start();
     server.complete("say:hello", json!({}));
     server.complete("say:hello", json!({"max_tokens": 1}));
+    server.get("/nowhere").error(404);
     let answer = server.get("/metrics");
     assert!(answer.headers.contains("content-type: text/plain; version=0.0.4"), "{}", answer.headers);
     for line in [
@@ -23,6 +24,16 @@ fn metrics_have_the_names_of_dashboards() {
         "vllm:e2e_request_latency_seconds_count{model_name=\"test\"} 2",
         "vllm:request_success_total{model_name=\"test\",finished_reason=\"stop\"} 1",
         "vllm:request_success_total{model_name=\"test\",finished_reason=\"length\"} 1",
+        "vllm:request_prompt_tokens_count{model_name=\"test\"} 2",
+        "vllm:request_prompt_tokens_sum{model_name=\"test\"} 18",
+        "vllm:request_prompt_tokens_bucket{model_name=\"test\",le=\"5\"} 0",
+        "vllm:request_prompt_tokens_bucket{model_name=\"test\",le=\"10\"} 2",
+        "vllm:request_generation_tokens_sum{model_name=\"test\"} 7",
+        "vllm:request_max_num_generation_tokens_sum{model_name=\"test\"} 7",
+        "vllm:request_params_max_tokens_sum{model_name=\"test\"} 17",
+        "vllm:request_params_n_sum{model_name=\"test\"} 2",
+        "http_requests_total{model_name=\"test\",handler=\"/v1/completions\",method=\"POST\",status=\"2xx\"} 2",
+        "http_requests_total{model_name=\"test\",handler=\"none\",method=\"GET\",status=\"4xx\"} 1",
         "vllm:request_queue_time_seconds_sum{model_name=\"test\"} 0.25",
         "vllm:request_queue_time_seconds_count{model_name=\"test\"} 1",
         "vllm:request_queue_time_seconds_bucket{model_name=\"test\",le=\"0.2\"} 0",
@@ -73,13 +84,22 @@ fn models_are_listed_with_their_adapters() {
     let list = server.get("/v1/models").json();
     let ids: Vec<&str> = list["data"].as_array().unwrap().iter().map(|model| model["id"].as_str().unwrap()).collect();
     assert_eq!(ids, ["test", "org/a"]);
+    for model in list["data"].as_array().unwrap() {
+        assert_eq!(model["capabilities"], json!({"completion_chat": true}));
+    }
     assert_eq!((&list["data"][0]["parent"], &list["data"][1]["parent"]), (&json!(null), &json!("test")));
     assert_eq!(server.get("/v1/models/org/a").json()["id"], "org/a");
     server.get("/v1/models/b").error(404);
     assert_eq!(server.complete("say:x", json!({"model": "org/a"})).json()["model"], "org/a");
     server.post("/v1/load_lora_adapter", json!({"lora_name": "org/a", "lora_path": folder.path()})).error(400);
     server.post("/v1/load_lora_adapter", json!({"lora_name": "b", "lora_path": "/nowhere"})).error(400);
-    server.post("/v1/load_lora_adapter", json!({"lora_name": "test", "lora_path": folder.path()})).error(400);
+    for (name, reason) in [("test", "is the name of the model itself"), ("", "must not be empty")] {
+        let asked = json!({"lora_name": name, "lora_path": folder.path()});
+        let error = server.post("/v1/load_lora_adapter", asked).error(400);
+        assert!(error["param"] == "lora_name" && error["message"].as_str().unwrap().contains(reason), "{error}");
+    }
+    let error = server.post("/v1/unload_lora_adapter", json!({"lora_name": "b"})).error(404);
+    assert!(error["param"] == "lora_name" && error["message"].as_str().unwrap().contains("org/a"), "{error}");
     assert_eq!(server.post("/v1/unload_lora_adapter", json!({"lora_name": "org/a"})).status, 200);
     server.post("/v1/unload_lora_adapter", json!({"lora_name": "org/a"})).error(404);
     server.complete("say:x", json!({"model": "org/a"})).error(404);

@@ -71,6 +71,8 @@ fn schemas_stand_in_text_format() {
     let format = json!({"type": "json_schema", "name": "x", "schema": {"enum": ["yes"]}, "strict": true});
     let response = server.post("/v1/responses", json!({"input": "say:no", "text": {"format": format}})).json();
     assert_eq!(response["output"][0]["content"][0]["text"], "\"yes\"");
+    let without = json!({"input": "x", "text": {"format": {"type": "json_schema", "name": "x"}}});
+    assert_eq!(server.post("/v1/responses", without).error(400)["param"], "text.format.schema");
 }
 
 #[test]
@@ -243,6 +245,9 @@ fn what_cannot_be_is_refused() {
     assert_eq!(error(json!({"background": true, "store": false})), "background");
     assert_eq!(error(json!({"background": true, "stream": true})), "stream");
     assert_eq!(error(json!({"tools": [{"type": "web_search"}]})), "tools[0].type");
+    let named = json!({"type": "function", "name": "f"});
+    assert_eq!(error(json!({"tools": [named, {"type": "function"}]})), "tools[1].name");
+    assert_eq!(error(json!({"include": ["reasoning.encrypted_content"]})), "include");
     assert_eq!(error(json!({"input": [{"type": "web_search_call", "id": "x"}]})), "input[0].type");
     assert_eq!(error(json!({"input": [{"role": "user"}]})), "input");
     assert_eq!(server.get("/v1/responses/resp_1").status, 404);

@@ -58,6 +58,31 @@ fn calls_that_must_be_made_are_made_by_grammar() {
     }
 }
 
+/// The schemas of nested models of pydantic have references, which each tool resolves in its own schema.
+#[test]
+fn parameters_may_have_references() {
+    let server = start();
+    let tool = |name: &str, place: &str| {
+        json!({"type": "function", "function": {"name": name, "parameters": {
+            "$defs": {"Place": {"type": "object", "properties": {"name": {"enum": [place]}}, "required": ["name"],
+                "additionalProperties": false}},
+            "type": "object", "properties": {"place": {"$ref": "#/$defs/Place"}}, "required": ["place"],
+            "additionalProperties": false}}})
+    };
+    for (name, place) in [("weather", "Ulm"), ("time", "Bonn")] {
+        let choice = json!({"type": "function", "function": {"name": name}});
+        let tools = [tool("weather", "Ulm"), tool("time", "Bonn")];
+        let asked = json!({"tools": tools, "tool_choice": choice, "max_tokens": 999, "parallel_tool_calls": false});
+        let answer = server.chat("say:no", asked).json();
+        let call = &answer["choices"][0]["message"]["tool_calls"][0]["function"];
+        let arguments: Value = serde_json::from_str(call["arguments"].as_str().unwrap()).unwrap();
+        assert_eq!((&call["name"], arguments), (&json!(name), json!({"place": {"name": place}})), "{answer}");
+    }
+    let asked =
+        json!({"tools": [tool("weather", "Ulm"), tool("time", "Bonn")], "tool_choice": "required", "max_tokens": 999});
+    assert_eq!(server.chat("say:no", asked).status, 200);
+}
+
 #[test]
 fn tools_that_are_wrong_are_refused() {
     let server = start();
@@ -70,10 +95,54 @@ fn tools_that_are_wrong_are_refused() {
     assert_eq!(error(json!({"tool_choice": "required"})), "tool_choice");
     assert_eq!(error(json!({"tools": weather(), "tool_choice": "maybe"})), "tool_choice");
     assert_eq!(error(json!({"functions": [{}]})), "functions");
+    assert_eq!(error(json!({"tools": [{"type": "function", "function": {}}]})), "tools[0].function.name");
     let without = start_with(Settings::default(), Some("{{ messages[0].content }}"));
     assert_eq!(without.chat("x", json!({"tools": weather()})).error(400)["param"], "tools");
     let unknown = start_with(Settings::default(), Some("{{ tools }}{{ messages[0].content }}"));
     assert_eq!(unknown.chat("x", json!({"tools": weather()})).error(400)["param"], "tool_choice");
+}
+
+#[test]
+fn parameters_are_the_schema_of_an_object() {
+    let server = start();
+    let with = |parameters: &Value| json!({"type": "function", "function": {"name": "f", "parameters": parameters}});
+    for parameters in [json!("x"), json!([]), json!({"type": "wizard"}), json!({"type": ["object", "null"]})] {
+        for choice in ["none", "auto", "required"] {
+            let tools = json!([weather()[0], with(&parameters)]);
+            let error = server.chat("x", json!({"tools": tools, "tool_choice": choice})).error(400);
+            assert_eq!(error["param"], "tools[1].function.parameters", "{parameters}, {choice}: {error}");
+        }
+        let mut flat = with(&parameters)["function"].clone();
+        flat["type"] = json!("function");
+        let error = server.post("/v1/responses", json!({"input": "x", "tools": [flat]})).error(400);
+        assert_eq!(error["param"], "tools[0].parameters", "{parameters}: {error}");
+    }
+    // Without a type, they are those of an object as well.
+    for parameters in [json!(null), json!({}), json!({"properties": {}}), json!({"type": null})] {
+        let asked = json!({"tools": [with(&parameters)], "tool_choice": "required", "max_tokens": 5});
+        assert_eq!(server.chat("x", asked).status, 200, "{parameters}");
+        let named = json!({"type": "function", "function": {"name": "f"}});
+        let body =
+            server.chat("x", json!({"tools": [with(&parameters)], "tool_choice": named, "max_tokens": 5})).json();
+        let call = &body["choices"][0]["message"]["tool_calls"][0]["function"];
+        assert!(call["arguments"].as_str().unwrap().starts_with('{'), "{parameters}: {body}");
+    }
+}
+
+/// Options of grammars that parameters have count where a grammar has the parameters of several tools.
+#[test]
+fn parameters_may_have_options_of_grammars() {
+    let server = start();
+    let either = json!([{"type": "string"}, {"type": "string", "minLength": 2}]);
+    let mut parameters = json!({"type": "object", "properties": {"x": {"oneOf": either}}});
+    let ask = |parameters: &Value| {
+        let tool = json!({"type": "function", "function": {"name": "f", "parameters": parameters}});
+        server.chat("x", json!({"tools": [tool], "tool_choice": "required", "max_tokens": 5}))
+    };
+    let message = ask(&parameters).error(400)["message"].as_str().unwrap().to_owned();
+    assert!(message.contains("tools: ") && message.contains("coerce_one_of"), "{message}");
+    parameters["x-guidance"] = json!({"coerce_one_of": true});
+    assert_eq!(ask(&parameters).status, 200);
 }
 
 #[test]

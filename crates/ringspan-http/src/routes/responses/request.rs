@@ -7,6 +7,7 @@ use crate::error::{ApiError, Result};
 use crate::fields::Fields;
 use crate::routes::begin::ConversationRequest;
 use crate::sampling::{Sampling, refuse_token_reports, response_format};
+use crate::tools::check_function;
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
 
@@ -62,7 +63,8 @@ impl ConversationRequest for ResponseRequest {
         let grammar = match fields.fields("text")? {
             None => None,
             Some(mut text) => {
-                let grammar = text.fields("format")?.map(response_format).transpose()?.flatten();
+                let format = text.fields("format")?;
+                let grammar = format.map(|format| response_format(format, "schema")).transpose()?.flatten();
                 text.only("verbosity", &[json!("medium")], "texts are as long as the model writes them")?;
                 text.finish()?;
                 grammar
@@ -72,7 +74,7 @@ impl ConversationRequest for ResponseRequest {
         let mut variables = conversation::variables(&mut fields)?;
         if let Some(mut reasoning) = fields.fields("reasoning")? {
             if let Some(effort) = reasoning.string("effort")? {
-                variables.insert("reasoning_effort".into(), effort.into());
+                conversation::set_effort(app, &mut variables, &reasoning.name("effort"), effort)?;
             }
             reasoning.only("summary", &[json!("auto")], "no summaries are made")?;
             reasoning.finish()?;
@@ -133,15 +135,17 @@ fn repeated(body: &Map<String, Value>) -> Map<String, Value> {
 
 /// A tool in the form of chat completions, whose functions are objects of their own.
 fn tool((index, tool): (usize, Value)) -> Result<Value> {
+    let path = format!("tools[{index}]");
     let Value::Object(mut function) = tool else {
-        return Err(ApiError::field(format!("tools[{index}]"), "must be an object"));
+        return Err(ApiError::field(path, "must be an object"));
     };
     let kind = function.shift_remove("type");
     if kind != Some(json!("function")) {
         let message = "must be function; this server has no tools of its own";
-        return Err(ApiError::field(format!("tools[{index}].type"), message));
+        return Err(ApiError::field(format!("{path}.type"), message));
     }
     function.shift_remove("strict");
-    let tool = json!({"type": "function", "function": function});
-    conversation::tools(vec![tool]).map(|mut tools| tools.remove(0))
+    let function = Value::Object(function);
+    check_function(&path, &function)?;
+    Ok(json!({"type": "function", "function": function}))
 }
