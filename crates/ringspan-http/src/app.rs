@@ -2,7 +2,7 @@
 
 use crate::error::{ApiError, Result};
 use crate::fields::Fields;
-use crate::grammar::{Grammar, Grammars};
+use crate::grammar::{Constraint, Grammar, Grammars};
 use crate::metrics::ServerMetrics;
 use crate::response_store::ResponseStore;
 use crate::sampling::Sampling;
@@ -10,7 +10,7 @@ use crate::tools::ToolFormat;
 use crate::vocabulary::Vocabulary;
 use ringspan_models::chat_template::ChatTemplate;
 use ringspan_models::special_tokens::SpecialTokens;
-use ringspan_serve::engine::request::{EngineClient, TokenConstraint};
+use ringspan_serve::engine::request::EngineClient;
 use serde_json::{Map, Value};
 use std::hash::{BuildHasher, RandomState};
 use std::sync::{Arc, OnceLock};
@@ -227,7 +227,7 @@ impl App {
     ///
     /// # Errors
     /// A grammar that is damaged or impossible.
-    pub(crate) fn constraint(&self, grammar: &Grammar) -> Result<Box<dyn TokenConstraint>> {
+    pub(crate) fn constraint(&self, grammar: &Grammar) -> Result<Constraint> {
         let grammars = self.grammars.get_or_init(|| Grammars::new(&self.vocabulary, &self.end_tokens));
         let constraint = grammars.as_ref().map_err(Clone::clone).and_then(|grammars| grammars.constraint(grammar));
         constraint.map_err(|problem| ApiError {

@@ -5,7 +5,7 @@ use crate::error::{ApiError, Result};
 use crate::output::{DetokenizedOutput, Finish, OutputChunk};
 use crate::sampling::Sampling;
 use axum::http::StatusCode;
-use ringspan_serve::engine::request::{Event, Events, FinishReason, Pooling, Request};
+use ringspan_serve::engine::request::{Event, Events, FinishReason, Pooling, Request, TokenConstraint};
 use std::sync::Arc;
 use std::time::Instant;
 use tokio::sync::mpsc;
@@ -74,10 +74,10 @@ pub(crate) fn start(
             sampling.n
         )));
     }
+    let constraint = sampling.grammar.as_ref().map(|grammar| app.constraint(grammar)).transpose()?;
     let mut queued = Vec::new();
     for (prompt, &max_tokens) in prompts.iter().zip(&max_tokens) {
         for choice in 0..sampling.n {
-            let constraint = sampling.grammar.as_ref().map(|grammar| app.constraint(grammar)).transpose()?;
             let request = Request {
                 prompt: prompt.clone(),
                 sampling: sampling.params_of(choice),
@@ -88,7 +88,7 @@ pub(crate) fn start(
                 prompt_logprobs: sampling.prompt_logprobs,
                 adapter: target.adapter.clone(),
                 cache_salt: target.cache_salt.clone(),
-                constraint,
+                constraint: constraint.clone().map(|constraint| Box::new(constraint) as Box<dyn TokenConstraint>),
                 embedding: None,
             };
             queued.push((prompt.clone(), app.engine.submit(request)?));

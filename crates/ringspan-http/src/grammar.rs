@@ -183,9 +183,9 @@ impl Grammars {
     ///
     /// # Errors
     /// A grammar that is damaged, impossible, or too large.
-    pub(crate) fn constraint(&self, grammar: &Grammar) -> Result<Box<dyn TokenConstraint>, String> {
+    pub(crate) fn constraint(&self, grammar: &Grammar) -> Result<Constraint, String> {
         let matcher = self.matcher(grammar).map_err(|problem| format!("{}: {problem}", grammar.field))?;
-        Ok(Box::new(Constraint { matcher }))
+        Ok(Constraint { matcher })
     }
 
     fn matcher(&self, grammar: &Grammar) -> Result<Matcher, String> {
@@ -194,7 +194,7 @@ impl Grammars {
             return Err(explained(problem));
         }
         match matcher.compute_mask().map_err(explained) {
-            Ok(first) => self.try_text(matcher.clone(), first)?,
+            Ok(first) => self.try_text(matcher.deep_clone(), first)?,
             // A schema that nothing satisfies has no first token.
             Err(problem) if problem == DEAD_END => return Err("no text satisfies it".into()),
             Err(problem) => return Err(problem),
@@ -247,8 +247,15 @@ impl TokenizerEnv for Environment {
     }
 }
 
-struct Constraint {
+/// What a grammar allows after the tokens of a text so far. A clone is of a text of its own.
+pub(crate) struct Constraint {
     matcher: Matcher,
+}
+
+impl Clone for Constraint {
+    fn clone(&self) -> Self {
+        Self { matcher: self.matcher.deep_clone() }
+    }
 }
 
 impl fmt::Debug for Constraint {

@@ -13,7 +13,7 @@ mod mistral;
 mod phi4;
 mod qwen_coder;
 
-pub(crate) use definitions::{Definitions, arguments_schema, calls_schema, check_function};
+pub(crate) use definitions::{Definitions, arguments_schema, calls_schema, check_function, check_parameters};
 
 use marked::{Mark, MarkedCalls};
 use serde_json::Value;

@@ -16,7 +16,7 @@ use ringspan_serve::engine::request::Pooling;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// Inputs that are computed at a time for one request; the engine's own limits apply as well.
+/// Inputs that are computed at a time for one request, if as many may wait for the engine.
 const AT_A_TIME: usize = 16;
 
 pub(crate) async fn create(State(app): State<Arc<App>>, Body(body): Body) -> Result<Response> {
@@ -51,10 +51,11 @@ pub(crate) async fn create(State(app): State<Arc<App>>, Body(body): Body) -> Res
     };
     let (target, inputs, base64, pooling, dimensions) = app.compute(read).await?;
     let tokens: usize = inputs.iter().map(|input| input.tokens.len()).sum();
+    let at_a_time = AT_A_TIME.min(app.engine.limits().max_waiting).max(1);
     let mut vectors = Vec::with_capacity(inputs.len());
     let mut inputs = inputs.into_iter();
     loop {
-        let some: Vec<_> = inputs.by_ref().take(AT_A_TIME).collect();
+        let some: Vec<_> = inputs.by_ref().take(at_a_time).collect();
         if some.is_empty() {
             break;
         }

@@ -10,7 +10,7 @@ use crate::reply::{Reply, ReplyPart, Usage};
 use crate::routes::begin::{ConversationRequest, begin};
 use crate::sampling::{Sampling, refuse_token_reports, stop_strings};
 use crate::sse;
-use crate::tools::Parsed;
+use crate::tools::{Parsed, check_parameters};
 use axum::Json;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
@@ -46,7 +46,7 @@ fn conversation(app: &App, fields: &mut Fields) -> Result<Conversation> {
     // The answer continues a text of the assistant at the end; calls of tools have no text to continue.
     let is_continued = |last: &Value| last["role"] == "assistant" && last["tool_calls"].is_null();
     let end = if messages.last().is_some_and(is_continued) { PromptEnd::FinalMessage } else { PromptEnd::default() };
-    Ok(Conversation { messages, end, tools, choice, parallel_calls, variables, ..Conversation::default() })
+    Ok(Conversation { messages, end, tools, choice, parallel_calls, variables })
 }
 
 /// Sets the variable by which templates switch thinking on and off as `thinking` asks. Where a model decides itself, nothing is set.
@@ -144,8 +144,11 @@ fn tool((index, tool): (usize, Value)) -> Result<Value> {
         ));
     }
     match (&tool["name"], &tool["input_schema"]) {
-        (Value::String(name), schema @ Value::Object(_)) => Ok(json!({"type": "function",
-            "function": {"name": name, "description": tool["description"], "parameters": schema}})),
+        (Value::String(name), schema @ Value::Object(_)) => {
+            check_parameters(format!("{path}.input_schema"), schema)?;
+            Ok(json!({"type": "function",
+                "function": {"name": name, "description": tool["description"], "parameters": schema}}))
+        }
         _ => Err(ApiError::field(path, "needs a `name` and an `input_schema`")),
     }
 }

@@ -41,12 +41,20 @@ impl Definitions {
 /// Checks the function that a request has at `path`.
 ///
 /// # Errors
-/// A name that is no string, and parameters that are not the schema of an object, although arguments are one.
+/// A name that is no string, and those of [`check_parameters`].
 pub(crate) fn check_function(path: &str, function: &Value) -> Result<()> {
     if !function["name"].is_string() {
         return Err(ApiError::field(format!("{path}.name"), "must be a string"));
     }
-    let problem = match &function["parameters"] {
+    check_parameters(format!("{path}.parameters"), &function["parameters"])
+}
+
+/// Checks the schema of a function's arguments, which a request has at `field`.
+///
+/// # Errors
+/// What is not the schema of an object, although arguments are one.
+pub(crate) fn check_parameters(field: String, schema: &Value) -> Result<()> {
+    let problem = match schema {
         Value::Null => return Ok(()),
         Value::Object(schema) => match schema.get("type") {
             None | Some(Value::Null) => return Ok(()),
@@ -55,7 +63,7 @@ pub(crate) fn check_function(path: &str, function: &Value) -> Result<()> {
         },
         other => format!("must be the schema of an object, not {}", kind(other)),
     };
-    Err(ApiError::field(format!("{path}.parameters"), problem))
+    Err(ApiError::field(field, problem))
 }
 
 /// The schema of the arguments of a tool, which are an object also where its parameters do not say so.

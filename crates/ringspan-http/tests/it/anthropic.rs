@@ -66,6 +66,12 @@ fn tools_and_their_results_are_blocks() {
             "text": "say:done"}]}]}]});
     let message = server.post("/v1/messages", asked).json();
     assert_eq!(message["content"][0]["text"], "done");
+    let asked = body("x", json!({"tools": [{"name": "f", "input_schema": {"type": "string"}}]}));
+    let error = server.post("/v1/messages", asked).error(400);
+    assert!(
+        error["message"].as_str().unwrap().starts_with("tools[0].input_schema: must be the schema of an object"),
+        "{error}"
+    );
 }
 
 /// As in Anthropic's interface, a last message of the assistant is the beginning of the answer.
