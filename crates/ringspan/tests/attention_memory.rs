@@ -228,7 +228,7 @@ fn more_ranks_for_the_same_tokens_take_less_memory_each() {
     let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     for (name, kind, mask) in cases() {
         for ranks in [1, 2, 4, 8, 16] {
-            check(name, SMALL_HEADS, &measure(SMALL_HEADS, 1024, ranks, kind, &mask));
+            check(name, SMALL_HEADS, &measure(SMALL_HEADS, 2048, ranks, kind, &mask));
         }
     }
 }
@@ -312,7 +312,7 @@ fn plans_count_every_way_to_compute() {
 fn documents_in_pieces_take_no_more_memory() {
     let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     let shape = Shape { heads: 2, kv_heads: 1, dim: 64, threads: 1 };
-    let tokens = 1000;
+    let tokens = 2000;
     let held = |id: fn(usize) -> i32, ranks: usize, biased: bool| {
         let ids: Vec<i32> = (0..tokens).map(id).collect();
         let documents = Documents::from_ids(&ids, tokens).expect("a row");
@@ -325,7 +325,7 @@ fn documents_in_pieces_take_no_more_memory() {
     let random = |token: usize| 1 + ((token as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 61 & 1) as i32;
     for ranks in [1, 3] {
         let ((pieces, runs), (halves, _)) =
-            (held(random, ranks, false), held(|token| 1 + (token >= 500) as i32, ranks, false));
+            (held(random, ranks, false), held(|token| 1 + (token >= 1000) as i32, ranks, false));
         assert!(runs > 300, "{runs} runs are no pieces");
         let (biased, _) = held(random, ranks, true);
         for pass in [0, 1] {
