@@ -1,5 +1,6 @@
 """Checks a server with third-party clients: the official `openai` client over every endpoint, streamed and not, with errors; the
-official `anthropic` client; schemathesis over `/openapi.json`; and compatcanary, which judges how compatible a server is with OpenAI's interface.
+official `anthropic` client; schemathesis over `/openapi.json`; and compatcanary, which judges how compatible a server is with OpenAI's
+interface.
 
     check_clients.py --scripted PROGRAM              the example `scripted_engine`, whose every answer is known
     check_clients.py --ringspan PROGRAM              `ringspan serve` with a tiny random model, whose answers are any

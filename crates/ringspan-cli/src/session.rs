@@ -1,8 +1,8 @@
 //! The folder of `--session-dir`, to which `ringspan serve` saves its cache, and from which it restores it.
 //!
 //! Each model, and each way in which it computes, has a file of its own, so that a server with other settings does not replace what it
-//! cannot read. A file from which something was left out, such as texts of adapters that are not loaded, stays as well: what is cached is
-//! saved to another one.
+//! cannot read. A file from which something was left out, because an adapter is not loaded or the cache is smaller than the file, stays as
+//! well: what is cached is saved to another one.
 
 use crate::model::ModelArgs;
 use crate::output;
@@ -15,7 +15,8 @@ use std::path::{Path, PathBuf};
 pub(crate) struct Session {
     folder: PathBuf,
     model: String,
-    /// The files that were restored as a whole: the first is replaced when the session is saved, and the others, which it contains, removed.
+    /// The files from which nothing was left out. The first is replaced when the session is saved; the others are removed then, since their
+    /// texts are in the cache, as far as later ones have left them there.
     restored: Vec<PathBuf>,
 }
 
@@ -56,7 +57,16 @@ impl Session {
 
     /// Restores all sessions of this model; says what it did.
     pub(crate) fn restore(&mut self, client: &Client) {
-        for number in self.numbers() {
+        let numbers = match self.numbers() {
+            Ok(numbers) => numbers,
+            Err(problem) => {
+                return output::note(format!(
+                    "no session is restored, {} cannot be read: {problem}",
+                    self.folder.display()
+                ));
+            }
+        };
+        for number in numbers {
             let file = self.folder.join(file_name(number));
             let shown = file.display();
             match client.restore_session(&file, &self.model) {
@@ -68,8 +78,8 @@ impl Session {
                     self.restored.push(file);
                 }
                 Ok(SessionSize { tokens, bytes, left_out }) => output::note(format!(
-                    "restored {tokens} tokens ({:.1} MB) of a session: {shown}; the file stays, since {left_out} tokens are of adapters that \
-                     are not loaded",
+                    "restored {tokens} tokens ({:.1} MB) of a session: {shown}; the file stays, since it has {left_out} more, of adapters that \
+                     are not loaded or beyond the size of the cache",
                     bytes as f64 / 1e6
                 )),
                 Err(problem) => {
@@ -81,8 +91,16 @@ impl Session {
 
     /// Saves the session; says what it did.
     pub(crate) fn save(&self, client: &Client) {
-        let free = || self.folder.join(file_name(self.numbers().last().map_or(0, |last| last + 1)));
-        let file = self.restored.first().cloned().unwrap_or_else(free);
+        let free = || Ok(self.folder.join(file_name(self.numbers()?.last().map_or(0, |last| last + 1))));
+        let file = match self.restored.first().cloned().map_or_else(free, std::io::Result::Ok) {
+            Ok(file) => file,
+            Err(problem) => {
+                let folder = self.folder.display();
+                return output::note(format!(
+                    "the session is not saved, what was cached is lost: {folder} cannot be read: {problem}"
+                ));
+            }
+        };
         let shown = file.display();
         match client.save_session(&file, &self.model) {
             Ok(SessionSize { tokens: 0, .. }) if self.restored.is_empty() => {
@@ -100,12 +118,13 @@ impl Session {
     }
 
     /// The numbers of the files in the folder, in ascending order.
-    fn numbers(&self) -> Vec<usize> {
-        // A folder that cannot be read is reported when the session is saved.
-        let entries = std::fs::read_dir(&self.folder).into_iter().flatten().flatten();
-        let mut numbers: Vec<usize> = entries.filter_map(|entry| number_of(entry.file_name().to_str()?)).collect();
+    fn numbers(&self) -> std::io::Result<Vec<usize>> {
+        let mut numbers = Vec::new();
+        for entry in std::fs::read_dir(&self.folder)? {
+            numbers.extend(entry?.file_name().to_str().and_then(number_of));
+        }
         numbers.sort_unstable();
-        numbers
+        Ok(numbers)
     }
 }
 

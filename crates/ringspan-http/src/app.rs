@@ -114,8 +114,8 @@ pub(crate) struct App {
     processors: Arc<Semaphore>,
     /// Makes ids of responses, which no client can guess.
     ids: RandomState,
-    /// Whether requests that run are to end.
-    cut: watch::Sender<bool>,
+    /// Whether the requests that run are aborted, since the server ends.
+    aborted: watch::Sender<bool>,
 }
 
 impl std::fmt::Debug for App {
@@ -152,19 +152,19 @@ impl App {
             grammars: OnceLock::new(),
             processors: Arc::new(Semaphore::new(std::thread::available_parallelism().map_or(1, usize::from))),
             ids: RandomState::new(),
-            cut: watch::Sender::new(false),
+            aborted: watch::Sender::new(false),
         }))
     }
 
-    /// Ends the requests that run, each with an error.
-    pub(crate) fn cut_requests(&self) {
-        self.cut.send_replace(true);
+    /// Aborts the requests that run: each ends with an error.
+    pub(crate) fn abort_requests(&self) {
+        self.aborted.send_replace(true);
     }
 
-    /// Returns once the requests that run are to end.
-    pub(crate) async fn cut(&self) {
+    /// Returns once the requests that run are aborted.
+    pub(crate) async fn requests_aborted(&self) {
         // The sender lives as long as `self`.
-        let _ = self.cut.subscribe().wait_for(|cut| *cut).await;
+        let _ = self.aborted.subscribe().wait_for(|aborted| *aborted).await;
     }
 
     /// The names that requests may ask for: the model's, and those of its adapters.

@@ -121,8 +121,7 @@ impl Conversation {
             return Err(ApiError::field("tools", "the model's chat template knows none, so it would ignore them"));
         }
         if let Some(name) = self.variables.keys().find(|name| !template.mentions(name)) {
-            let field = if name == EFFORT { EFFORT } else { "chat_template_kwargs" };
-            return Err(unread(field, name));
+            return Err(unread("chat_template_kwargs", name));
         }
         let tools = match self.tools.is_empty() || self.choice == ToolChoice::None {
             true => Value::Null,
@@ -329,8 +328,8 @@ pub(crate) fn tool_choice(value: Option<Value>) -> Result<ToolChoice> {
 /// Takes `chat_template_kwargs`, and `reasoning_effort`, which some templates read.
 ///
 /// # Errors
-/// Values of the wrong type.
-pub(crate) fn variables(fields: &mut Fields) -> Result<Map<String, Value>> {
+/// Values of the wrong type, and an effort that the template does not read.
+pub(crate) fn variables(app: &App, fields: &mut Fields) -> Result<Map<String, Value>> {
     let mut variables = fields.object("chat_template_kwargs")?.unwrap_or_default();
     for own in ["messages", "tools", "add_generation_prompt", "continue_final_message"] {
         if variables.contains_key(own) {
@@ -338,7 +337,7 @@ pub(crate) fn variables(fields: &mut Fields) -> Result<Map<String, Value>> {
         }
     }
     if let Some(effort) = fields.string(EFFORT)? {
-        variables.insert(EFFORT.into(), effort.into());
+        set_effort(app, &mut variables, EFFORT, effort)?;
     }
     Ok(variables)
 }

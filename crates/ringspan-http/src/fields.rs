@@ -189,7 +189,7 @@ impl Fields {
         self.neutral.push(field.to_owned());
         match self.value(field) {
             Some(value) if !neutral.contains(&value) => {
-                // Of a long value only its kind could be said, as if another kind were supported.
+                // A long value is left out: "a list is not supported" would read as if another kind of value were.
                 let value = short(&value).map(|value| format!("{value} ")).unwrap_or_default();
                 Err(ApiError::field(self.name(field), format!("{value}is not supported: {reason}")))
             }

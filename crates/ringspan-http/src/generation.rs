@@ -43,7 +43,7 @@ impl OutputStream {
                 *open -= 1;
                 *longest = end.tokens.max(*longest);
                 if *open == 0 {
-                    self.app.metrics.longest_text(*longest);
+                    self.app.metrics.prompt_ended(self.n, *longest);
                 }
                 Ok(Some((index, OutputChunk::Finish(end))))
             }
@@ -100,7 +100,7 @@ pub(crate) fn start(
         let text =
             RunningChoice { app: app.clone(), target: target.clone(), sampling: sampling.clone(), prompt, index };
         let sender = sender.clone();
-        app.metrics.asked(sampling.n, max_tokens[index / sampling.n]);
+        app.metrics.max_tokens(max_tokens[index / sampling.n]);
         tokio::spawn(async move {
             if let Err(error) = text.run(events, &sender).await {
                 text.app.metrics.finished("error", text.target.arrived);
@@ -129,7 +129,7 @@ pub(crate) async fn embed(app: &Arc<App>, target: &Target, prompt: Vec<u32>, poo
     let mut vector = None;
     loop {
         let event = tokio::select! {
-            () = app.cut() => return Err(cut()),
+            () = app.requests_aborted() => return Err(aborted()),
             event = events.recv() => event,
         };
         let Some(event) = event else { break };
@@ -144,7 +144,7 @@ pub(crate) async fn embed(app: &Arc<App>, target: &Target, prompt: Vec<u32>, poo
 }
 
 /// The error of requests that run longer than an ending server waits.
-fn cut() -> ApiError {
+fn aborted() -> ApiError {
     let message = "the server ends, and the time that requests had to finish is over";
     ApiError::new(StatusCode::SERVICE_UNAVAILABLE, message)
 }
@@ -214,7 +214,7 @@ impl RunningChoice {
                     self.record_end("abort", stream.tokens);
                     return Ok(());
                 }
-                () = self.app.cut() => return Err(cut()),
+                () = self.app.requests_aborted() => return Err(aborted()),
                 event = events.recv() => event.ok_or_else(|| ApiError::failed("the engine ended without an answer"))?,
             };
             let part = match event {

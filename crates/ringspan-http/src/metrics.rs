@@ -34,10 +34,14 @@ pub(crate) struct ServerMetrics {
     prompt_tokens: Histogram,
     generation_tokens: Histogram,
     longest_text: Histogram,
-    asked_n: Histogram,
-    asked_tokens: Histogram,
+    texts_of_prompt: Histogram,
+    max_tokens: Histogram,
     requests: Family<RequestLabels, Counter>,
 }
+
+/// The methods that requests are counted by; all others are one.
+const METHODS: [Method; 7] =
+    [Method::GET, Method::POST, Method::PUT, Method::DELETE, Method::HEAD, Method::OPTIONS, Method::PATCH];
 
 /// Which HTTP requests are counted together: path, method, and class of the status, such as 2xx.
 type RequestLabels = [(&'static str, String); 3];
@@ -65,9 +69,10 @@ impl ServerMetrics {
         let generation_tokens = tokens("vllm:request_generation_tokens", "Generated tokens of a text that has ended");
         let help = "Generated tokens of the longest text of a prompt";
         let longest_text = tokens("vllm:request_max_num_generation_tokens", help);
-        let asked_tokens = tokens("vllm:request_params_max_tokens", "Tokens that a text may have");
-        let asked_n = Histogram::new([1.0, 2.0, 5.0, 10.0, 20.0]);
-        registry.register("vllm:request_params_n", "Texts that a request asks for a prompt", asked_n.clone());
+        let max_tokens = tokens("vllm:request_params_max_tokens", "Tokens that a text may have");
+        let texts_of_prompt = Histogram::new([1.0, 2.0, 5.0, 10.0, 20.0]);
+        let help = "Texts of a prompt, all of which have ended";
+        registry.register("vllm:request_params_n", help, texts_of_prompt.clone());
         let requests = Family::default();
         registry.register("http_requests", "HTTP requests by path, method and class of the status", requests.clone());
         registry.register_collector(Box::new(EngineMetrics { engine }));
@@ -80,8 +85,8 @@ impl ServerMetrics {
             prompt_tokens,
             generation_tokens,
             longest_text,
-            asked_n,
-            asked_tokens,
+            texts_of_prompt,
+            max_tokens,
             requests,
         }
     }
@@ -89,14 +94,15 @@ impl ServerMetrics {
     /// Counts an HTTP request by the path of its route; `none` where there is no such route.
     pub(crate) fn request(&self, path: &str, method: &Method, status: StatusCode) {
         let class = format!("{}xx", status.as_u16() / 100);
-        let labels = [("handler", path.to_owned()), ("method", method.to_string()), ("status", class)];
+        // A client may invent methods, and each label is kept for good.
+        let method = if METHODS.contains(method) { method.as_str() } else { "other" };
+        let labels = [("handler", path.to_owned()), ("method", method.to_owned()), ("status", class)];
         self.requests.get_or_create(&labels).inc();
     }
 
-    /// Records what a text is asked to be: one of `n`, with at most `max_tokens` tokens.
-    pub(crate) fn asked(&self, n: usize, max_tokens: usize) {
-        self.asked_n.observe(n as f64);
-        self.asked_tokens.observe(max_tokens as f64);
+    /// Records how many tokens a text may have.
+    pub(crate) fn max_tokens(&self, tokens: usize) {
+        self.max_tokens.observe(tokens as f64);
     }
 
     /// Records the tokens of a text that has ended.
@@ -105,9 +111,10 @@ impl ServerMetrics {
         self.generation_tokens.observe(generated as f64);
     }
 
-    /// Records the tokens of the longest text of a prompt, all of whose texts have ended.
-    pub(crate) fn longest_text(&self, tokens: usize) {
-        self.longest_text.observe(tokens as f64);
+    /// Records that all `n` texts of a prompt have ended, the longest with so many tokens.
+    pub(crate) fn prompt_ended(&self, n: usize, longest: usize) {
+        self.texts_of_prompt.observe(n as f64);
+        self.longest_text.observe(longest as f64);
     }
 
     pub(crate) fn first_token(&self, time: Duration) {

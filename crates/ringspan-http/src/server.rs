@@ -21,8 +21,8 @@ use tower_http::timeout::RequestBodyTimeoutLayer;
 /// Time between two checks whether the server should stop.
 const STOP_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Time that clients have to read the errors of requests which did not finish in time.
-const LAST_WORDS: Duration = Duration::from_secs(2);
+/// Time that clients have to read the errors of aborted requests.
+const ABORT_GRACE: Duration = Duration::from_secs(2);
 
 /// Settings of a server.
 #[derive(Debug, Clone)]
@@ -183,7 +183,7 @@ impl Server {
                 // Only a server that has ended already does not hear it.
                 let _ = stopping.send(true);
                 tokio::time::sleep(drain).await;
-                app.cut_requests();
+                app.abort_requests();
             };
             let mut serving = std::pin::pin!(serving.into_future());
             tokio::select! {
@@ -191,7 +191,7 @@ impl Server {
                 () = end => {}
             }
             // Clients that do not read their errors are not waited for.
-            tokio::time::timeout(LAST_WORDS, serving).await.unwrap_or(Ok(())).map(|()| false)
+            tokio::time::timeout(ABORT_GRACE, serving).await.unwrap_or(Ok(())).map(|()| false)
         })?;
         // What still runs is dropped, and with it what it holds.
         runtime.shutdown_background();

@@ -2,7 +2,7 @@
 
 use ringspan_serve::{Detokenize, Error};
 use std::collections::HashMap;
-use tokenizers::{DecoderWrapper, ModelWrapper, Tokenizer};
+use tokenizers::{DecoderWrapper, ModelWrapper, NormalizerWrapper, Tokenizer};
 
 /// The character by which SentencePiece writes a space.
 const SPACE: char = '\u{2581}';
@@ -19,8 +19,8 @@ pub(crate) struct Vocabulary {
     longest: Option<usize>,
 }
 
-/// Normalization may compose characters, which makes a text at most this many times shorter.
-const COMPOSED: usize = 4;
+/// Unicode normalization may replace characters by shorter ones, which makes a text at most this many times shorter: 𝐀 has 4 bytes, A 1.
+const SHORTENED: usize = 4;
 
 impl Vocabulary {
     /// The vocabulary of a tokenizer, of `size` ids: models may have more than their tokenizer.
@@ -41,11 +41,12 @@ impl Vocabulary {
                 special[id as usize] = token.special;
             }
         }
-        // Where each byte has a token, none is dropped, and no token stands for unknown words of any length.
+        // Where each byte has a token, no model drops any, and no token stands for unknown words of any length.
         let all_bytes = match tokenizer.get_model() {
             ModelWrapper::BPE(model) => byte_level || model.byte_fallback,
             _ => false,
         };
+        let all_bytes = all_bytes && tokenizer.get_normalizer().is_none_or(keeps_characters);
         let longest = bytes.iter().map(Vec::len).max().filter(|longest| all_bytes && *longest > 0);
         Self { tokenizer, bytes, special, longest }
     }
@@ -72,8 +73,10 @@ impl Vocabulary {
 
     /// A number of tokens that the text has at least; 0 if nothing is known.
     pub(crate) fn fewest_tokens(&self, text: &str) -> usize {
-        // Some tokenizers remove white space around a text.
-        self.longest.map_or(0, |longest| text.trim().len() / (COMPOSED * longest))
+        let Some(longest) = self.longest else { return 0 };
+        // White space may be removed, or belong to the special token beside it.
+        let bytes: usize = text.split_whitespace().map(str::len).sum();
+        bytes / (SHORTENED * longest)
     }
 
     /// The special token with this text.
@@ -102,6 +105,21 @@ pub(crate) struct Decoder<'a> {
 impl Detokenize for Decoder<'_> {
     fn text(&self, tokens: &[u32]) -> ringspan_serve::Result<String> {
         self.tokenizer.decode(tokens, self.skip_special).map_err(|error| Error::Tokenizer(error.to_string()))
+    }
+}
+
+/// Whether a normalizer keeps all characters but white space, or replaces them by their Unicode normal forms.
+fn keeps_characters(normalizer: &NormalizerWrapper) -> bool {
+    match normalizer {
+        NormalizerWrapper::NFC(_)
+        | NormalizerWrapper::NFD(_)
+        | NormalizerWrapper::NFKC(_)
+        | NormalizerWrapper::NFKD(_)
+        | NormalizerWrapper::Prepend(_) => true,
+        // This is how SentencePiece's tokenizers write white space.
+        NormalizerWrapper::Replace(replace) => replace.content == SPACE.to_string(),
+        NormalizerWrapper::Sequence(all) => all.as_ref().iter().all(keeps_characters),
+        _ => false,
     }
 }
 
@@ -159,5 +177,25 @@ mod tests {
     fn pieces_are_bytes_or_text_with_spaces() {
         assert_eq!(sentence_piece_bytes("<0x0A>"), b"\n");
         assert_eq!(sentence_piece_bytes("\u{2581}a<0x"), b" a<0x");
+    }
+
+    #[test]
+    fn texts_have_at_least_the_tokens_that_their_bytes_need() {
+        let vocabulary = |normalizer: serde_json::Value| {
+            let alphabet: serde_json::Map<_, _> =
+                byte_alphabet().into_iter().map(|(c, byte)| (c.to_string(), byte.into())).collect();
+            let json = serde_json::json!({"version": "1.0", "normalizer": normalizer, "decoder": {"type": "ByteLevel",
+                "add_prefix_space": false, "trim_offsets": false, "use_regex": false},
+                "model": {"type": "BPE", "vocab": alphabet, "merges": []}});
+            Vocabulary::new(Tokenizer::from_bytes(json.to_string()).unwrap(), 256)
+        };
+        let replace =
+            |content: &str| serde_json::json!({"type": "Replace", "pattern": {"String": " "}, "content": content});
+        for normalizer in [serde_json::Value::Null, serde_json::json!({"type": "NFKC"}), replace("\u{2581}")] {
+            assert_eq!(vocabulary(normalizer).fewest_tokens(&"ab  ".repeat(100)), 50);
+        }
+        for normalizer in [serde_json::json!({"type": "StripAccents"}), replace("")] {
+            assert_eq!(vocabulary(normalizer).fewest_tokens(&"ab  ".repeat(100)), 0, "characters may be dropped");
+        }
     }
 }

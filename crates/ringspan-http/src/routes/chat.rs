@@ -49,7 +49,7 @@ impl ConversationRequest for ChatRequest {
             tools: conversation::tools(fields.list("tools")?.unwrap_or_default())?,
             choice: conversation::tool_choice(fields.value("tool_choice"))?,
             parallel_calls: fields.boolean("parallel_tool_calls")?.unwrap_or(true),
-            variables: conversation::variables(&mut fields)?,
+            variables: conversation::variables(app, &mut fields)?,
             end: PromptEnd::take(&mut fields)?,
         };
         let (stream, usage) = streaming(&mut fields)?;

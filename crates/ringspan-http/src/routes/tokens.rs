@@ -24,7 +24,7 @@ pub(crate) async fn tokenize(State(app): State<Arc<App>>, Body(body): Body) -> R
                 let conversation = Conversation {
                     messages: Conversation::read(messages)?,
                     tools: conversation::tools(fields.list("tools")?.unwrap_or_default())?,
-                    variables: conversation::variables(&mut fields)?,
+                    variables: conversation::variables(app, &mut fields)?,
                     end: PromptEnd::take(&mut fields)?,
                     ..Conversation::default()
                 };

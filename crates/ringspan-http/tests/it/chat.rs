@@ -187,7 +187,7 @@ fn impossible_grammars_are_refused() {
     assert_eq!(error["param"], "response_format.json_schema.schema");
 }
 
-/// Limits that the grammar library finds exceeded only in the middle of a text, where it would be a failure of the server.
+/// The grammar library finds some of its limits exceeded only in the middle of a text, where that would be a failure of the server.
 #[test]
 fn grammars_that_are_too_large_are_refused_by_name() {
     let server = start();
@@ -301,6 +301,8 @@ fn variables_of_templates_are_set_if_the_template_reads_them() {
     );
     let error = server.chat("x", json!({"chat_template_kwargs": {"thinking": false}})).error(400);
     assert!(error["message"].as_str().unwrap().contains("`thinking`"), "{error}");
+    assert_eq!(error["param"], "chat_template_kwargs");
+    let error = server.chat("x", json!({"chat_template_kwargs": {"reasoning_effort": "low"}})).error(400);
     assert_eq!(error["param"], "chat_template_kwargs");
     let messages = json!([{"role": "user", "content": "x"}]);
     for (path, field, asked) in [

@@ -1,6 +1,6 @@
 //! Tests of the routes for operators, and of adapters.
 
-use crate::client::start;
+use crate::client::{read, start};
 use serde_json::json;
 
 #[test]
@@ -8,7 +8,11 @@ fn metrics_have_the_names_of_dashboards() {
     let server = start();
     server.complete("say:hello", json!({}));
     server.complete("say:hello", json!({"max_tokens": 1}));
+    server.complete("say:ab", json!({"n": 3}));
     server.get("/nowhere").error(404);
+    for method in ["MADEUP", "MADEUP2"] {
+        read(server.send(method, "/nowhere", "", b"")).error(404);
+    }
     let answer = server.get("/metrics");
     assert!(answer.headers.contains("content-type: text/plain; version=0.0.4"), "{}", answer.headers);
     for line in [
@@ -19,20 +23,21 @@ fn metrics_have_the_names_of_dashboards() {
         "vllm:generation_tokens_total{model_name=\"test\"} 0",
         "vllm:prefix_cache_queries_total{model_name=\"test\"} 0",
         "vllm:prefix_cache_hits_total{model_name=\"test\"} 0",
-        "vllm:time_to_first_token_seconds_count{model_name=\"test\"} 2",
-        "vllm:inter_token_latency_seconds_count{model_name=\"test\"} 4",
-        "vllm:e2e_request_latency_seconds_count{model_name=\"test\"} 2",
-        "vllm:request_success_total{model_name=\"test\",finished_reason=\"stop\"} 1",
+        "vllm:time_to_first_token_seconds_count{model_name=\"test\"} 5",
+        "vllm:inter_token_latency_seconds_count{model_name=\"test\"} 7",
+        "vllm:e2e_request_latency_seconds_count{model_name=\"test\"} 5",
+        "vllm:request_success_total{model_name=\"test\",finished_reason=\"stop\"} 4",
         "vllm:request_success_total{model_name=\"test\",finished_reason=\"length\"} 1",
-        "vllm:request_prompt_tokens_count{model_name=\"test\"} 2",
-        "vllm:request_prompt_tokens_sum{model_name=\"test\"} 18",
+        "vllm:request_prompt_tokens_count{model_name=\"test\"} 5",
+        "vllm:request_prompt_tokens_sum{model_name=\"test\"} 36",
         "vllm:request_prompt_tokens_bucket{model_name=\"test\",le=\"5\"} 0",
-        "vllm:request_prompt_tokens_bucket{model_name=\"test\",le=\"10\"} 2",
-        "vllm:request_generation_tokens_sum{model_name=\"test\"} 7",
-        "vllm:request_max_num_generation_tokens_sum{model_name=\"test\"} 7",
-        "vllm:request_params_max_tokens_sum{model_name=\"test\"} 17",
-        "vllm:request_params_n_sum{model_name=\"test\"} 2",
-        "http_requests_total{model_name=\"test\",handler=\"/v1/completions\",method=\"POST\",status=\"2xx\"} 2",
+        "vllm:request_prompt_tokens_bucket{model_name=\"test\",le=\"10\"} 5",
+        "vllm:request_generation_tokens_sum{model_name=\"test\"} 16",
+        "vllm:request_max_num_generation_tokens_sum{model_name=\"test\"} 10",
+        "vllm:request_params_max_tokens_sum{model_name=\"test\"} 65",
+        "vllm:request_params_n_sum{model_name=\"test\"} 5",
+        "http_requests_total{model_name=\"test\",handler=\"/v1/completions\",method=\"POST\",status=\"2xx\"} 3",
+        "http_requests_total{model_name=\"test\",handler=\"none\",method=\"other\",status=\"4xx\"} 2",
         "http_requests_total{model_name=\"test\",handler=\"none\",method=\"GET\",status=\"4xx\"} 1",
         "vllm:request_queue_time_seconds_sum{model_name=\"test\"} 0.25",
         "vllm:request_queue_time_seconds_count{model_name=\"test\"} 1",

@@ -34,7 +34,7 @@ impl Client {
     }
 
     /// Restores what [`save_session`](Self::save_session) has saved, on any mesh and with pages of any size, as far as there is room;
-    /// texts of adapters that are not loaded are left out, and counted.
+    /// texts of adapters that are not loaded are left out. What is left out is counted.
     ///
     /// # Errors
     /// A damaged file, or one of another model. Pages that were restored before the damage was found stay in the cache; each has passed

@@ -36,6 +36,11 @@ impl PagePool {
         self.ranks.len()
     }
 
+    /// Number of pages of all ranks.
+    pub(super) fn count(&self) -> usize {
+        self.ranks.iter().map(|rank| rank.holders.len()).sum()
+    }
+
     /// Allocates a free page of a rank for one sequence.
     pub(super) fn allocate(&mut self, rank: usize) -> Option<u32> {
         let rank = &mut self.ranks[rank];

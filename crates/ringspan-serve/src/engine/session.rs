@@ -18,7 +18,8 @@ pub struct SessionSize {
     pub tokens: usize,
     /// Bytes of their keys and values.
     pub bytes: u64,
-    /// Tokens in the file that were not restored, because they are of adapters that are not loaded.
+    /// Tokens in the file that could not be restored: those of adapters that are not loaded, and as many as the file has more of than
+    /// there is room for in the cache.
     pub left_out: usize,
 }
 
@@ -117,7 +118,7 @@ pub(super) fn restore(
         Ok(opened) => opened,
         Err(problem) => return Ok(Err(problem)),
     };
-    let mut restored = SessionSize { left_out: left_out(&reader.index, adapters), ..SessionSize::default() };
+    let mut restored = SessionSize { left_out: left_out(&reader.index, adapters, caches), ..SessionSize::default() };
     for leaf in leaves(&reader.index) {
         match restore_text(leaf, &mut reader, caches, adapters, (ranks, &parts))? {
             Ok(text) => {
@@ -130,11 +131,14 @@ pub(super) fn restore(
     Ok(Ok(restored))
 }
 
-/// The number of tokens of adapters that are not loaded.
-fn left_out(index: &SessionIndex, adapters: &BTreeMap<u64, String>) -> usize {
+/// The number of tokens of adapters that are not loaded, and of those that the caches have no room for, even if they are empty.
+fn left_out(index: &SessionIndex, adapters: &BTreeMap<u64, String>, caches: &[PrefixCache]) -> usize {
     let is_loaded = |of: usize| adapters.values().any(|identity| *identity == index.adapters[of]);
-    let pages = index.pages.iter().filter(|page| page.adapter.is_some_and(|of| !is_loaded(of)));
-    pages.map(|page| page.tokens.len()).sum()
+    let (of_loaded, of_others): (Vec<&SessionPage>, _) =
+        index.pages.iter().partition(|page| page.adapter.is_none_or(is_loaded));
+    let tokens = |pages: &[&SessionPage]| pages.iter().map(|page| page.tokens.len()).sum::<usize>();
+    let room: usize = caches.iter().map(|cache| cache.page_size() * cache.pages().count()).sum();
+    tokens(&of_others) + tokens(&of_loaded).saturating_sub(room)
 }
 
 /// The last pages of texts, the one that was used last at the end.

@@ -139,11 +139,13 @@ fn a_smaller_cache_keeps_the_texts_that_were_used_last() {
     let first = start(&model, 2, &small());
     let prompts: Vec<Vec<u32>> = (0..6).map(|seed| tokens(30, 50 + seed)).collect();
     prompts.iter().for_each(|prompt| drop(ask(&first, greedy(prompt, 2))));
-    first.client().save_session(&file, "model").expect("saved");
+    let saved = first.client().save_session(&file, "model").expect("saved");
     first.shutdown(true).expect("ends");
     let options = EngineOptions { kv_cache: KvCacheSize::Pages(16), max_model_len: Some(40), ..small() };
     let engine = start(&model, 1, &options);
-    engine.client().restore_session(&file, "model").expect("restored");
+    let restored = engine.client().restore_session(&file, "model").expect("restored");
+    assert!(saved.tokens > 16 * options.page_size);
+    assert_eq!(restored.left_out, saved.tokens - 16 * options.page_size);
     let cached = |prompt: &Vec<u32>| ask(&engine, greedy(prompt, 1)).cached;
     assert_eq!(cached(&prompts[5]), 29);
     assert_eq!(cached(&prompts[0]), 0);

@@ -71,7 +71,7 @@ impl ConversationRequest for ResponseRequest {
             }
         };
         let max_tokens = fields.count("max_output_tokens", 1)?;
-        let mut variables = conversation::variables(&mut fields)?;
+        let mut variables = conversation::variables(app, &mut fields)?;
         if let Some(mut reasoning) = fields.fields("reasoning")? {
             if let Some(effort) = reasoning.string("effort")? {
                 conversation::set_effort(app, &mut variables, &reasoning.name("effort"), effort)?;
